@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 import os
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from ttrain.core.files import PRIVATE_FILE, private_directory, read_json, read_object, write_json
+from ttrain.core.files import PRIVATE_FILE, JsonObject, private_directory, read_json, read_object, write_json
 from ttrain.errors import UsageError
 from ttrain.store.runs import is_alive
 
@@ -62,7 +60,7 @@ class Schedule:
     name: str
     cron: str | None
     timezone: str
-    settings: Mapping[str, Any]
+    settings: JsonObject
     pool: str | None = None  # the work pool whose workers run it, instead of `serve`
     paused: bool = False
 
@@ -150,9 +148,7 @@ def check_cron(cron: str | None, timezone: str) -> None:
     if timezone not in available_timezones():
         rule = "which is not a time zone; try Europe/Berlin or UTC"
         raise UsageError(f"--timezone is '{timezone}', {rule}")
-    if cron is None:
-        return
-    if len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone):
+    if cron is not None and (len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone)):
         rule = "which is not a cron expression of five fields, or never fires"
         raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
 

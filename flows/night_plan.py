@@ -1,15 +1,15 @@
 """The plan of a night: what it reads, and the graph of its stages."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.engine.execution import REGISTERED
 from ttrain.engine.graph import Graph, Planned, Source
 from ttrain.engine.plan import Plan
 from ttrain.engine.planner import plan
-from ttrain.errors import UsageError
+from ttrain.errors import NothingNew, UsageError
 from ttrain.evaluate import promotion
 from ttrain.flows.full import full
 from ttrain.nightly import inputs as night_inputs
@@ -17,7 +17,7 @@ from ttrain.nightly import records
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact, Artifacts
+from ttrain.store.layout import Artifact
 from ttrain.store.runs import NIGHTLY
 from ttrain.tasks import (
     BASE_OF,
@@ -37,6 +37,7 @@ from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
 HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values())
+ADAPTER_BASE = f"{BASE_OF}{TRAINING_STAGES['lora'].model}"  # the input of an evaluation that is its adapter's own base
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     check(settings)
     nights = Nights(store.root, settings.name)
     newest = nights.newest()
-    frozen, reason = choose_inputs(settings, store, nights, newest if newest and newest.is_open else None)
-    if frozen is None:
-        return NightPlan(reason)
+    try:
+        frozen, reason = choose_inputs(settings, store, nights, newest if newest and newest.is_open else None)
+    except NothingNew as nothing:
+        return NightPlan(f"nothing new: {nothing}")
     inputs = night_inputs.inputs_of(frozen, settings, store)
     reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.kept_base else inputs.settings.reading.near_duplicates or 0.0
@@ -79,7 +81,7 @@ def night_graph(inputs: NightInputs) -> Graph:
     graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
     replaced: dict[str, Source | None] = {**inputs.replacements}
     if kept:
-        replaced |= {PRETRAIN.name: kept, EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
+        replaced |= {EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
     for node in full(inputs.settings).replacing(replaced).values():
         stage = node.stage
         sources: dict[str, Source | None] = {**node.sources}
@@ -90,9 +92,9 @@ def night_graph(inputs: NightInputs) -> Graph:
             sources |= {EARLIER_HELDOUT: earlier, **_learnt_before(near)}
         elif stage is PRETRAIN:
             sources |= {"plateau": inputs.plateau}
-            if inputs.replayed:
+            if inputs.learnt and inputs.settings.nightly.replay:
                 read: dict[str, Source | None] = {"documents": sources["shards"]}
-                read |= _learnt_before(inputs.replayed)
+                read |= _learnt_before(inputs.learnt)
                 if earlier:
                     read |= {"tokenizer": sources["tokenizer"], EARLIER_HELDOUT: earlier}
                 sources["replay"] = graph.add(REPLAY, **read)
@@ -100,15 +102,15 @@ def night_graph(inputs: NightInputs) -> Graph:
             chats = _learnt_before(inputs.replayed_chats)
             sources["replay"] = graph.add(REPLAY_SFT, documents=sources["shards"], **chats)
         elif stage is EVALUATE:
-            if earlier and inputs.measures_earlier:
+            if earlier and not inputs.settings.data.pretrain_heldout:
                 new = sources.get("documents")
                 both = {"documents": new, EARLIER_HELDOUT: earlier}
                 sources["documents"] = graph.add(HELDOUT, **both) if new else earlier
             if inputs.champion:
                 data = {name: of for name, of in sources.items() if name in HELDOUT_PARTS}
-                bases = _adapter_bases(inputs.champion_bases)
-                graph.add(EVALUATE_CHAMPION, **data, **inputs.champion, **bases)
-            sources |= _adapter_bases(inputs.bases)
+                data |= {**inputs.champion, ADAPTER_BASE: inputs.adapter_base}
+                graph.add(EVALUATE_CHAMPION, **data)
+            sources[ADAPTER_BASE] = inputs.bases.get("lora")
         graph.add(stage, **sources)
     return graph
 
@@ -116,12 +118,6 @@ def night_graph(inputs: NightInputs) -> Graph:
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Documents of earlier nights as inputs of a stage, the oldest first."""
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
-
-
-def _adapter_bases(bases: Artifacts) -> dict[str, Artifact]:
-    """The bases of adapters, by stage, as inputs of an evaluation."""
-    models = {row.name: row.model for row in TRAINING_STAGES.values() if row.role == "adapter"}
-    return {f"{BASE_OF}{models[name]}": base for name, base in bases.items() if name in models}
 
 
 def check(settings: Settings) -> None:
@@ -136,74 +132,24 @@ def check(settings: Settings) -> None:
 
 def choose_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
-) -> tuple[InputSnapshot | None, str]:
-    """The inputs of a night, or None, and the reason: those of an unfinished night, else what is new."""
-    return _new_inputs(settings, store, nights) if night is None else _resumed_inputs(settings, store, nights, night)
-
-
-def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tuple[InputSnapshot | None, str]:
-    """What is new, or None, and the reason."""
-    watched, left_out = night_inputs.without_damaged(
-        night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
-    )
-    all_read = f"nothing new: all {sum(map(len, watched.values()))} files have been read by a night before"
-    nothing = "; ".join(filter(None, (all_read, left_out)))
-    read = nights.read()
-    if read.issuperset(file["sha256"] for files in watched.values() for file in files) and read:
-        return None, nothing  # most nights
-    champion = current_champion(settings, store)
-    if champion is None:
-        night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
-    learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
-    chosen = night_inputs.select_files(
-        settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
-    )
-    if not chosen.new:
-        return None, nothing
-    earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
-    learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
-    nightly, weights = settings.nightly, settings.data.weights
-    # Weighted sources are all read again, and have no new part
-    are_new = {"pretrain": nightly.start_from == "champion" and nightly.data == "new", "sft": chosen.has_new_chats_alone}
-    documents, chats = (
-        night_inputs.learnt_shards(stage, champion, nights.newest_first(), store) if is_new and not weights(stage) else ()
-        for stage, is_new in are_new.items()
-    )
-    replay = nightly.replay if documents and chosen.files.get("pretrain") else 0.0
-    frozen = InputSnapshot(
-        chosen.files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats, replay,
-        heldout_nights=earlier.nights,
-    )  # fmt: skip
-    base = f"the champion, version {champion.version}" if champion else "no champion"
-    reason = f"{len(chosen.new)} new: {records.shortened_names(chosen.new)}; {base}"
-    return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
-
-
-def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
-    """The registered champion with the artifacts of its models; None if there is none."""
-    champion = take_over_champions(store.root).champion(settings.name)
-    if champion is None:
-        return None
-    return Champion(champion.version, {stage: key for stage, key in champion.keys.items() if stage in REGISTERED})
-
-
-def _resumed_inputs(
-    settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord
 ) -> tuple[InputSnapshot, str]:
-    """The inputs of an unfinished night, with its files as they are now.
+    """The inputs of a night and the reason: those of the unfinished `night`, else what is new. Raises NothingNew.
 
-    After a failure the current settings count: they choose again what the night reads.
+    An unfinished night reads its files as they are now. After a failure the current settings count: they
+    choose again what it reads.
     """
+    if night is None:
+        return _new_inputs(settings, store, nights)
     frozen, current = night.frozen, night.as_it_is_now()
     now = {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
     ended = night.ended or now
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
     present = settings.model_dump(mode="json")
-    is_changed = night_inputs.frozen_part(frozen.settings) != night_inputs.frozen_part(present)
+    is_changed = night_inputs.with_unfrozen(frozen.settings, present) != present
     if is_changed and ended["outcome"] in (records.FAILED, records.REFUSED):
         reason = f"{reason}; with the current settings"
-        chosen, why = _new_inputs(settings, store, nights)
-        if chosen is not None:
+        with contextlib.suppress(NothingNew):
+            chosen, why = _new_inputs(settings, store, nights)
             return chosen, f"{reason}, by which its inputs are chosen again: {why}"
         frozen = replace(frozen, settings=present)
     elif is_changed:
@@ -214,3 +160,49 @@ def _resumed_inputs(
         names = records.shortened_names(changed)
         reason = f"{reason}; changed or gone since it began: {names}"
     return frozen, reason
+
+
+def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tuple[InputSnapshot, str]:
+    """What is new, and the reason. Raises NothingNew."""
+    watched, left_out = night_inputs.without_damaged(
+        night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
+    )
+    all_read = f"all {sum(map(len, watched.values()))} files have been read by a night before"
+    nothing = NothingNew("; ".join(filter(None, (all_read, left_out))))
+    read = nights.read()
+    new = [file["location"] for files in watched.values() for file in files if file["sha256"] not in read]
+    if read and not new:
+        raise nothing  # most nights
+    champion = current_champion(settings, store)
+    if champion is None:
+        night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
+    learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
+    if not new:
+        raise nothing
+    files, has_new_chats_alone = night_inputs.select_files(
+        settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
+    )
+    earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
+    learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
+    nightly, weights = settings.nightly, settings.data.weights
+    # Weighted sources are all read again, and have no new part
+    are_new = {"pretrain": nightly.start_from == "champion" and nightly.data == "new", "sft": has_new_chats_alone}
+    documents, chats = (
+        night_inputs.learnt_shards(stage, champion, nights.newest_first(), store) if is_new and not weights(stage) else ()
+        for stage, is_new in are_new.items()
+    )
+    frozen = InputSnapshot(
+        files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats,
+        heldout_nights=earlier.nights,
+    )  # fmt: skip
+    base = f"the champion, version {champion.version}" if champion else "no champion"
+    reason = f"{len(new)} new: {records.shortened_names(new)}; {base}"
+    return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
+
+
+def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
+    """The registered champion with the artifacts of its models; None if there is none."""
+    champion = take_over_champions(store.root).champion(settings.name)
+    if champion is None:
+        return None
+    return Champion(champion.version, {stage: model.key for stage, model in champion.members.items()})

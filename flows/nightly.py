@@ -12,18 +12,16 @@ fail again and again, so that they do not block later data.
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 from rich.console import Console
 
-from ttrain.config import Event, Settings
+from ttrain.config import Settings
 from ttrain.core.terminal import print_plain
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.stop_request import AT_DEADLINE, SIGNALLED
-from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows, TTrainError
+from ttrain.errors import Interrupted, NothingNew, StageFailed, TooFewRows
 from ttrain.flows import night_plan
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.nightly import inputs as night_inputs
@@ -45,7 +43,6 @@ class NightResult:
     outcome: str
     reason: str
     night: str | None = None  # the name of its record; None where there is none
-    decision: Mapping[str, Any] | None = None
 
 
 def run_night(
@@ -101,22 +98,18 @@ class NightRun:
         try:
             frozen, reason = night_plan.choose_inputs(self.settings, self.store, self.nights, night)
             self.say(reason)
-            if frozen is None:
-                return self._end(None, NOTHING_NEW, reason)
             if night is None:
                 night = self.nights.begin(frozen, self.slot)
             elif frozen != night.frozen:
                 night.note(inputs=frozen.to_json())
             self.say(f"{night.name}: {night_inputs.describe_files(frozen.files)}")
             execution, inputs = self._train(night, frozen)
-            decision = decide(night, inputs, execution, self.store, self.say)
-            if execution.tracker:
-                push_noted(self.store.root, execution.record.run)
+            decision = decide(night, inputs, execution, self.say)
+            push_noted(self.store.root, execution.record.run)
             left_out = night_inputs.describe_left_out(night.unread)
             reason = "; ".join(filter(None, (decision.reason, left_out)))
             self.say(f"{decision.word}: {reason}")
-            word: Event = "promoted" if decision.promote else "kept"
-            return self._end(night, word, reason, event=word)
+            return self._end(night, decision.word, reason)
         except NothingNew as error:
             reason = f"nothing new: {error}"
             self.say(reason)
@@ -135,23 +128,15 @@ class NightRun:
             self._failed(night, error)
             raise
 
-    def _end(
-        self,
-        night: NightRecord | None,
-        outcome: str,
-        reason: str,
-        *,
-        closed: bool = True,
-        event: Event | None = None,
-    ) -> NightResult:
-        """Record how the night ended, and notify of the event."""
+    def _end(self, night: NightRecord | None, outcome: str, reason: str, *, closed: bool = True) -> NightResult:
+        """Record how the night ended, and notify of it, unless nothing was new."""
         if night:
             night.end_try(outcome, reason, closed=closed)
         else:
             night = self.nights.add_empty(outcome, self.slot, reason)
-        if event:
-            self.send(event, reason, night)
-        return NightResult(outcome, reason, night.name, night.data.get("decision"))
+        if outcome != NOTHING_NEW:
+            self.send(records.FAILED if outcome == records.REFUSED else outcome, reason, night)
+        return NightResult(outcome, reason, night.name)
 
     def _stopped(self, night: NightRecord | None, stopped: BaseException) -> NightResult:
         """Record the stop; the stages have saved their state.
@@ -164,7 +149,7 @@ class NightRun:
         at_deadline = deadline is not None and time.time() >= deadline
         if at_deadline:  # a stage knows only of a signal
             reason = reason.replace(SIGNALLED, AT_DEADLINE)
-        result = self._end(night, "unfinished", reason, closed=False, event="unfinished")
+        result = self._end(night, "unfinished", reason, closed=False)
         if not at_deadline:
             raise stopped
         return result
@@ -176,21 +161,21 @@ class NightRun:
         too few rows, or with nothing new but damaged files, has trained nothing: it is given up at
         once, since the next one may have more files.
         """
-        too_few, outcome = isinstance(error, TooFewRows), records.FAILED
-        if too_few or (isinstance(error, TTrainError) and error.is_usage_error):
-            outcome, gives_up = records.REFUSED, too_few
+        if getattr(error, "is_usage_error", False):
+            outcome, gives_up = records.REFUSED, isinstance(error, TooFewRows)
             advice = "correct the settings, and the next night goes on"
-            if too_few:
+            if gives_up:
                 advice = "the next night takes these files and all new ones; bring more data, or correct the settings"
             advice = f"was refused, which does not count as a failed attempt; {advice}"
         else:
+            outcome = records.FAILED
             is_damage = isinstance(error, StageFailed) and bool(error.files)
             failures, attempts = (night.failures if night else 0) + 1, self.settings.nightly.attempts
             gives_up = is_damage or failures >= attempts
             tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
             advice = "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
             advice = f"failed ({tries}); {advice}"
-        result = self._end(night, outcome, str(error), closed=gives_up, event="failed")
+        result = self._end(night, outcome, str(error), closed=gives_up)
         if night:
             self.say(f"{result.night} {advice}")
 
@@ -230,7 +215,7 @@ class NightRun:
         """Print a message, with control characters escaped."""
         print_plain(self.console, text)  # names of files, from anywhere
 
-    def send(self, event: Event, reason: str, night: NightRecord | None = None) -> None:
+    def send(self, event: str, reason: str, night: NightRecord | None = None) -> None:
         """Notify whom the settings name."""
         name = night.name if night else None
         about = ", ".join(filter(None, (self.settings.name, name)))

@@ -46,8 +46,7 @@ from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
-from ttrain.flows.engine import TAG, best_effort
-from ttrain.flows.stage_task import state_of
+from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES, TAG, best_effort, mark_crashed_runs, rename, state_of
 from ttrain.lineage.lookup import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
@@ -100,7 +99,7 @@ OPTIONS: Any = {
     "flow_run_name": lambda: f"slot {flow_run.scheduled_start_time.astimezone():%Y-%m-%d %H:%M}",
     "retries": 0,
     "persist_result": False,
-    "task_runner": ThreadPoolTaskRunner(max_workers=engine.MAX_CONCURRENT_STAGES),
+    "task_runner": ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
 }
 full = flow(run_slot, name="full", **OPTIONS)
 nightly = flow(run_slot, name="nightly", **OPTIONS)
@@ -125,7 +124,7 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
     slot, store = flow_run.scheduled_start_time, store_of(home, settings)
     result = run_night(settings, store, flow_run_console(), engine.RunOptions(in_flow=True), slot)
     if result.night:
-        engine.rename(result.night)
+        rename(result.night)
     state = Cancelled if result.outcome == "unfinished" else Completed
     return state(name=result.outcome.title().replace("-", ""), message=result.reason)
 
@@ -222,7 +221,7 @@ class ScheduleServer:
         self._keep_server()
         os.environ.update(self._environment)
         engine.begin(self._home)
-        engine.mark_crashed_runs(self._home)
+        mark_crashed_runs(self._home)
         self._say(f"serving the schedules of {self._home}; times are of {deploy.local_timezone()}")
         url = os.environ["PREFECT_API_URL"].removesuffix("/api")
         self._say(f"Prefect  {url}  (`ttrain up` prints its token)\nstop with Ctrl-C or SIGTERM")

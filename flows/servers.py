@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
 
-from ttrain.core.files import private_directory, write_json
+from ttrain.core.files import exclusive, private_directory, write_json
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.errors import TTrainError, UsageError
 from ttrain.store import server_records
@@ -147,17 +146,6 @@ def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
                 process.returncode = 0  # it outlives us: Popen would warn of a running child
 
 
-def prepare_database(home: Path) -> None:
-    """Before a Prefect server starts: rename a damaged database, which is history only, aside."""
-    database = database_of(home)
-    private_directory(database.parent)
-    if damage := damage_of(database):
-        aside = set_aside(database)
-        log.warning("%s is damaged (%s); it is kept as %s", database, damage, aside.name)
-    if not database.exists():
-        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database.parent)
-
-
 def database_of(home: Path) -> Path:
     return home.resolve() / "prefect" / "prefect.db"
 
@@ -182,8 +170,6 @@ def _start(home: Path, name: str, port: int, token: str, variables: Mapping[str,
     It is in its own session, where the terminal's Ctrl-C does not reach it, and runs in the log's
     directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
     """
-    if name == "prefect":
-        prepare_database(home)
     module, own = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
     with _log_of(home, name).open("ab") as output:
@@ -203,13 +189,22 @@ def _log_of(home: Path, name: str) -> Path:
 
 
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `python` and environment variables that start the Prefect server."""
+    """Arguments of `python` and environment variables that start the Prefect server.
+
+    A damaged database, which is history only, is renamed aside.
+    """
+    database = database_of(home)
+    private_directory(database.parent)
+    if damage := damage_of(database):
+        aside = set_aside(database)
+        log.warning("%s is damaged (%s); it is kept as %s", database, damage, aside.name)
+    if not database.exists():
+        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database.parent)
     environment = {
         **unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{HOST}:{port},http://localhost:{port}",  # else any web page
     }
     return uvicorn_command(prefect_app, port), environment
 
@@ -224,15 +219,8 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
     mlflow_mirror.prepare(home)  # the server would refuse a damaged one
-    private_directory(mlflow_client.database_of(home).parent)
-    hosts = (f"{HOST}:{port}", f"localhost:{port}")
-    environment = {
-        HOME: str(home),
-        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(hosts),
-        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{host}" for host in hosts),
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes more, for LLMs that judge
-    }
-    return uvicorn_command(tracker_app, port), environment
+    no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more, for LLMs that judge
+    return uvicorn_command(tracker_app, port), {HOME: str(home), **no_jobs}
 
 
 def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) -> None:
@@ -271,9 +259,9 @@ def stop(home: Path, name: str) -> bool:
     return bool(processes)
 
 
-def start_lock(home: Path) -> FileLock:
+def start_lock(home: Path) -> contextlib.AbstractContextManager[None]:
     """Lock for the start and end of servers; two first runs at once would migrate one database twice."""
-    return FileLock(server_records.make_folder(home) / "start.lock", thread_local=False)
+    return exclusive(server_records.make_folder(home) / "start.lock")
 
 
 def free_port(wanted: int) -> int:

@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from ttrain.config import TRAINING_STAGES, Evaluate, Runtime, Settings
-from ttrain.config.evaluate import ChatsTask, PairsTask, RecordsTask, TextTask
+from ttrain.config.evaluate import KINDS, TextTask
 from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import finite, write_json
 from ttrain.data import contamination
@@ -38,7 +38,6 @@ from ttrain.train.distributed import Ranks, share_cores
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 PARTS = {row.part: row for row in ROWS.values()}  # held-out records, and the stage whose metric is over them
 METRICS = {row.part: row.metric for row in ROWS.values()}
-SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 
 
@@ -60,10 +59,8 @@ def run(config: Settings, job: StageContext) -> Figures:
     for name in _models(job):
         subject = _load(name, job, ranks.device)
         for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
-            recorded |= result.recorded(_names(result, name))
+            recorded |= result.recorded(_names(result, name), BITS_PER_BYTE.of(""))
             counts |= _counts(result)
-            baselines = {BITS_PER_BYTE.of(baseline): value for baseline, value in result.baselines.items()}
-            recorded |= {baseline: Metric.of_value(baseline, value) for baseline, value in baselines.items()}
         samples_by_model[name] = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
         outcomes += running.ask(suite_items[name], subject, _progress(job, name, 1))
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
@@ -104,7 +101,8 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
         elif not heldout.read_nights(inputs[part]):  # of a set of several nights, each brought its share
             records = scored_documents(records, settings.max_bytes)
         if records:
-            spec = SPECS[row.rows].model_validate({"row_length": settings.row_length, "stride": settings.stride, **own})
+            windows = settings.model_dump(include={"row_length", "stride"})
+            spec = KINDS.get(row.rows, TextTask).model_validate({**windows, **own})
             tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks
 
@@ -178,11 +176,11 @@ def _models(job: StageContext) -> list[str]:
     return [name for name in ROWS if name in job.inputs]
 
 
-def _progress(job: StageContext, model: str, half: int) -> Callable[[str, float, int], None]:
+def _progress(job: StageContext, model: str, half: int) -> Callable[[float], None]:
     """A callback that reports the progress within one model's held-out records, or within its suites."""
     models = _models(job)
     done_before = 2 * models.index(model) + half
-    return lambda task, done, total: job.progress.update(done_before + done / max(1, total), 2 * len(models), "parts")
+    return lambda share: job.progress.update(done_before + share, 2 * len(models), "parts")
 
 
 def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
+from ttrain.core.files import write_json
 from ttrain.core.hashing import sha256_file
 from ttrain.data import chat, first_rows, json_rows
 from ttrain.data import records as sources
@@ -27,8 +28,6 @@ from ttrain.train.distributed import share_cores
 MAX_LINE_BYTES = 32 << 20
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 log = logging.getLogger("ttrain")
 
@@ -52,7 +51,7 @@ def run(config: GateJob, job: StageContext) -> Figures:
     gate = gate_files.GateFile(
         experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights)
     )
-    gate_files.write(job.output, gate)  # last, since it makes the directory a gate
+    write_json(job.output / gate_files.GATE, gate.model_dump(mode="json"))  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 
 
@@ -112,7 +111,7 @@ def bytes_of(record: sources.Record) -> int:
     return sum(len(message.content.encode("utf-8")) for message in record.messages if message.role == "assistant")
 
 
-def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> Flags:
+def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDArray[np.bool_]:
     """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
     is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
     if is_heldout.all() or not is_heldout.any():
@@ -145,14 +144,8 @@ def score(
         model = loading.load(gate_files.reference_of(expert), device=device.type)
         if not model.can_chat and any(isinstance(record, sources.Conversation) for record in records):
             raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
-        scores = perplexity.score_each(
-            model.model,
-            [_sequence(model, record) for record in records],
-            length=settings.row_length,
-            stride=settings.stride,
-            device=device,
-            progress=report_progress,
-        )
+        sequences = [_sequence(model, record) for record in records]
+        scores = perplexity.score_items(settings, model, sequences, report_progress)
         nats_ER.append([score.nats for score in scores])
     return np.array(nats_ER, np.float64).T
 
@@ -161,14 +154,13 @@ def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.
     """(ids, live) of a record: all tokens of a document's text, the answers of a chat."""
     if not isinstance(record, sources.TextDocument):
         return chat.encode_chat(model.encoder, record.messages)
-    begins, [ids] = model.beginning(), model.encoder.encode([record.text])
-    return [*begins, *ids], [False] * len(begins) + [True] * len(ids)
+    return perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
 
 
 # --- the figures --------------------------------------------------------------------------------------------------------
 
 
-def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: Ints) -> Figures:
+def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[np.int64]) -> Figures:
     """Compute the metrics of records routed to `chosen_R`; losses are in bits per byte, which no tokenizer changes.
 
     accuracy            share of records that went to the expert with the least loss

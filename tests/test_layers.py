@@ -56,7 +56,7 @@ LOADS = {
     "ttrain.cli.chat_screen": "torch",
     "ttrain.cli.evaluation": "torch",
     "ttrain.flows.serve": "prefect",
-    "ttrain.flows.stage_task": "prefect",
+    "ttrain.flows.prefect_run": "prefect",
 }
 STARTED = """
 import contextlib, functools, importlib, io, json, sys

@@ -180,7 +180,7 @@ def measure_of(
 
     def measure(step: int) -> Mapping[str, float]:
         with generation_mode(model, encoder) as subject:
-            outcomes = run.ask(items, subject, lambda task, done, total: None)
+            outcomes = run.ask(items, subject, lambda share: None)
         results = Results(outcomes, RULE)
         shown = [f"{outcome.task}/{outcome.primary.name} {results.cell(outcome.primary)}" for outcome in outcomes]
         log.info("evaluation at step %d: %s", step, "  ".join(shown))

@@ -29,7 +29,7 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
         assert said.startswith(f"mine/{version} of the run full-{version} is champion: mine-base/{version}")
     assert "is already champion" in models("promote", "1").out
     assert models("promote", "--previous", "--json").json["version"] == "3"
-    Registry(sets_home).decide("mine", "3", DECISION, run="full-3", table="")
+    Registry(sets_home).decide("mine", "3", DECISION, run="full-3")
     listed = models("list", "--json").json
     assert [(one["version"], one["aliases"]) for one in listed] == [("3", ["champion"]), ("2", []), ("1", [])]
     assert listed[0]["decision"] == DECISION

@@ -25,7 +25,7 @@ ROWS = [
      "answer": number % 2, "text": f"{number} {LINES[number % 6] * 4}"}
     for number in range(ITEMS)
 ]  # fmt: skip
-COMMON = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+COMMON = {"dataset_path": "json", "test_split": "test"}
 COMMON["doc_to_text"] = "{{question}}"
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {

@@ -18,7 +18,7 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
     """It runs the code of whoever connects, and all accounts of a machine reach 127.0.0.1."""
     from distributed import LocalCluster
 
-    from ttrain.flows.stage_task import task_runner
+    from ttrain.flows.prefect_run import task_runner
 
     runner, _ = task_runner(Runtime(workers=2))
     with LocalCluster(**{**runner.cluster_kwargs, "n_workers": 0}) as cluster:

@@ -18,7 +18,6 @@ from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.flows import engine
 from ttrain.flows.deploy import Schedule
 from ttrain.store.runs import RunRecord, this_process
 
@@ -107,14 +106,16 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
 def test_flow_runs_of_which_the_home_knows_the_end_are_marked_as_crashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from ttrain.flows import prefect_run
+
     ended, running, unknown = (SimpleNamespace(id=uuid4()) for _ in range(3))
     for run, process in ((ended, {**this_process(), "started": 1.0}), (running, this_process())):
         record = RunRecord(tmp_path, "full", (), {})
         record.note(prefect={"flow_run_id": str(run.id)}, process=process)
     client = MagicMock()
     client.__enter__().read_flow_runs.return_value = [ended, running, unknown]
-    monkeypatch.setattr(engine, "sync_client", lambda: client)
-    engine.mark_crashed_runs(tmp_path)
+    monkeypatch.setattr(prefect_run, "get_client", lambda sync_client: client)
+    prefect_run.mark_crashed_runs(tmp_path)
     [marked] = client.__enter__().set_flow_run_state.call_args_list
     assert marked.args[0] == ended.id and marked.args[1].name == "Crashed"
 

@@ -61,7 +61,7 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     from prefect.states import Failed
 
     from ttrain.config.loading import load
-    from ttrain.flows import stage_task as stage
+    from ttrain.flows import prefect_run as stage
 
     settings = load(["runtime.retries=3"], environment={}).settings
     waits: list[float] = []
@@ -83,7 +83,7 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
 
 
 def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:
-    from ttrain.flows.engine import tags_of
+    from ttrain.flows.prefect_run import tags_of
 
     labels = Labels("", {"purpose": "baseline"})
     execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), labels=labels)

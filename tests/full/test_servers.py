@@ -104,7 +104,7 @@ def asking(url: str, token: str | None, data: bytes | None = None, **headers: st
 def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothing(
     real_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Mirror(real_home).push(TrackedRun("run", "full", "run", "test", 1.0, texts={"report.md": "kept"}))
+    run = Mirror(real_home).push(TrackedRun("run", "run", "test", 1.0, files={"report.md": "kept"}))
     assert run
     port, other = ports()
     with socket.socket() as taken:

@@ -58,7 +58,11 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(directory:
     free = greedy(one.model, PROMPTS[0], 9)
     stop = next(token for at, token in enumerate(free) if at > 3 and token not in free[:at])
     heard: list[int] = []
-    (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=lambda new: heard.extend(new.values()))
+
+    def note(answers: dict[int, list[int]]) -> None:
+        heard[:] = answers.get(0, heard)
+
+    (said,) = generate(ending_with(one, stop, NEVER), [PROMPTS[0]], LONG, on_tokens=note)
     assert said.ended
     assert said.ids == heard == free[: free.index(stop)]
     (cut,) = generate(ending_with(one, stop), [PROMPTS[0]], Sampling(max_tokens=free.index(stop)))
@@ -73,7 +77,7 @@ def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(direct
     alone = [generate(one, [prompt], warm, numbers=[7 + at])[0].ids for at, prompt in enumerate(PROMPTS)]
     assert together == alone
     assert generate(one, [PROMPTS[0]], warm, numbers=[8])[0].ids != alone[0]
-    assert generate(one, [PROMPTS[0]], warm.changed("seed", "2"), numbers=[7])[0].ids != alone[0]
+    assert generate(one, [PROMPTS[0]], warm.replaced({"seed": 2}), numbers=[7])[0].ids != alone[0]
 
 
 def test_samples_have_the_shares_of_the_settings() -> None:
@@ -103,7 +107,7 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(directory: Path) -> N
     text = "a 東 🙂 é\ufffd!"
     ids = encoder.encode([text])[0]
     shown = TextStream(encoder)
-    pieces = [shown.add([number]) for number in ids]
+    pieces = [shown.add(ids[:end]) for end in range(1, len(ids) + 1)]
     assert len(ids) > len(text)
     assert all("\ufffd" not in piece for piece in pieces[:-4])
     assert "".join([*pieces, shown.end()]) == text
@@ -117,7 +121,8 @@ def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
     ids = encoder.encode(["the fox jumps"])[0]
     for lead, shown in (("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")):
         stream = TextStream(encoder, lead)
-        assert "".join(stream.add([number]) for number in ids) + stream.end() == shown
+        pieces = [stream.add(ids[:end]) for end in range(1, len(ids) + 1)]
+        assert "".join(pieces) + stream.end() == stream.shown == shown
         assert completion_text(encoder, Completion(ids, ended=True, seconds=0.0), lead) == shown
 
 

@@ -99,12 +99,12 @@ def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_messag
 def test_shards_and_replay_are_told_what_earlier_nights_hold_out(store: ArtifactStore, tmp_path: Path) -> None:
     earlier = publish(store, "heldout", "h", "heldout/index.json")
     settings, documents = settings_of(tmp_path), ("shards-pretrain/d",)
-    stages = stages_of(inputs(store, settings, heldout="heldout/h", documents=documents, replay=0.05))
+    stages = stages_of(inputs(store, settings, heldout="heldout/h", documents=documents))
     for name in ("shards-pretrain", "replay", "heldout"):
         assert stages[name]["earlier"].key == earlier.key
     assert stages["replay"]["tokenizer"].key == "t"
     assert "earlier" not in stages["shards-sft"] and "earlier" not in stages["shards-lora"]
-    alone = stages_of(inputs(store, settings, documents=documents, replay=0.05))
+    alone = stages_of(inputs(store, settings, documents=documents))
     assert alone["shards-pretrain"].keys() == {"tokenizer", "learnt-0000"}
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
 
@@ -187,5 +187,5 @@ def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
     ],
 )
 def test_new_chats_are_those_that_the_champion_has_not_learnt(nightly: dict[str, Any], files: str, chosen: str) -> None:
-    choice = night_inputs.select_files(Nightly(**nightly), watched(*files), {"a"}, {"a"}, has_champion=True)
-    assert "".join(file["sha256"] for file in choice.files["sft"]) == chosen
+    selected, _ = night_inputs.select_files(Nightly(**nightly), watched(*files), {"a"}, {"a"}, has_champion=True)
+    assert "".join(file["sha256"] for file in selected["sft"]) == chosen

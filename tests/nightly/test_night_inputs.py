@@ -11,7 +11,7 @@ from support.night_files import artifact, completed, frozen, inbox, list_of
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, NothingNew
 from ttrain.flows import night_plan
 from ttrain.nightly import decision, records
 from ttrain.nightly import inputs as night_inputs
@@ -25,10 +25,6 @@ def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
     return {**frozen(*digests).files, "sft": [{"location": "/chats.jsonl", "sha256": chats}]}
 
 
-def pretrain_of(choice: night_inputs.FileSelection) -> list[str]:
-    return [file["sha256"] for file in choice.files["pretrain"]]
-
-
 @pytest.mark.parametrize(
     ("settings", "reads"),
     [
@@ -39,12 +35,11 @@ def pretrain_of(choice: night_inputs.FileSelection) -> list[str]:
     ],
 )
 def test_documents_are_those_that_the_champion_has_not_learnt(settings: dict[str, Any], reads: list[str]) -> None:
-    choice = night_inputs.select_files(
+    files, _ = night_inputs.select_files(
         Nightly(**settings), watched("learnt", "kept", "new"), {"learnt", "kept", "c"}, {"learnt", "c"}, has_champion=True
     )
-    assert pretrain_of(choice) == reads
-    assert choice.new == ("/inbox/new.jsonl",)
-    assert [file["sha256"] for file in choice.files["sft"]] == ["c"]  # all chats, since each night has another base
+    assert [file["sha256"] for file in files["pretrain"]] == reads
+    assert [file["sha256"] for file in files["sft"]] == ["c"]  # all chats, since each night has another base
 
 
 def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nights) -> None:
@@ -114,11 +109,11 @@ def test_without_new_documents_the_first_model_that_differs_decides(store: Artif
         ({"sft": "s", "dpo": "d2", "lora": "l2"}, "preference_accuracy/dpo"),
         ({"sft": "s", "dpo": "d", "lora": "l2"}, "domain_loss_lora"),
     ):
-        rules = decision._rules(Settings(), inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
+        rules = decision._rules(inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
         assert rules.metric == metric and rules.higher_is_better == metric.startswith("preference")
     without = replace(inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"})
     tonight = SimpleNamespace(artifacts=models(sft="s", dpo="d2", lora="l2"))
-    assert decision._rules(Settings(), without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
+    assert decision._rules(without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
 
 
 def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
@@ -194,11 +189,10 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
 def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembered_when_they_are_gone(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen() -> InputSnapshot | None:
+    def chosen() -> InputSnapshot:
         return night_plan.choose_inputs(settings, store, known, None)[0]
 
-    def names(snapshot: InputSnapshot | None) -> str:
-        assert snapshot is not None
+    def names(snapshot: InputSnapshot) -> str:
         return records.shortened_names(file["location"] for file in snapshot.files["pretrain"])
 
     assert night_inputs.learnt_by(champion, store) == {"f"} and night_inputs.learnt_by(None, store) == set()
@@ -212,15 +206,16 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champions[-1])
     inbox(tmp_path, new="2")
     frozen = chosen()
-    assert frozen is not None and names(frozen) == "new.jsonl"
+    assert names(frozen) == "new.jsonl"
     completed(known, frozen, "promoted", "8")
     assert next(known.newest_first()).frozen == frozen
     shutil.rmtree(store.path("shards-pretrain", "s"))
     champions.append(Champion("8", {}))
-    assert chosen() is None, "nothing is new"
+    with pytest.raises(NothingNew, match="all 4 files have been read"):
+        chosen()
     inbox(tmp_path, newer="3")
     after = chosen()
-    assert after is not None and names(after) == "newer.jsonl"
+    assert names(after) == "newer.jsonl"
     assert after.learnt == (), "the night before has it"
 
 

@@ -29,7 +29,7 @@ def unfinished(known: Nights, listed: InputSnapshot, outcome: str) -> NightRecor
     ("nightly", "files", "replay", "documents"),
     [
         ({"replay": 0.3}, ["new"], 0.3, True),
-        ({"data": "all"}, ["new", "old"], 0.0, False),
+        ({"data": "all"}, ["new", "old"], 0.05, False),
     ],
 )
 def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
@@ -42,14 +42,14 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
     settings = inbox(tmp_path, new="2")
     first, _ = night_plan.choose_inputs(settings, store, known, None)
-    assert first is not None and first.replay == 0.05
+    assert first is not None and first.settings["nightly"]["replay"] == 0.05
     night = unfinished(known, first, "failed")
     corrected = settings.model_copy(update={"nightly": Nightly.model_validate(nightly)})
     frozen, reason = night_plan.choose_inputs(corrected, store, known, night)
     assert frozen is not None
     assert "with the current settings, by which its inputs are chosen again: 1 new: new.jsonl" in reason
     assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
-    assert (frozen.replay, bool(frozen.documents)) == (replay, documents)
+    assert (frozen.settings["nightly"]["replay"], bool(frozen.documents)) == (replay, documents)
     night.begin_try(None)
     night.end_try("crashed", "its process was killed", closed=False)
     assert night_plan.choose_inputs(corrected, store, known, night)[0] == frozen, "killed while it chose"
@@ -66,8 +66,8 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     artifact(store, "shards-pretrain", "own", {"train/index.json": "{}"})
     before = InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",))
     night = completed(known, before, "promoted", "8", documents="shards-pretrain/own")
-    listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"), replay=0.05)
-    assert len(night_inputs.inputs_of(listed, settings, store).replayed) == 2
+    listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"))
+    assert len(night_inputs.inputs_of(listed, settings, store).learnt) == 2
     shutil.rmtree(store.path("shards-pretrain", "own"))
     told = r"reads shards-pretrain own, which is not in .*store, or is damaged; restore it"
     with pytest.raises(ArtifactError, match=told):

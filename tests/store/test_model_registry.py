@@ -93,11 +93,11 @@ def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, t
 
 def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) -> None:
     registry = Registry(sets_home)
-    registry.decide("mine", "3", {**DECISION, "promote": False}, run="night", table="| kept |", figures="| a |")
-    registry.decide("mine", "3", DECISION, run="full-3", table="| promoted |")
+    registry.decide("mine", "3", {**DECISION, "promote": False}, run="night")
+    registry.decide("mine", "3", DECISION, run="full-3")
     decided = registry.find("mine", "3")
     assert decided.decision == DECISION == decided.to_json()["decision"]
-    assert decided.decided == {"run": "full-3", "table": "| promoted |", "figures": ""}
+    assert decided.decided == {"run": "full-3"}
     assert registry.find("mine", "2").decision is None
 
 

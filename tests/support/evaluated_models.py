@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ttrain.data.encoder import Encoder
+from ttrain.inference.generate import Completion
 from ttrain.inference.loading import LoadedModel
 
 Said = list[tuple[list[int], bool]]
@@ -33,10 +34,15 @@ class Subject(LoadedModel):
 
     said: Callable[[Sequence[Sequence[int]], int], Said] | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Said:
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, *unused: Any) -> list[Completion]:
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        longest_first = [prompts[number] for number in order]
         if self.said:
-            return self.said(prompts, new_tokens)
-        return [self._likeliest(list(prompt), new_tokens) for prompt in prompts]
+            said = self.said(longest_first, new_tokens)
+        else:
+            said = [self._likeliest(list(prompt), new_tokens) for prompt in longest_first]
+        by_number = dict(zip(order, said, strict=True))
+        return [Completion(*by_number[number], 0.0) for number in range(len(prompts))]
 
     @torch.no_grad()
     def _likeliest(self, prompt: list[int], count: int) -> tuple[list[int], bool]:

@@ -54,7 +54,7 @@ def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = Non
 
 def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> None:
     tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key}
-    run = TrackedRun(f"{artifact.path}", "full", artifact.stage, experiment, time.time(), status, tags=tags)
+    run = TrackedRun(f"{artifact.path}", artifact.stage, experiment, time.time(), status, tags=tags)
     paths = (path for path in artifact.path.rglob("*") if path.is_file())
     run.files = {f"{artifact.stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
     assert Mirror(home).push(run)

@@ -27,7 +27,7 @@ def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: 
 def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
     code = (
         "import pathlib; from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun\n"
-        "run = TrackedRun('r', 'full', 'r', 'x', 1.0, 'FINISHED', params={'a': 1}, texts={'a/b.txt': 'hello'})\n"
+        "run = TrackedRun('r', 'r', 'x', 1.0, 'FINISHED', params={'a': 1}, files={'a/b.txt': 'hello'})\n"
         "assert Mirror(pathlib.Path('home')).push(run)"
     )
     environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}

@@ -25,10 +25,10 @@ def artifact(directory: Path, stage: str, inputs: Mapping[str, Any] | None = Non
 def test_the_weights_are_named_where_they_are_and_not_given_a_second_time(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     model = fresh(store.path("sft", "b" * 64))
-    texts, files = loadable(artifact(model.parent, "sft"), MODEL, store)
+    files = loadable(artifact(model.parent, "sft"), MODEL, store)
     assert not [name for name in files if name.endswith(".safetensors")]
-    described = yaml.safe_load(texts["MLmodel"])
+    described = yaml.safe_load(str(files["MLmodel"]))
     assert described["flavors"]["transformers"]["model_binary"] == "."
     assert described["metadata"]["ttrain.key"] == "k" * 64
     adapter = artifact(adapted(tmp_path / "lora", model).parent, "lora", {"base": {"stage": "sft", "key": "b" * 64}})
-    assert loadable(adapter, ADAPTER, store)[1][f"{BASE}/model.safetensors"] == model / "model.safetensors"
+    assert loadable(adapter, ADAPTER, store)[f"{BASE}/model.safetensors"] == model / "model.safetensors"

@@ -123,7 +123,7 @@ def test_an_answer_that_was_lost_doubles_nothing(proxy: Proxy, tmp_path: Path) -
     """Neither the run, nor points that are no number: MLflow's key of a point has a column for NaN."""
     losses = [math.inf if step % 2 else None for step in range(6)]
     rows = [{"step": step, "time": BEGAN + step, "metrics": {"loss": loss}} for step, loss in enumerate(losses)]
-    run = TrackedRun("lost", "full", "lost", tmp_path.name, BEGAN, rows=rows, params={"lr": 1}, texts={"a.txt": "a"})
+    run = TrackedRun("lost", "lost", tmp_path.name, BEGAN, rows=rows, params={"lr": 1}, files={"a.txt": "a"})
     for _ in range(3):  # the run is made, then its parameters, then its points
         proxy.mode = "no replies"
         with pytest.raises(Exception, match="failed with exception"):

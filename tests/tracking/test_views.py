@@ -25,7 +25,7 @@ def mirror(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Pat
         ("other", FINISHED, {"model.layers": 3}),
     ]):  # fmt: skip
         owner = f"full-2026112{number}-160222-1a2b4"
-        run = TrackedRun(owner, owner, owner, "ttrain", 1e9 + number, status, 1e9 + number + 1)
+        run = TrackedRun(owner, owner, "ttrain", 1e9 + number, status, 1e9 + number + 1)
         run.tags, run.params, run.summary = {views.NAME: name}, params, METRICS
         mirror.push(run)
     for name in ("mine", "other"):

@@ -74,8 +74,8 @@ def evaluate(
     with bar("evaluating", "% of all tasks", 100) as progress:
         for number, (label, reference) in enumerate(zip(labels, references, strict=True)):
 
-            def report(task: str, done: float, total: int, number: int = number) -> None:
-                progress(int(100 * (number + done / total) / len(references)))
+            def report(share: float, number: int = number) -> None:
+                progress(int(100 * (number + share) / len(references)))
 
             loaded_model = loading.load(reference, device=options.device, dtype=options.dtype)
             outcomes += run.ask(items, replace(loaded_model, name=label), report)

@@ -370,7 +370,6 @@ ROWS = (
 )  # fmt: skip
 TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
-BASES = tuple(name for name, row in TRAINING_STAGES.items() if row.role == "base")
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them

@@ -28,7 +28,6 @@ NON_RESULT_MODULES = (
 )  # fmt: skip
 NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
 CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"})  # whose submodules do shape it
-EMPTY_FILE = hashlib.sha256().hexdigest()
 
 
 def canonical_json(value: object) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -47,16 +47,6 @@ REGISTERED = {
 def registered_name(pipeline: str, stage: str) -> str:
     """Name of the registered model of a stage. `pipeline`: the setting `name`."""
     return f"{pipeline}-{REGISTERED[stage][0]}"
-
-
-class Tracker(Protocol):
-    """Shows a run elsewhere while it goes on, from what the run writes into the home."""
-
-    def page(self, stage: str | None = None) -> str | None:
-        """URL of the run, or of one of its stages; None if no server displays it."""
-
-    def finish(self) -> object:
-        """Show the run's end."""
 
 
 class PipelineRun(StopRequest):
@@ -99,7 +89,7 @@ class PipelineRun(StopRequest):
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.record.note(commit=commit(), user=user_name(), **part_of)
-        self.tracker: Tracker | None = None  # shows the run elsewhere while it goes on
+        self.end_tracking: Callable[[], object] = lambda: None  # called once the record is closed
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
@@ -307,8 +297,7 @@ class PipelineRun(StopRequest):
             self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
         self.record.note(evaluation=[list(row) for row in self.evaluation_table()])
         self.record.finish(outcome, self.metrics())
-        if self.tracker:
-            self.tracker.finish()
+        self.end_tracking()
         self.store.cache.save()
 
     def register_set(self) -> None:

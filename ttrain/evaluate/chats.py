@@ -31,10 +31,9 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
     parsers = Parsers(
-        lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
+        (lambda row: accepted(records.parse_conversation(row), records.Conversation).messages, chat_shapes.CHAT_FIELDS),
         lambda row: tuple(map(Message.from_json, row["messages"])),
         lambda messages: [message.identity() for message in messages],
-        chat_shapes.CHAT_FIELDS,
     )
     return read_texts(task, spec, files, parsers)
 
@@ -100,10 +99,10 @@ def ask(
     prompts = [chat_data.prompt_ids(subject.encoder, chats[number][:turn])[-(longest or 0) :] for number, turn in places]
     generated = generation.answers(subject, prompts, room, (), progress, chat_data.lead_text(subject.encoder))
     answers: list[list[JsonDict]] = [[] for _ in chats]
-    for (number, turn), (ids, text, ended) in zip(places, generated, strict=True):
-        markers = find_markers(subject.encoder, ids, text)
+    for (number, turn), (completion, text) in zip(places, generated, strict=True):
+        markers = find_markers(subject.encoder, completion.ids, text)
         reference = chats[number][turn].content
-        row = {"turn": turn, "answer": text, "reference": reference, "ended": ended}
+        row = {"turn": turn, "answer": text, "reference": reference, "ended": completion.ended}
         answers[number].append({**row, "markers": markers} if markers else row)
     return answers
 
@@ -195,7 +194,7 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
             raise BadRow(RATED)
         return pair
 
-    parsers = Parsers(parse, Preference.from_json, lambda pair: pair.content().decode(), PREFERENCE_FIELDS)
+    parsers = Parsers((parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode())
     return read_texts(task, spec, files, parsers)
 
 

@@ -20,9 +20,6 @@ from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
-CHOICE_FORMAT = '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'
-PASSAGE_FORMAT = '{"context": text, "target": text}'
-
 FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
 
 
@@ -56,18 +53,20 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 
 
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row of last words: a question with one choice, which begins with a space where the script has them. Raises
-    BadRow if its context or target is missing or empty."""
-    context, target = text_of(record, "context"), text_of(record, "target")
-    return ChoiceQuestion(context, (separator(context, target) + target,), 0)
+    """Parse a row of last words: a question with one choice. Raises BadRow if its context or target is missing or empty."""
+    return ChoiceQuestion(text_of(record, "context"), (text_of(record, "target"),), 0)
 
 
-PARSERS = {"choices": (parse_choice, CHOICE_FORMAT), "last_word": (parse_passage, PASSAGE_FORMAT)}
+PARSERS = {  # and what a row needs
+    "choices": (parse_choice, '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'),
+    "last_word": (parse_passage, '{"context": text, "target": text}'),
+}
 
 
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    parse, row_format = PARSERS[spec.kind]
+    parser = PARSERS[spec.kind]
+    template, delimiter = (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
 
     def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
         shots = ""
@@ -78,14 +77,12 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
 
     def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
-        if not isinstance(spec, ChoicesTask):
-            return row.question, row.choices
-        context, delimiter = spec.template.replace("{question}", row.question), spec.delimiter
+        context = template.replace("{question}", row.question)
         between = [separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = read_rows(f"tasks.{task}.file", spec.file, files, parse, row_format)
-    return with_examples(task, spec, rows, files, parse, row_format, prompt)
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
+    return with_examples(task, spec, rows, files, parser, prompt)
 
 
 def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -148,19 +145,17 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
 
 def _answer(value: object, choices: Sequence[str]) -> int:
     """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
-    if is_number(value) and math.isfinite(value) and value == int(value):
-        candidates = {int(value)}.intersection(range(len(choices)))
-    elif isinstance(value, str):
-        text = value.strip()
-        letters = ascii_uppercase[: len(choices)]
-        candidates = {number for number, choice in enumerate(choices) if choice.strip() == text}
-        if len(text) == 1:
-            candidates |= {letters.find(text.upper())} - {-1}
-    else:
-        raise BadRow("no answer" if value is None else "answer is neither a whole number, a letter nor a choice")
-    if len(candidates) != 1:
-        raise BadRow("answer is the letter of one choice and the text of another" if candidates else "answer is no choice")
-    return candidates.pop()
+    if is_number(value) and value in range(len(choices)):
+        return int(value)
+    text = value.strip() if isinstance(value, str) else None
+    matches = {number for number, choice in enumerate(choices) if choice.strip() == text}
+    if text and len(text) == 1:
+        matches |= {ascii_uppercase[: len(choices)].find(text.upper())} - {-1}
+    if not matches:
+        raise BadRow("no answer" if value is None else "answer is no choice")
+    if len(matches) > 1:
+        raise BadRow("answer is the letter of one choice and the text of another")
+    return matches.pop()
 
 
 def _loss(nats: Sequence[float], answer: int) -> float:

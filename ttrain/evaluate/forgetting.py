@@ -10,7 +10,7 @@ from ttrain.config import Promotion
 from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
-from ttrain.evaluate.task_result import Metric, not_judged
+from ttrain.evaluate.task_result import Metric
 
 SHOWN = 3  # of the texts that a reason names
 Digests = Mapping[str, Collection[str]]  # of the records of each night or source
@@ -20,18 +20,14 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 class HeldoutText:
     """Held-out records that are judged together: those of a night, of a source, of several nights, of a metric.
 
-    `rows` are their numbers in the scores. `new`: the text of the night that is decided, which nothing can forget.
+    `name` is that of messages and tables, `rows` are their numbers in the scores. `new`: the text of the night that is
+    decided, which nothing can forget.
     """
 
     kind: str  # night, source, several or metric
     name: str
     rows: tuple[int, ...]
     new: bool = False
-
-    @property
-    def label(self) -> str:
-        """The text's name in messages and tables."""
-        return f"source {self.name}" if self.kind == "source" else self.name
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,8 @@ def heldout_texts(
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
-    for kind, members in (("night", nights), ("source", sources)):
+    labelled_sources = {f"source {name}": digests for name, digests in sources.items()}
+    for kind, members in (("night", nights), ("source", labelled_sources)):
         rows = {
             name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
         }
@@ -168,7 +165,7 @@ def _figure(
     judged: bool,
 ) -> TextFigure:
     ours = challenger.restricted(text.rows)
-    alone = TextFigure(text.kind, text.label, len(text.rows), ours.value)
+    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value)
     if champion is None:
         return alone
     theirs = champion.restricted(text.rows)
@@ -179,7 +176,7 @@ def _figure(
     least_loss = -difference if interval is None else -interval[1]
     lost = judged and least_loss > bound * abs(theirs.value)
     figure = replace(alone, champion=theirs.value, difference=difference, interval=interval, judged=judged, lost=lost)
-    earlier = best.get(text.label)
+    earlier = best.get(text.name)
     drift = sign_of(challenger, settings) * (earlier.value - theirs.value) if earlier else 0.0
     if earlier is None or earlier.records != len(text.rows) or drift <= 0:
         return figure
@@ -210,23 +207,3 @@ def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
     rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     texts = "; ".join(figure.describe() for figure in worst[:SHOWN])
     return f"it forgets {texts}{rest_note}; promotion.forgetting allows {bound:.1%}"
-
-
-HEADER = ("held-out text or metric", "records", "challenger", "champion", "better by", "interval", "best champion", "")
-
-
-def rows(listed: Sequence[TextFigure]) -> list[tuple[str, ...]]:
-    """A row for each text, below HEADER."""
-    return [
-        (
-            figure.name,
-            f"{figure.records:,}",
-            f"{figure.challenger:.5f}",
-            "" if figure.champion is None else f"{figure.champion:.5f}",
-            "" if figure.difference is None else f"{figure.difference:+.5f}",
-            "" if figure.interval is None else f"{figure.interval[0]:+.5f} to {figure.interval[1]:+.5f}",
-            "" if figure.best is None else f"{figure.best:.5f} of {figure.best_champion}",
-            "lost" if figure.lost else not_judged(figure.records),
-        )
-        for figure in listed
-    ]

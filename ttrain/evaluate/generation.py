@@ -4,9 +4,9 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from functools import partial
 
 from ttrain.config.evaluate import GenerationTask
 from ttrain.core.files import JsonDict
@@ -18,13 +18,10 @@ from ttrain.evaluate.choices import cut_figure
 from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import TaskResult, mean
+from ttrain.inference.generate import Completion
 from ttrain.inference.loading import LoadedModel
 
 ROW_FORMAT = '{"question": text, "answer": text or number, "final" (optional): the result alone}'
-
-PIECE = 64  # tokens to generate before looking for a stop text
-
-AT_ONCE = 64  # prompts of like length per call of `generate`, so that progress can be reported
 
 MARK = "####"  # before the result of a worked answer, as in GSM8K
 
@@ -69,12 +66,9 @@ def parse(record: JsonDict, match: str) -> Problem:
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
     """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
     file does not exist, DataError if it has no question."""
-
-    def parsed(record: JsonDict) -> Problem:
-        return parse(record, spec.match)
-
-    rows = read_rows(f"tasks.{task}.file", spec.file, files, parsed, ROW_FORMAT)
-    if spec.match == "auto":  # worked examples of another file are parsed by this choice
+    parser = partial(parse, match=spec.match), ROW_FORMAT  # worked examples of another file are parsed by this choice
+    rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
+    if spec.match == "auto":
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
     how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
@@ -83,7 +77,7 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
-    return with_examples(task, spec, rows, files, parsed, ROW_FORMAT, item_of)
+    return with_examples(task, spec, rows, files, parser, item_of)
 
 
 def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -107,23 +101,15 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
     answered = answers(subject, prompts, room, stops, progress, lead)
-    for (problem, _), (_, answer, ended) in zip(items.items, answered, strict=True):
+    for (problem, _), (completion, answer) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append({
             "question": problem.question, "reference": problem.final, "answer": answer, "extracted": parsed,
-            "match": spec.match, "right": right, "ended": ended,
+            "match": spec.match, "right": right, "ended": completion.ended,
         })  # fmt: skip
     metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
     metrics += cut_figure(cut)
     return items.result(subject.name, metrics, rows)
-
-
-class Answer(NamedTuple):
-    """The ids of a generated answer, its text up to a stop text, and whether it ended before `new_tokens`."""
-
-    ids: list[int]
-    text: str
-    ended: bool
 
 
 def answers(
@@ -133,26 +119,17 @@ def answers(
     stops: Sequence[str],
     progress: ProgressCallback,
     lead: str = "",
-) -> list[Answer]:
-    """Generate a greedy answer to each prompt, up to the first of `stops`, without the `lead` that a chat template writes.
-
-    Prompts of like length go together. With `stops` answers are generated in pieces, so that an ended one costs no more.
-    """
-    answered = [Answer([], "", False)] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    for start in range(0, len(order), AT_ONCE):
-        going_on, remaining = order[start : start + AT_ONCE], new_tokens
-        while going_on and remaining:
-            piece = min(remaining, PIECE) if stops else remaining
-            remaining -= piece
-            generated = subject.generate([[*prompts[number], *answered[number].ids] for number in going_on], piece)
-            for number, (new_ids, ended) in zip(going_on, generated, strict=True):
-                ids = [*answered[number].ids, *new_ids]
-                text = subject.encoder.decode(ids).removeprefix(lead)
-                ends = [text.find(stop) for stop in stops if stop and stop in text]
-                answered[number] = Answer(ids, text[: min(ends, default=len(text))], ended or bool(ends))
-            going_on = [number for number in going_on if not answered[number].ended]
-        progress(min(start + AT_ONCE, len(order)), len(order))
+) -> list[tuple[Completion, str]]:
+    """Generate a greedy answer to each prompt: with its text up to the first of `stops`, at which it has ended, and without
+    the `lead` of a chat template."""
+    stop = re.compile("|".join(map(re.escape, filter(None, stops)))) if any(stops) else None
+    answered: list[tuple[Completion, str]] = []
+    for completion in subject.generate(prompts, new_tokens, stop, progress):
+        text = subject.encoder.decode(completion.ids).removeprefix(lead)
+        found = stop.search(text) if stop else None
+        if found:
+            completion, text = replace(completion, ended=True), text[: found.start()]
+        answered.append((completion, text))
     return answered
 
 
@@ -217,4 +194,4 @@ def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem],
         question = spec.template.replace("{question}", shot.question)
         text += question + separator(question, shot.answer) + shot.answer + spec.shots_separator
     text += spec.template.replace("{question}", problem.question)
-    return [*subject.begin_ids, *subject.encoder.encode([text])[0]]
+    return subject.text_ids([text])[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task, TextTask
-from ttrain.core.files import JsonDict, user_path
+from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.text import counted, first_of
 from ttrain.data import json_rows
 from ttrain.errors import DataError, UsageError
@@ -18,7 +18,6 @@ from ttrain.evaluate.task_result import Metric, TaskResult, record_name
 
 T = TypeVar("T")
 Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
-LeftOut = JsonDict  # a row that is not a valid item: its file, line and reason
 
 MAX_LINE_BYTES = 32 << 20
 
@@ -35,11 +34,7 @@ class SuiteFiles:
     parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
 
     base: Path
-    heldout: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-
-    def file(self, name: str) -> Path:
-        """Path of a file that the suite names."""
-        return self.base / user_path(name)
+    heldout: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +46,7 @@ class Items(Generic[T]):
     items     of the task's own type
     digests   of each item: two evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
-    left_out  rows that are not valid items
+    left_out  rows that are not valid items: file, line and reason of each
     groups    "lang=zh" -> numbers of the items that belong to it
     """
 
@@ -59,8 +54,8 @@ class Items(Generic[T]):
     spec: Any
     items: tuple[T, ...]
     digests: tuple[str, ...]
-    rows: Sequence[Mapping[str, Any]] = ()
-    left_out: Sequence[LeftOut] = ()
+    rows: Sequence[JsonObject] = ()
+    left_out: Sequence[JsonDict] = ()
     groups: Groups = field(default_factory=dict)
 
     @property
@@ -77,21 +72,21 @@ class Items(Generic[T]):
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
 
 
-Rows = list[tuple[T, Mapping[str, Any]]]  # (what a row says, the row)
+Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
+RowParser = tuple[Callable[[JsonDict], T], str]  # parses a row, or raises BadRow with the reason; and what a row needs
 
 
-def read_rows(
-    setting: str, file: str, files: SuiteFiles, parse: Callable[[JsonDict], T], row_format: str
-) -> tuple[Rows[T], list[LeftOut]]:
-    """Read a file as (parsed rows, bad rows). `parse` raises BadRow with the reason.
+def read_rows(setting: str, file: str, files: SuiteFiles, parser: RowParser[T]) -> tuple[Rows[T], list[JsonDict]]:
+    """Read a file as (parsed rows, bad rows).
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
     does not exist, and DataError if it has no usable row, is truncated, corrupt or in another encoding.
     """
-    path = files.file(file)
+    path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
-    left_out: list[LeftOut] = []
+    parse, row_format = parser
+    left_out: list[JsonDict] = []
     tally = json_rows.Tally(quarantine=left_out.append)
     rows: Rows[T] = []
     for name, line, record in json_rows.read([str(path)], tally, MAX_LINE_BYTES):
@@ -108,10 +103,9 @@ def read_rows(
 class Parsers(NamedTuple, Generic[T]):
     """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
 
-    of_file: Callable[[JsonDict], T]
+    of_file: RowParser[T]
     of_heldout: Callable[[JsonDict], T]
     identity: Callable[[T], object]
-    row_format: str
 
 
 def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
@@ -119,17 +113,18 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
 
     `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
     """
-    left_out, part = list[LeftOut](), heldout_part(spec)
+    left_out, part = list[JsonDict](), heldout_part(spec)
     if part:
         rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
     else:
-        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file, parsers.row_format)
+        rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file)
     rows = sampled(rows, spec.limit, spec.seed)
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
     values, drawn = tuple(value for value, _ in rows), [row for _, row in rows]
-    return Items(task, spec, values, digests(map(parsers.identity, values)), drawn, left_out, groups(drawn, spec.by))
+    digests = tuple(record_name(parsers.identity(value)) for value in values)
+    return Items(task, spec, values, digests, drawn, left_out, groups(drawn, spec.by))
 
 
 def accepted(record: Any, kind: type[T]) -> T:
@@ -149,11 +144,6 @@ def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
     return [record for record in records if "completion" not in record]
 
 
-def digests(values: Iterable[object]) -> tuple[str, ...]:
-    """Digest of each item, from JSON with everything that the model gets and is judged by."""
-    return tuple(map(record_name, values))
-
-
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     """Draw at most `limit` items by the seed, in their original order; all of them without a limit."""
     if limit is None or limit >= len(items):
@@ -161,7 +151,7 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
 
 
-def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
+def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
     """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
 
     A key with more than `most` values, such as the address that each row came from, or with the same value on every
@@ -181,7 +171,7 @@ def groups(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], most: int = M
 SHOWN_PLACES = 3  # of each reason
 
 
-def _place(row: LeftOut) -> str:
+def _place(row: JsonDict) -> str:
     return f"{row['file']}:{row['line']}"
 
 
@@ -213,10 +203,9 @@ def separator(text_before: str, text_after: str) -> str:
 def with_examples(
     task: str,
     spec: ChoicesTask | LastWordTask | GenerationTask,
-    read: tuple[Rows[T], list[LeftOut]],
+    read: tuple[Rows[T], list[JsonDict]],
     files: SuiteFiles,
-    parse: Callable[[JsonDict], T],
-    row_format: str,
+    parser: RowParser[T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
     """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
@@ -226,9 +215,9 @@ def with_examples(
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
-    candidates, bad_examples = rows, list[LeftOut]()
+    candidates, bad_examples = rows, list[JsonDict]()
     if spec.shots_file is not None:
-        candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parse, row_format)
+        candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parser)
     examples = [example for example, _ in candidates]
     shots = [tuple(islice((example for example in examples if example != row), spec.shots)) for row, _ in drawn]
     if (fewest := min(map(len, shots))) < spec.shots:
@@ -240,7 +229,8 @@ def with_examples(
     left_out = [*left_out, *({**row, "reason": f"as an example: {row['reason']}"} for row in bad_examples)]
     items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
     records_drawn = [record for _, record in drawn]
-    return Items(task, spec, items, digests(identities), records_drawn, left_out, groups(records_drawn, spec.by))
+    digests = tuple(map(record_name, identities))
+    return Items(task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by))
 
 
 def text_of(record: JsonDict, key: str) -> str:

@@ -17,16 +17,16 @@ from lm_eval.api.task import Task
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from ttrain.config.evaluate import HarnessTask, TextTask
+from ttrain.config.evaluate import HarnessTask, Windows
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.errors import DataError, UsageError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.generation import answers
-from ttrain.evaluate.items import Items, SuiteFiles, digests, groups, sampled
+from ttrain.evaluate.items import Items, SuiteFiles, groups, sampled
 from ttrain.evaluate.log_likelihood import log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
-from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult
+from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, record_name
 from ttrain.inference.loading import LoadedModel
 
 EXAMPLES_SEED = 1234  # the harness's default, so that prompts equal those of published results
@@ -42,7 +42,6 @@ FORMS: dict[Any, dict[str, Any]] = {
     aggregations.bits_per_byte: {"factor": 1 / LN2, "unit": "bits per byte"},
 }
 
-Parts = tuple[list[float], list[float]]
 HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
@@ -62,10 +61,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         ) from error
     documents: list[HarnessItem] = []
     for harness_task in loaded:
-        default_shots = harness_task.get_config("num_fewshot")
-        if default_shots != 0:  # as in the harness, a task that says 0 takes no examples
-            shots = default_shots or 0 if spec.shots is None else spec.shots
-            harness_task.set_config(key="num_fewshot", value=shots)
+        if spec.shots is not None and harness_task.get_config("num_fewshot") != 0:  # a task that says 0 takes no examples
+            harness_task.set_config(key="num_fewshot", value=spec.shots)
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
@@ -88,28 +85,27 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     tasks = {task.task_name: task for task, _ in items.items}
     numbers = {name: [number for task, number in items.items if task is tasks[name]] for name in tasks}
     judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
-    samples: dict[HarnessItem, list[JsonDict]] = defaultdict(list)  # several where a task filters answers in several ways
-    for name, of_task in judged["samples"].items():
-        for sample in of_task:
-            samples[tasks[name], sample["doc_id"]].append(sample)
-    rows, identities, count = list[JsonDict](), list[object](), len(items.items)
-    parts: dict[str, Parts] = defaultdict(lambda: ([0.0] * count, [0.0] * count))  # by metric: its sums and sizes
+    places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
+    rows, digests = [JsonDict() for _ in places], [""] * len(places)
+    # By metric: sums and sizes
+    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([0.0] * len(places), [0.0] * len(places)))
     fields: dict[str, JsonDict] = {}
-    for place, item in enumerate(items.items):
-        first, name = samples[item][0], item[0].task_name
-        identities.append([name, list(map(list, first["arguments"])), str(first["target"])])
-        prompt = str(first["arguments"][0][0])[-ROW_CHARACTERS:]
-        responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in first["resps"]]
-        rows.append({"task": name, "prompt": prompt, "responses": responses})
-        for sample in samples[item]:
-            rows[place] |= {metric: str(sample[metric]) for metric in sample["metrics"]}
-            for label, fields[label], amount, size in _values(item[0], sample):
+    for name, samples in judged["samples"].items():
+        for sample in samples:  # several of an item where a task filters answers in several ways
+            place = places[name, sample["doc_id"]]
+            arguments = list(map(list, sample["arguments"]))
+            digests[place] = record_name([name, arguments, str(sample["target"])])
+            prompt = str(arguments[0][0])[-ROW_CHARACTERS:]
+            responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]]
+            metrics = {metric: str(sample[metric]) for metric in sample["metrics"]}
+            rows[place] |= {"task": name, "prompt": prompt, "responses": responses, **metrics}
+            for label, fields[label], amount, size in _values(tasks[name], sample):
                 sums, sizes = parts[label]
                 sums[place], sizes[place] = amount, size
-    metrics = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
-    if not metrics:
+    figures = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
+    if not figures:
         raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
-    return replace(items, digests=digests(identities)).result(subject.name, metrics, rows)
+    return replace(items, digests=tuple(digests)).result(subject.name, figures, rows)
 
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
@@ -151,9 +147,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
-        scores = perplexity.score_items(
-            TextTask(limit=None, row_length=length, stride=length), subject, sequences, self._progress
-        )
+        windows = Windows(row_length=length, stride=length)
+        scores = perplexity.score_items(windows, subject, sequences, self._progress)
         return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -165,7 +160,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
             if options["do_sample"]:
                 raise UsageError("a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite")
             room, longest = self._subject.room(options["max_gen_toks"])
-            encoded = self._subject.encoder.encode([prompt for prompt, _ in alike])
-            prompts = [[*self._subject.begin_ids, *ids][-(longest or 0) :] for ids in encoded]
-            texts += [answer.text for answer in answers(self._subject, prompts, room, options["until"], self._progress)]
+            prompts = [ids[-(longest or 0) :] for ids in self._subject.text_ids([prompt for prompt, _ in alike])]
+            texts += [text for _, text in answers(self._subject, prompts, room, options["until"], self._progress)]
         return list(requests_of.get_original(texts))

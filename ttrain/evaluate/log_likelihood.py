@@ -10,14 +10,12 @@ as for many, so there rows are only batched.
 Letters in names: B rows, T positions, N targets.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from ttrain.data.packing import IGNORE
@@ -54,8 +52,7 @@ def log_likelihoods(subject: LoadedModel, texts: Sequence[tuple[str, str]], prog
     scored: dict[int, Likelihood] = {}
     losses = TokenLosses(subject.model)
     cache = StartCache(subject, losses)
-    shares = bool(pairs) and cache.works(pairs[0][0][:PROBED_TOKENS])
-    for start, numbers in _batches(pairs, shares=shares, most=subject.batch_tokens):
+    for start, numbers in _batches(pairs, shares=cache.works(), most=subject.batch_tokens):
         cached = cache.repeated(start, len(numbers)) if start else {}
         inputs_BT, labels_BT = padded([_row(*pairs[number], len(start)) for number in numbers])
         nats_N, likeliest_N = losses.with_greedy(inputs_BT.to(subject.device), labels_BT, **cached)
@@ -106,41 +103,35 @@ def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
 
 
 @final
-class StartCache:
+class StartCache(KVCache):
     """Keys and values of what the rows of a batch begin with.
 
     The next batch computes only what it has not in common with the last one.
     """
 
-    _kv_cache: KVCache  # once it is known to work
-
     def __init__(self, subject: LoadedModel, losses: TokenLosses) -> None:
-        self._subject, self._losses = subject, losses
+        super().__init__(subject)
+        self._device, self._losses = subject.device, losses
 
-    def works(self, ids: Ids) -> bool:
+    def works(self) -> bool:
         """Whether it saves time here, and each layer keeps all keys and values, unlike a window."""
-        parts = self._losses.parts(torch.tensor([ids], device=self._subject.device))
-        if self._subject.device.type != "cpu" or parts is None:
+        if self._device.type != "cpu" or self._losses.parts is None or self.take(()) is None:
             return False
-        if "past_key_values" not in inspect.signature(parts[0].forward).parameters:
-            return False
-        self._kv_cache = KVCache(self._subject)
-        return self._kv_cache.take(()) is not None and self._filled(ids).get_seq_length() == len(ids)
+        return bool(self._filled(range(PROBED_TOKENS)).get_seq_length() == PROBED_TOKENS)
 
     def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
         """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
-        states: list[tuple[Tensor, Tensor]] = []
-        for layer in self._filled(ids).layers:
-            states.append((layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1)))
+        shape = (rows, -1, -1, -1)
+        states = [(layer.keys.expand(shape), layer.values.expand(shape)) for layer in self._filled(ids).layers]
         return {"past_key_values": DynamicCache(states), "use_cache": True}
 
-    def _filled(self, ids: Ids) -> Any:
-        cache = self._kv_cache.take(ids)
+    def _filled(self, ids: Sequence[int]) -> Any:
+        cache = self.take(ids)
         rest = ids[cache.get_seq_length() :]
         if rest:
-            ids_1T = torch.tensor([rest], device=self._subject.device)
+            ids_1T = torch.tensor([list(rest)], device=self._device)
             self._losses(ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True)
-        self._kv_cache.put(ids, cache)
+        self.put(ids, cache)
         return cache
 
 
@@ -150,7 +141,7 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
     A batch has the continuations of one context where that saves enough, if the model `shares`,
     else whole rows. The contexts come in order, so that neighbours have much in common.
     """
-    order = sorted(range(len(pairs)), key=lambda number: pairs[number])
+    order = sorted(range(len(pairs)), key=pairs.__getitem__)
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
     starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
     in_common = [0, *map(common, starts, starts[1:]), 0]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ttrain.config.evaluate import RecordsTask, TextTask
+from ttrain.config.evaluate import TextTask, Windows
 from ttrain.data import records as sources
 from ttrain.data.packing import IGNORE, Array, Flags
 from ttrain.evaluate import baselines
@@ -92,10 +92,11 @@ def score_each(
     enough = 512 if device.type == "cpu" else 8192  # for full speed: on a CPU they take as long each as of 2048
     batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
-    nats, losses = np.zeros(len(numbered_windows)), TokenLosses(model)
+    nats = np.zeros(len(numbered_windows))
     was_training = model.training
     model.eval()
     try:
+        losses = TokenLosses(model)
         for done, batch in enumerate(mine, start=1):
             inputs_BT, labels_BT = padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
             each_N = losses(inputs_BT.to(device), labels_BT)
@@ -150,11 +151,9 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    parser, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
-    parsers = Parsers(
-        lambda row: accepted(parser(row), sources.TextDocument).text, lambda row: str(row["text"]), str, fields
-    )
-    return read_texts(task, spec, files, parsers)
+    parse, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
+    of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
+    return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
 
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
@@ -164,11 +163,8 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce a text had less to
     predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
     """
-    spec = items.spec
     ids = subject.encoder.encode(items.items)
-    begin_ids = subject.beginning()
-    sequences = [([*begin_ids, *text_ids], [False] * len(begin_ids) + [True] * len(text_ids)) for text_ids in ids]
-    scores = score_items(spec, subject, sequences, progress)
+    scores = score_items(items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress)
     sizes = [len(text.encode("utf-8")) for text in items.items]
     lossy = [subject.encoder.decode(text_ids) != text for text, text_ids in zip(items.items, ids, strict=True)]
     if any(lossy):
@@ -187,8 +183,14 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     )
 
 
+def text_tokens(subject: LoadedModel, ids: Sequence[int]) -> Tokens:
+    """The tokens of a text, all of which count, after those that begin a text."""
+    begin_ids = subject.beginning()
+    return [*begin_ids, *ids], [False] * len(begin_ids) + [True] * len(ids)
+
+
 def score_items(
-    spec: RecordsTask, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
+    spec: Windows, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
     in place of its tokens."""

@@ -56,56 +56,33 @@ class Decision:
         """All fields as JSON; numbers that are not finite become null."""
         return finite(asdict(self))
 
-    def rows(self) -> list[tuple[str, str]]:
-        """(label, text) of each field, for a table."""
-        interval = "none" if self.interval is None else f"{self.interval[0]:+.5f} to {self.interval[1]:+.5f}"
-        return [
-            ("decision", self.word),
-            ("metric", self.metric),
-            ("challenger", f"{self.challenger:.5f}"),
-            ("champion", "none" if self.champion is None else f"{self.champion:.5f}"),
-            ("better by", "" if self.difference is None else f"{self.difference:+.5f}"),
-            (f"{self.confidence:.0%} interval", interval),
-            ("minimum detectable", "" if self.smallest_difference is None else f"{self.smallest_difference:.5f}"),
-            ("held-out records", f"{self.samples:,}"),
-            ("margin", f"{self.margin:g}"),
-            ("lost", ", ".join(self.lost)),
-            ("reason", self.reason),
-        ]
-
 
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
     evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
-    bits = [BITS_PER_BYTE.of(name) for name in models]
-    losses = [
-        row.metric.of(name)
+    of_heldout = [
+        row.metric.of(model)
         for row in TRAINING_STAGES.values()
-        if row.metric is not BITS_PER_BYTE and settings.reads(row.name)
-        for name in models
+        if row.metric is BITS_PER_BYTE or settings.reads(row.name)
+        for model in models
     ]
     of_suites = [
-        f"{task}/{figure}/{name}"
-        for name in models
-        for suite in settings.evaluate.suites.of(name)
+        f"{task}/{figure}/{model}"
+        for model in models
+        for suite in settings.evaluate.suites.of(model)
         for task, spec in suites.load(suite).suite.tasks.items()
         for figure in FIGURES.get(spec.kind, (ANY_FIGURE,))
     ]
     metric = settings.promotion.metric
-    figure = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
-    task, _, figure_name = figure.partition("/")
-    if (
-        metric in losses
-        or figure in (*bits, *of_suites)
-        or f"{task}/{ANY_FIGURE}/{figure_name.rpartition('/')[2]}" in of_suites
-    ):
-        return
-    raise UsageError(
-        f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
-        + ", ".join(bits + losses + of_suites)
-        + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
-    )
+    name = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
+    any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
+    if not {name, any_name}.intersection(of_heldout + of_suites):
+        raise UsageError(
+            f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
+            + ", ".join(of_heldout + of_suites)
+            + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
+        )
 
 
 First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
@@ -217,14 +194,6 @@ def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The decision about a challenger, with its figures on the text of each night and source, and in other metrics."""
-
-    decision: Decision
-    texts: tuple[TextFigure, ...] = ()
-
-
 def judge(
     challenger: Evaluation,
     champion: Evaluation | None,
@@ -232,8 +201,10 @@ def judge(
     nights: Digests,
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
-) -> Judged:
+) -> tuple[Decision, list[TextFigure]]:
     """Decide whether a challenger becomes champion, by its evaluation and the champion's.
+
+    Returns the decision, and the figures on the text of each night and source, and in other metrics.
 
     `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
     `best`: the best figures of champions so far, by text.
@@ -244,9 +215,8 @@ def judge(
     deciding = challenger.metric(rules.metric)
     texts, unknown = list[TextFigure](), ""
     metric = metric_of_texts(rules.metric)
-    if metric in challenger.metrics:
-        ours = challenger.metric(metric)
-        theirs = champion.metric(metric) if champion and metric in champion.metrics else None
+    if ours := challenger.metrics.get(metric):
+        theirs = champion.metrics.get(metric) if champion else None
         listed = forgetting.heldout_texts(ours.records, nights, challenger.sources(metric), new)
         texts += forgetting.figures(ours, theirs, listed, rules, best)
         has_earlier = any(name != new for name in nights) or any(not text.new for text in listed)
@@ -257,7 +227,7 @@ def judge(
     first = first_champion(challenger.metrics, deciding, rules)
     of_champion = champion.metric(rules.metric) if champion else None
     decision = decide(deciding, of_champion, rules, first=first, texts=texts, unknown=unknown)
-    return Judged(_kept_if_too_few(decision, len(deciding.records), rules), tuple(texts))
+    return _kept_if_too_few(decision, len(deciding.records), rules), texts
 
 
 def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
@@ -276,17 +246,11 @@ def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promot
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:
             continue
-        if name in challenger.metrics and name in champion.metrics:
-            figure = forgetting.figure_of_metric(challenger.metric(name), champion.metric(name), rules)
-            yield from [figure] if figure else []
+        ours, theirs = challenger.metrics.get(name), champion.metrics.get(name)
+        if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):
+            yield figure
 
 
 def metric_of_texts(metric: str) -> str:
     """The metric by which the gate judges what is forgotten, where it decides by this one."""
     return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name
-
-
-def tables(judged: Judged) -> Sequence[tuple[Sequence[tuple[str, ...]], Sequence[str]]]:
-    """(rows, header) of the decision, and of the figures by text where there are some."""
-    of_texts = [(forgetting.rows(judged.texts), forgetting.HEADER)] if judged.texts else []
-    return [(judged.decision.rows(), ("name", "value")), *of_texts]

@@ -32,16 +32,12 @@ class Results:
         recorded: dict[str, Metric] = {}
         for outcome in self.outcomes:
             names = {metric.name: f"{outcome.task}/{metric.name}/{outcome.subject}" for metric in outcome.figures}
-            recorded |= outcome.recorded(names)
-            for baseline, value in outcome.baselines.items():
-                name = f"{outcome.task}/{outcome.primary.name}/{baseline}"
-                recorded[name] = Metric.of_value(name, value)
+            recorded |= outcome.recorded(names, f"{outcome.task}/{outcome.primary.name}/")
         return recorded
 
     def metrics(self) -> dict[str, float]:
         """The values of the recorded metrics that are finite."""
-        values = {name: metric.value for name, metric in self.recorded().items()}
-        return {name: value for name, value in values.items() if math.isfinite(value)}
+        return {name: metric.value for name, metric in self.recorded().items() if math.isfinite(metric.value)}
 
     def counts(self) -> dict[str, int]:
         """Number of items and of left-out rows of each task."""

@@ -6,6 +6,7 @@ from itertools import compress
 from typing import Any
 
 from ttrain.config.evaluate import HarnessTask, Task
+from ttrain.core.files import JsonObject
 from ttrain.data import contamination
 from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
@@ -16,20 +17,17 @@ from ttrain.evaluate.suites import LoadedSuite, check_parts
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
-Records = Sequence[Mapping[str, Any]]
-
-ReportProgress = Callable[[str, float, int], None]  # (task, number of tasks done, with fractions, number of tasks)
+ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
 
 
-def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Records]) -> list[Items[Any]]:
+def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]) -> list[Items[Any]]:
     """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.
     """
-    for loaded in suites:
-        check_parts(loaded, heldout)
     items: list[Items[Any]] = []
     for loaded in suites:
+        check_parts(loaded, heldout)
         files = SuiteFiles(loaded.base, heldout)
         items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
     return items
@@ -40,11 +38,10 @@ def ask(items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgres
     outcomes = []
     for number, task_items in enumerate(items):
 
-        def progress(done: int, total: int, task_items: Items[Any] = task_items, number: int = number) -> None:
-            report(task_items.task, number + done / max(1, total), len(items))
+        def progress(done: int, total: int, number: int = number) -> None:
+            report((number + done / max(1, total)) / len(items))
 
         outcomes.append(functions_of(task_items.spec)[1](task_items, subject, progress))
-        report(task_items.task, number + 1, len(items))
     return outcomes
 
 

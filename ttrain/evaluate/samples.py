@@ -89,7 +89,7 @@ def continuations(subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_
         for prompt in prompts
     ]
     try:
-        answers = [encoder.decode(tokens) for tokens, _ in subject.generate(ids, new_tokens)]
+        answers = [encoder.decode(completion.ids) for completion in subject.generate(ids, new_tokens)]
     except ArtifactError:  # of a model that has diverged, which is scored all the same
         answers = [""] * len(ids)
     samples: list[dict[str, str]] = []

@@ -100,10 +100,8 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
         p = sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
     else:
         p = randomised(ours - theirs, rule.resamples, rule.seed)
-    if count < FEWEST_ITEMS:
-        return PairedComparison(difference, better, None, p, None, count)
     needed = smallest(first, second, level=(1 - rule.confidence) / among)
-    ends = _interval_of_difference(first, ours, theirs, sizes, rule)
+    ends = _interval_of_difference(first, ours, theirs, sizes, rule) if count >= FEWEST_ITEMS else None
     return PairedComparison(difference, better, ends, p, needed, count)
 
 
@@ -143,22 +141,21 @@ def _interval_of_difference(first: Metric, ours: Floats, theirs: Floats, sizes: 
         return first.factor * (middle - reach), first.factor * (middle + reach)
     if not rule.resamples:
         return None
-    ours_drawn, theirs_drawn = (first.factor * drawn for drawn in bootstrap_ratios([ours, theirs], sizes, rule))
-    drawn = np.exp(ours_drawn) - np.exp(theirs_drawn) if first.shown == "exp" else ours_drawn - theirs_drawn
-    return _percentiles(drawn, len(sizes), rule.confidence)
+    drawn = first.factor * bootstrap_ratios([ours, theirs], sizes, rule)
+    ours_drawn, theirs_drawn = np.exp(drawn) if first.shown == "exp" else drawn
+    return _percentiles(ours_drawn - theirs_drawn, len(sizes), rule.confidence)
 
 
-def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> list[Floats]:
-    """For each of the sums [N], R quotients `sum(sums) / sum(sizes)` of items drawn with replacement, the same draws for
-    all."""
+def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> Floats:
+    """For each of the sums [N], a row of R quotients `sum(sums) / sum(sizes)` of items drawn with replacement, the same
+    draws for all."""
     random, count = np.random.default_rng(rule.seed), len(sizes)
-    ratios: list[list[Floats]] = [[] for _ in sums]
+    ratios: list[Floats] = []
     for start in range(0, rule.resamples, rows := max(1, CHUNK // count)):
         drawn_RN = random.integers(count, size=(min(rows, rule.resamples - start), count))
-        totals_R = sizes.take(drawn_RN).sum(1)
-        for quotients, item_sums in zip(ratios, sums, strict=True):
-            quotients.append(item_sums.take(drawn_RN).sum(1) / totals_R)
-    return [np.concatenate(quotients) for quotients in ratios]
+        totals = np.array([item_sums.take(drawn_RN).sum(1) for item_sums in sums])
+        ratios.append(totals / sizes.take(drawn_RN).sum(1))
+    return np.concatenate(ratios, axis=1)
 
 
 def _percentiles(drawn: Floats, count: int, confidence: float) -> Interval:

@@ -18,7 +18,6 @@ from ttrain.errors import UsageError
 from ttrain.evaluate.items import heldout_part
 from ttrain.store import name_syntax
 
-SHOWN_ERRORS = 20
 SENTENCES = {
     "missing": "missing",
     "extra_forbidden": "not a setting there; docs/reference.md lists them by kind",
@@ -105,7 +104,7 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
         return Suite.model_validate(tree)
     except ValidationError as error:
         lines: list[str] = []
-        for wrong in error.errors()[:SHOWN_ERRORS]:  # the place of a task's setting is tasks, name, kind, setting
+        for wrong in error.errors():  # the place of a task's setting is tasks, name, kind, setting
             sentence = SENTENCES.get(wrong["type"], "").format(**wrong.get("ctx", {}))
             rule = sentence or rule_of(wrong)
             value = "" if wrong["type"] in SENTENCES else f"{wrong['input']!r} but "

@@ -124,9 +124,11 @@ class TaskResult:
         answers = (metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group)
         return (self.primary, *answers) if self.primary.unit == "share" else (self.primary,)
 
-    def recorded(self, names: Mapping[str, str]) -> dict[str, Metric]:
-        """The metrics that have a name in an evaluation, by that name and their group's suffix."""
+    def recorded(self, names: Mapping[str, str], prefix: str = "") -> dict[str, Metric]:
+        """The metrics that have a name in an evaluation, by that name and their group's suffix; the baselines by their names
+        after the prefix."""
         named = {names[metric.name] + metric.suffix: metric for metric in self.figures if metric.name in names}
+        named |= {prefix + name: Metric.of_value(name, value) for name, value in self.baselines.items()}
         return {name: replace(metric, name=name) for name, metric in named.items()}
 
 

@@ -4,12 +4,14 @@ Letters in names: B rows, T positions, N positions that count, C of a chunk, D w
 vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ttrain.core.files import JsonDict
 from ttrain.data.packing import IGNORE
 from ttrain.inference.loading import causal_of
 from ttrain.train.losses import default_chunk_tokens
@@ -23,16 +25,20 @@ SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its 
 class TokenLosses:
     """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    If the logits are just the output head applied to the decoder's output, the head is applied here, chunk by chunk and only
-    to the positions that count. The first batch shows whether that is so; otherwise (a soft cap, a prefix before the row, a
-    user's own model without `get_decoder`) the model computes all its logits.
+    If the logits are just the output head applied to the decoder's output, the head is applied here, chunk by chunk and
+    only to the positions that count. A pass over a few tokens shows whether that is so; otherwise (a soft cap, a prefix
+    before the row, a user's own model without `get_decoder`) the model computes all its logits.
+
+    parts  the decoder and the head, if the logits are just the head of the decoder's output
     """
 
+    @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        self._parts: Parts | None = None
-        self._probed = False
+        device = next(model.parameters()).device
+        self.parts = plain_parts(model, torch.arange(PROBED_TOKENS, device=device)[None])
 
+    @torch.no_grad()
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
         """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of `labels_BT[labels_BT != IGNORE]`.
 
@@ -40,35 +46,32 @@ class TokenLosses:
         `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad, not inference_mode, which would make tables that
         the model caches unusable in training.
         """
-        return self._score(input_ids_BT, labels_BT, inputs, greedy=False)[0]
+        return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 
+    @torch.no_grad()
     def with_greedy(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """The nats of each label, and whether it is the most likely token, both of shape [N]."""
-        return self._score(input_ids_BT, labels_BT, inputs, greedy=True)
+        nats: list[Tensor] = []
+        are_likeliest: list[Tensor] = []
+        for logits_CV, labels_C in self._logits(input_ids_BT, labels_BT, inputs):
+            nats.append(_nats(logits_CV, labels_C))
+            are_likeliest.append(logits_CV.argmax(-1) == labels_C)
+        return torch.cat(nats), torch.cat(are_likeliest)
 
-    def parts(self, input_ids_BT: Tensor) -> Parts | None:
-        """The decoder and the head, if the logits are just the head of the decoder's output."""
-        if not self._probed:
-            with torch.no_grad():
-                self._parts = plain_parts(self._model, input_ids_BT[:1, :PROBED_TOKENS])
-            self._probed = True
-        return self._parts
-
-    def _score(
-        self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: dict[str, Any], *, greedy: bool
-    ) -> tuple[Tensor, Tensor]:
-        live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
-        device = input_ids_BT.device
-        labels_N = labels_BT.flatten()[live_N].to(device)
+    def _logits(self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: JsonDict) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits of the positions that count and their labels, in chunks; one chunk of none if none counts."""
         inputs = {"use_cache": False, **inputs, "input_ids": input_ids_BT}
-        parts = self.parts(input_ids_BT)
-        with torch.no_grad():
-            if parts is None:
-                logits_BTV = self._model(**inputs).logits
-                return _costs(logits_BTV.flatten(0, 1), live_N.to(device), labels_N, None, greedy=greedy)
-            decoder, head = parts
-            hidden_BTD = decoder(**inputs).last_hidden_state
-            return _costs(hidden_BTD.flatten(0, 1), live_N.to(device), labels_N, head, greedy=greedy)
+        head: nn.Module = nn.Identity()
+        if self.parts is None:
+            states = self._model(**inputs).logits.flatten(0, 1)
+        else:
+            decoder, head = self.parts
+            states = decoder(**inputs).last_hidden_state.flatten(0, 1)
+        live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
+        rows_N, labels_N = live_N.to(states.device), labels_BT.flatten()[live_N].to(states.device)
+        chunk = default_chunk_tokens(states.device)
+        for rows_C, labels_C in zip(torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True):
+            yield head(states.index_select(0, rows_C)), labels_C
 
 
 def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
@@ -85,28 +88,10 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
     return (decoder, head) if hidden is not None and torch.equal(head(hidden).float(), logits.float()) else None
 
 
-def _costs(
-    states: Tensor, live_N: Tensor, labels_N: Tensor, head: nn.Module | None, *, greedy: bool
-) -> tuple[Tensor, Tensor]:
-    """(nats of the labels, whether each is the most likely token; empty unless `greedy`).
-
-    From hidden states and the head, or from logits; log-sum-exp in fp32 or the states' wider type.
-    """
-    on_cpu = states.device.type == "cpu"
-    chunk = default_chunk_tokens(states.device)
-    costs: list[Tensor] = []
-    likeliest: list[Tensor] = []
-    for start in range(0, len(live_N), chunk):
-        rows_C, labels_C = live_N[start : start + chunk], labels_N[start : start + chunk]
-        chosen = states.index_select(0, rows_C)
-        logits_CV = chosen if head is None else head(chosen)
-        wide = torch.promote_types(logits_CV.dtype, torch.float32)
-        slice_tokens = max(1, SLICE_ENTRIES // logits_CV.shape[-1]) if on_cpu else len(rows_C)
-        costs += [
-            F.cross_entropy(logits.to(wide), labels, reduction="none")
-            for logits, labels in zip(torch.split(logits_CV, slice_tokens), torch.split(labels_C, slice_tokens), strict=True)
-        ]
-        if greedy:
-            likeliest.append(logits_CV.argmax(-1) == labels_C)
-    nothing = torch.zeros(0, device=states.device)
-    return torch.cat(costs) if costs else nothing, torch.cat(likeliest) if likeliest else nothing.bool()
+def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+    """Negative log-likelihoods of the labels; log-sum-exp in fp32 or the logits' wider type."""
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    on_cpu = logits_CV.device.type == "cpu"
+    rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if on_cpu else len(labels_C))
+    slices = zip(torch.split(logits_CV, rows), torch.split(labels_C, rows), strict=True)
+    return torch.cat([F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices])

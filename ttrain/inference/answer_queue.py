@@ -25,7 +25,7 @@ class Order:
     """The answers that one request asks for, and the pieces of them that have come."""
 
     model: LoadedModel
-    sampling: Sampling  # without max_tokens, which each answer has
+    sampling: Sampling  # each answer has its own max_tokens
     stops: Sequence[str]
     answers: list[Answer] = field(default_factory=list)
     has_ended: bool = False
@@ -59,20 +59,18 @@ class Answer:
     prompt: Sequence[int]
     max_tokens: int
     number: int
-    _decoder: TextStream
-    tokens: int = 0
+    stream: TextStream
     has_ended: bool = False
     _unsent: str = ""
 
-    def add(self, token: int) -> None:
-        """Take the next token."""
-        self.tokens += 1
-        self._unsent += self._decoder.add([token])
-        self._send("length" if self.tokens == self.max_tokens else None)
+    def add(self, ids: list[int]) -> None:
+        """Take the tokens so far."""
+        self._unsent += self.stream.add(ids)
+        self._send("length" if len(ids) == self.max_tokens else None)
 
     def end(self) -> None:
         """End at a stop token."""
-        self._unsent += self._decoder.end()
+        self._unsent += self.stream.end()
         self._send("stop")
 
     def _send(self, reason: str | None) -> None:
@@ -133,13 +131,13 @@ class AnswerQueue:
         self._thread.shutdown(cancel_futures=True)
 
     def _generate(self, order: Order, batch: list[Answer]) -> None:
-        def take(tokens: dict[int, int]) -> list[int]:
+        def take(answers: dict[int, list[int]]) -> list[int]:
             for row, answer in enumerate(batch):
-                if row in tokens:
-                    answer.add(tokens[row])
+                if row in answers:
+                    answer.add(answers[row])
                 elif not answer.has_ended:
                     answer.end()
-            return [row for row in tokens if batch[row].has_ended or order.has_ended]
+            return [row for row in answers if batch[row].has_ended or order.has_ended]
 
         if order.has_ended:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import JsonDict
-from ttrain.core.hashing import canonical_json, sha256_file
+from ttrain.core.hashing import digest_of, sha256_file
 from ttrain.data import existing, tools
 from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_shapes import CHAT_KEYS, messages_of
@@ -27,7 +26,7 @@ from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
 WINDOW_BATCHES = 16  # the prompts of this many batches are sorted by length, and written when all are answered
 
-PARTIAL = ".partial"  # at the end of the name of the file that collects answers until all are complete
+PARTIAL = ".partial"  # ending of the file that collects answers until all are complete
 
 TOO_LONG = "too long"
 
@@ -36,7 +35,6 @@ TOO_LONG = "too long"
 class AnswerCounts:
     """Counts of the answers in this run."""
 
-    answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
     stops: Counter[str] = field(default_factory=Counter)
@@ -44,7 +42,7 @@ class AnswerCounts:
     def summary(self) -> JsonDict:
         """Figures for people and scripts."""
         return {
-            "answers": self.answers,
+            "answers": self.stops["end"] + self.stops["length"],
             "ended by themselves": self.stops["end"],
             "cut at the longest answer": self.stops["length"],
             "prompts too long": self.stops[TOO_LONG],
@@ -69,7 +67,10 @@ def answers(
     size = batch_size * WINDOW_BATCHES
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
-        ids = [_ids(loaded_model, prompt) for prompt in window]
+        ids = [
+            prompt_ids(loaded_model.encoder, prompt.messages) if prompt.messages else loaded_model.text_ids([prompt.text])[0]
+            for prompt in window
+        ]
         answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
@@ -80,15 +81,14 @@ def answers(
                 text = generate.completion_text(loaded_model.encoder, completion, lead)
                 stop = "end" if completion.ended else "length"
                 answered[at] = {"answer": text, "tokens": len(completion.ids), "stop": stop}
-            tally.answers += len(batch)
-            progress(tally.answers)
+            progress(start + len(answered))
         rows = []
         for at, prompt in enumerate(window):
             reference = {"reference": prompt.reference} if prompt.reference is not None else {}
             row = answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG})
-            tally.tokens += row["tokens"]
-            tally.stops[row["stop"]] += 1
             rows.append({**prompt.record, **reference, **row})
+        tally.tokens += sum(row["tokens"] for row in rows)
+        tally.stops.update(row["stop"] for row in rows)
         yield rows
 
 
@@ -101,50 +101,33 @@ def identity(reference: Reference) -> list[str]:
 def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
-    Rows are collected in `path`.partial below a line with the header, which identifies their inputs: the same command
-    continues after the last complete row of an interrupted one, any other starts over.
+    Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies their inputs: the same command
+    continues after the last complete row of an interrupted one, any other has a file of its own.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    done = _resume_partial(partial, canonical_json(header) + b"\n")
+    partial = path.with_name(f"{path.name}.{digest_of(header)[:12]}{PARTIAL}")
+    done = _complete_rows(partial)
     with partial.open("ab") as file:
         for window in make(done):
             file.writelines(line_of(row) + b"\n" for row in window)
             file.flush()
-    finished = path.with_name(path.name + ".tmp")
-    with partial.open("rb") as source, finished.open("wb") as target:
-        source.readline()
-        shutil.copyfileobj(source, target)
-    finished.replace(path)
-    partial.unlink()
+    partial.replace(path)
     return done
 
 
-def _resume_partial(partial: Path, first: bytes) -> int:
-    """Number of rows after this header; a cut last row is removed, a file of another run emptied.
-
-    It is read line by line, since it may be larger than memory.
-    """
-    if partial.is_file():
-        with partial.open("r+b") as file:
-            if file.readline() == first:
-                done, end = 0, file.tell()
-                while file.readline().endswith(b"\n"):
-                    done, end = done + 1, file.tell()
-                file.truncate(end)
-                return done
-    partial.write_bytes(first)
-    return 0
+def _complete_rows(partial: Path) -> int:
+    """Number of rows; a cut last one is removed. They are read one by one, since the file may be larger than memory."""
+    partial.touch()
+    with partial.open("r+b") as file:
+        done = end = 0
+        while file.readline().endswith(b"\n"):
+            done, end = done + 1, file.tell()
+        file.truncate(end)
+    return done
 
 
 def line_of(row: JsonDict) -> bytes:
     """A row as JSON; orjson would refuse whole numbers beyond 64 bits."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _ids(loaded_model: LoadedModel, prompt: Prompt) -> list[int]:
-    if prompt.messages:
-        return prompt_ids(loaded_model.encoder, prompt.messages)
-    return loaded_model.text_ids([prompt.text])[0]
 
 
 def _batches(

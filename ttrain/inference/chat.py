@@ -15,7 +15,6 @@ from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
-OnText = Callable[[str], object]
 Selected = tuple[LoadedModel, JsonDict]  # the model that answers a question, and details for the reply
 ModelSelector = Callable[[str], Selected]
 
@@ -60,8 +59,8 @@ class Chat:
         self._turns.clear()
         self._question_count = 0
 
-    def ask(self, question: str, on_text: OnText | None = None) -> Reply:
-        """Answer a question and append both to the history; `on_text` gets the answer in pieces.
+    def ask(self, question: str, on_text: Callable[[str], object] = lambda piece: None) -> Reply:
+        """Answer a question and append both to the history; `on_text` gets the answer in pieces, some of them empty.
 
         Ctrl-C ends the answer and keeps the text so far. Raises DataError for a question that is longer than the context.
         """
@@ -74,34 +73,27 @@ class Chat:
         user_message = Message("user", question)
         ids, forgotten = self._prompt(loaded_model, user_message)
         stream = TextStream(loaded_model.encoder, lead_text(loaded_model.encoder))
-        heard, pieces = list[int](), list[str]()
 
-        def show(piece: str) -> None:
-            pieces.append(piece)
-            if piece and on_text:
-                on_text(piece)
-
-        def hear(tokens: dict[int, int]) -> None:
-            heard.extend(tokens.values())
-            show(stream.add([*tokens.values()]))
+        def show(answers: dict[int, list[int]]) -> None:
+            for ids in answers.values():
+                on_text(stream.add(ids))
 
         completion = None
         try:
             (completion,) = generate.generate(
-                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=hear,
+                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=show,
                 kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
             )  # fmt: skip
         except KeyboardInterrupt:
             pass
         if completion is not None and completion.ended:
-            show(stream.end())
-        text = "".join(pieces)
+            on_text(stream.end())
         self._question_count += 1
-        self._turns += [user_message, Message("assistant", text)]
+        self._turns += [user_message, Message("assistant", stream.shown)]
         return Reply(
-            text=text,
+            text=stream.shown,
             by=loaded_model.name,
-            tokens=len(heard),
+            tokens=len(stream.ids),
             stop="interrupted" if completion is None else "end" if completion.ended else "length",
             seconds=completion.seconds if completion else 0.0,
             forgotten=forgotten,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ttrain.config import Expert, Gate
 from ttrain.core.hashing import sha256_file
@@ -48,10 +48,7 @@ def run_ids(text: str, settings: Gate) -> Ids:
 
 def padded(rows: Sequence[Ids]) -> Tensor:
     """Pad the ids of several texts to shape [B, L]."""
-    ids_BL = torch.full((len(rows), max(map(len, rows))), PADDING)
-    for row, ids in enumerate(rows):
-        ids_BL[row, : len(ids)] = torch.from_numpy(ids)
-    return ids_BL
+    return pad_sequence([torch.from_numpy(ids) for ids in rows], batch_first=True, padding_value=PADDING)
 
 
 @final
@@ -61,7 +58,7 @@ class Router(nn.Module):
     def __init__(self, settings: Gate, experts: int) -> None:
         super().__init__()
         self.settings = settings
-        self.embedding = nn.Embedding(settings.buckets + 1, settings.embedding_size, padding_idx=PADDING)
+        self.embedding = nn.EmbeddingBag(settings.buckets + 1, settings.embedding_size, mode="mean", padding_idx=PADDING)
         self.layers = nn.Sequential(
             nn.LayerNorm(settings.embedding_size),  # a mean over many n-grams is small
             nn.Linear(settings.embedding_size, settings.hidden),
@@ -71,8 +68,7 @@ class Router(nn.Module):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Logits of shape [B, E]."""
-        mean = F.embedding_bag(ids_BL, self.embedding.weight, mode="mean", padding_idx=PADDING)
-        logits_BE: Tensor = self.layers(mean)
+        logits_BE: Tensor = self.layers(self.embedding(ids_BL))
         return logits_BE
 
     def probabilities(self, texts: Sequence[str]) -> Tensor:

@@ -10,12 +10,14 @@ import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -35,8 +37,8 @@ from ttrain.errors import ArtifactError, DataError
 from ttrain.inference.sampling import Sampling
 
 LoadedModel = Any  # of `loading`, which imports this module
-# Gets the new token of each row that has not ended, by row; may return the rows that end here.
-OnTokens = Callable[[dict[int, int]], Collection[int] | None]
+# Gets the tokens of each answer that has not ended, by row; may return the rows that end here.
+OnTokens = Callable[[dict[int, list[int]]], Collection[int] | None]
 UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
 
 
@@ -61,7 +63,8 @@ def generate(
     """Generate answers to a batch of prompts (token ids).
 
     `numbers` identify rows: an answer depends on the seed and its own number, never on the rest of the batch.
-    `on_tokens` gets the tokens as they come, never a stop token. A row that it ends is followed by padding in a batch.
+    `on_tokens` gets the answers with each new token, never a stop token. A row that it ends is followed by padding in a
+    batch.
     `kv_cache`: that of the conversation to which a single prompt belongs.
     Raises DataError for a prompt that leaves no room for an answer.
     """
@@ -72,26 +75,24 @@ def generate(
             f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
             "together with the answer; shorten it"
         )
-    numbers = range(len(prompts)) if numbers is None else numbers
+    numbers = numbers or range(len(prompts))
     began = time.monotonic()
     processors = logits_processors(sampling, numbers, longest)
     processors.insert(0, _FiniteScores(loaded_model.name))
     pad = int(loaded_model.model.generation_config.pad_token_id)
-    ids_BT = torch.full((len(prompts), longest), pad, dtype=torch.long)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):  # left padding, so that all answers begin at the same position
-        ids_BT[row, longest - len(prompt) :] = torch.as_tensor(np.asarray(prompt, dtype=np.int64))
-        mask_BT[row, longest - len(prompt) :] = 1
+    rows = [torch.as_tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")  # so that all answers begin at the same position
+    watches = [_TokenWatch(on_tokens, loaded_model.stop_ids, longest)] if on_tokens else []
     cache = kv_cache.take(prompts[0][:-1]) if kv_cache else None  # the last token predicts
     with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
         found_BT = loaded_model.model.generate(
-            input_ids=ids_BT.to(loaded_model.device),
-            attention_mask=mask_BT.to(loaded_model.device),
+            input_ids=padded(rows, padding_value=pad).to(loaded_model.device),
+            attention_mask=padded([torch.ones_like(ids) for ids in rows]).to(loaded_model.device),
             generation_config=GenerationConfig(
                 max_new_tokens=min(sampling.max_tokens, room), eos_token_id=list(loaded_model.stop_ids)
             ),
             logits_processor=processors,
-            stopping_criteria=StoppingCriteriaList([_TokenWatch(on_tokens, loaded_model.stop_ids)] if on_tokens else []),
+            stopping_criteria=StoppingCriteriaList(watches),
             **({"past_key_values": cache} if cache is not None else {}),
         )
     if kv_cache:
@@ -111,28 +112,29 @@ class TextStream:
     """Decodes a stream of tokens; a character is held back until all its bytes have arrived.
 
     So is a beginning that may become the `lead`, which is not shown.
+
+    ids    the tokens so far
+    shown  the text so far
     """
 
     def __init__(self, encoder: Encoder, lead: str = "") -> None:
-        self._encoder = encoder
-        self._lead = lead
-        self._ids: list[int] = []
-        self._shown_length = 0
+        self._encoder, self._lead = encoder, lead
+        self.ids: Sequence[int] = ()
+        self.shown = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add tokens; returns the new text that can be shown."""
-        self._ids += ids
-        text = self._encoder.decode(self._ids).rstrip(UNFINISHED)
+        """Take the tokens so far; returns the new text that can be shown."""
+        self.ids = ids
+        text = self._encoder.decode(ids).rstrip(UNFINISHED)
         return "" if self._lead.startswith(text) else self._unseen(text)
 
     def end(self) -> str:
         """Return the held-back text: bytes that form no character, after an answer that ended by itself."""
-        return self._unseen(self._encoder.decode(self._ids))
+        return self._unseen(self._encoder.decode(self.ids))
 
     def _unseen(self, text: str) -> str:
-        text = text.removeprefix(self._lead)
-        new = text[self._shown_length :]
-        self._shown_length = max(self._shown_length, len(text))
+        new = text.removeprefix(self._lead)[len(self.shown) :]
+        self.shown += new
         return new
 
 
@@ -170,18 +172,18 @@ class _FiniteScores(LogitsProcessor):  # type: ignore[misc]
 
 
 class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
-    """Passes on the new token of each row that has not ended, and ends the rows that `on_tokens` returns."""
+    """Passes on the answers that have not ended, and ends the rows that `on_tokens` returns."""
 
-    def __init__(self, on_tokens: OnTokens, stop_ids: Sequence[int]) -> None:
-        self._on_tokens, self._stop_ids = on_tokens, stop_ids
+    def __init__(self, on_tokens: OnTokens, stop_ids: Sequence[int], prompt_tokens: int) -> None:
+        self._on_tokens, self._stop_ids, self._prompt_tokens = on_tokens, stop_ids, prompt_tokens
         self._ended: set[int] = set()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
-        tokens = input_ids[:, -1].tolist()
-        self._ended |= {row for row, token in enumerate(tokens) if token in self._stop_ids}
-        new_tokens = {row: token for row, token in enumerate(tokens) if row not in self._ended}
-        self._ended |= set(self._on_tokens(new_tokens) or ())
-        return torch.tensor([row in self._ended for row in range(len(tokens))], device=input_ids.device)
+        answers = input_ids[:, self._prompt_tokens :].tolist()
+        self._ended |= {row for row, ids in enumerate(answers) if ids[-1] in self._stop_ids}
+        unended = {row: ids for row, ids in enumerate(answers) if row not in self._ended}
+        self._ended |= set(self._on_tokens(unended) or ())
+        return torch.tensor([row in self._ended for row in range(len(answers))], device=input_ids.device)
 
 
 def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:

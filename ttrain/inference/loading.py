@@ -1,7 +1,8 @@
 """Loads a chat model from a reference: weights, adapter, tokenizer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class LoadedModel:
     stop_ids     tokens that end an answer
     max_length   positions the model accepts; None if it has no limit
     can_chat     whether its tokenizer has a chat template whose tokens the model knows
+    has_prefix   whether an adapter puts virtual tokens before every text
     batch_tokens padded tokens of a batch of an evaluation, which bound the memory; no score may depend on it
     ranks        that score texts and chats together; None: this process alone
     """
@@ -43,6 +45,7 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     max_length: int | None
     can_chat: bool
+    has_prefix: bool = False
     batch_tokens: int = 4096
     ranks: Ranks | None = None
 
@@ -56,12 +59,6 @@ class LoadedModel:
         """The transformers model, inside PEFT's if there is one."""
         causal_model: PreTrainedModel = causal_of(self.model)
         return causal_model
-
-    @property
-    def has_prefix(self) -> bool:
-        """Whether an adapter puts virtual tokens before every text."""
-        adapter = getattr(self.model, "active_peft_config", None)
-        return adapter is not None and bool(adapter.is_prompt_learning)
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
         """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
@@ -89,16 +86,33 @@ class LoadedModel:
             "scored; give its tokenizer a bos_token or an eos_token"
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[tuple[list[int], bool]]:
-        """Greedy answers: for each prompt (new ids without the stop id, whether a stop id ended them)."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        stop: re.Pattern[str] | None = None,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> list[Completion]:
+        """Greedy answers to the prompts, in batches of like length. One in which `stop` is found ends, but is not cut there:
+        what follows it in the ids has no meaning."""
+
+        def stopped(answers: dict[int, list[int]]) -> list[int]:
+            return [row for row, ids in answers.items() if stop and stop.search(self.encoder.decode(ids))]
+
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
         completions: dict[int, Completion] = {}
         while order:
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
             batch, order = order[:rows], order[rows:]
-            answers = generate(self, [prompts[number] for number in batch], Sampling(max_tokens=new_tokens))
+            answers = generate(
+                self,
+                [prompts[number] for number in batch],
+                Sampling(max_tokens=new_tokens),
+                on_tokens=stopped if stop else None,
+            )
             completions |= zip(batch, answers, strict=True)
-        return [(completions[number].ids, completions[number].ended) for number in range(len(prompts))]
+            progress(len(completions), len(prompts))
+        return [completions[number] for number in range(len(prompts))]
 
     def text_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that are to be continued."""
@@ -152,18 +166,20 @@ def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...
     config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
     own_stops = [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
     stops = {encoder.eos_id, encoder.end_id, *own_stops}
+    adapter = getattr(model, "active_peft_config", None)
+    virtual_tokens = adapter.num_virtual_tokens if adapter is not None and adapter.is_prompt_learning else 0
+    max_length = getattr(config, "max_position_embeddings", None)
     loaded = LoadedModel(
         name=name,
         model=model.eval(),
         encoder=encoder,
         begin_ids=begins,
         stop_ids=tuple(sorted(stops)),
-        max_length=getattr(config, "max_position_embeddings", None),
+        max_length=max_length and max_length - virtual_tokens,
         can_chat=can_chat,
+        has_prefix=virtual_tokens > 0,
         batch_tokens=most_batch_tokens(next(model.parameters()).device),
     )
-    if loaded.has_prefix and loaded.max_length is not None:
-        loaded = replace(loaded, max_length=loaded.max_length - model.active_peft_config.num_virtual_tokens)
     # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
     pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
     settings = {"do_sample": False, "eos_token_id": list(loaded.stop_ids), "pad_token_id": pad}

@@ -26,12 +26,6 @@ class Sampling(Section):
     def __str__(self) -> str:
         return "  ".join(f"{name}={value}" for name, value in self.model_dump().items())
 
-    def changed(self, name: str, value: str) -> Sampling:
-        """These settings with another value. Raises UsageError for an unknown name or a value that the setting refuses."""
-        if name not in Sampling.model_fields:
-            raise UsageError(f"there is no setting '{name}'; the settings are {', '.join(Sampling.model_fields)}")
-        return sampling(**{**self.model_dump(), name: value})
-
 
 def sampling(**values: Any) -> Sampling:
     """Validate sampling settings. Raises UsageError, which names setting, value and rule."""

@@ -1,6 +1,7 @@
 """An endpoint for clients of OpenAI's interface, and one page: talk to a model, or compare two."""
 
 import asyncio
+import functools
 import itertools
 import json
 import secrets
@@ -69,21 +70,26 @@ class Body(Sampling):
         texts = {name: [values[name]] for name in ("stop", "prompt") if isinstance(values.get(name), str)}
         return values | texts
 
-    @property
-    def sampling(self) -> Sampling:
-        """How answers are drawn, whatever their length."""
-        names = Sampling.model_fields.keys() - {"max_tokens"}
-        return Sampling.model_validate(self.model_dump(include=names))
-
 
 class ChatBody(Body):
     messages: list[JsonDict] = Field(min_length=1)
     tools: list[JsonDict] = Field(default_factory=list)
 
+    def prompts(self, model: LoadedModel) -> list[list[int]]:
+        """The ids of the prompt. Raises UsageError for a model without a chat template."""
+        if not model.can_chat:
+            raise UsageError(f"the model '{model.name}' has no chat template; ask it at /v1/completions")
+        messages = tuple(messages_of({"messages": self.messages, "tools": self.tools}))
+        return [prompt_ids(model.encoder, messages)]
+
 
 class TextBody(Body):
     prompt: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
     max_tokens: int = Field(16, ge=1)
+
+    def prompts(self, model: LoadedModel) -> list[list[int]]:
+        """The ids of each prompt."""
+        return model.text_ids(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ class Endpoint:
         routes = [
             Route("/", self.page),
             Route("/v1/models", self.models),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.text, methods=["POST"]),
+            Route("/v1/chat/completions", functools.partial(self.answer, ChatBody), methods=["POST"]),
+            Route("/v1/completions", functools.partial(self.answer, TextBody), methods=["POST"]),
             Route("/preferences", self.preferences, methods=["GET", "POST"]),
         ]
         handlers: Any = dict.fromkeys((HTTPException, ValueError, TTrainError), _error_response)
@@ -117,21 +123,6 @@ class Endpoint:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "ttrain"} for name in self.names()]
         return JSONResponse({"object": "list", "data": models})
 
-    async def chat(self, request: Request) -> Response:
-        body = ChatBody.model_validate_json(await request.body())
-        model = await self._model(body)
-        if not model.can_chat:
-            raise UsageError(f"the model '{model.name}' has no chat template; ask it at /v1/completions")
-        messages = tuple(messages_of({"messages": body.messages, "tools": body.tools}))
-        prompt = await asyncio.to_thread(prompt_ids, model.encoder, messages)
-        return await self._answer(request, body, _order(model, body, [prompt], lead_text(model.encoder)))
-
-    async def text(self, request: Request) -> Response:
-        body = TextBody.model_validate_json(await request.body())
-        model = await self._model(body)
-        prompts = await asyncio.to_thread(model.text_ids, body.prompt)
-        return await self._answer(request, body, _order(model, body, prompts, lead=""))
-
     async def preferences(self, request: Request) -> Response:
         """Tell the file of the verdicts; append those that are posted, pairs as `data.dpo` reads them, one a line."""
         if request.method == "POST":
@@ -142,13 +133,14 @@ class Endpoint:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         return JSONResponse({"path": str(self.pairs)})
 
-    async def _model(self, body: Body) -> LoadedModel:
+    async def answer(self, kind: type[ChatBody | TextBody], request: Request) -> Response:
+        """Answer what a body of this kind asks for, at once or as a stream."""
+        body = kind.model_validate_json(await request.body())
         try:
-            return await self.queue.model(body.model or self.names()[0])
+            model = await self.queue.model(body.model or self.names()[0])
         except UsageError as error:
             raise RefusedError(404, "model_not_found", str(error)) from None
-
-    async def _answer(self, request: Request, body: Body, order: Order) -> Response:
+        order = _order(model, body, await asyncio.to_thread(body.prompts, model))
         if self.queue.requests >= self.queue.max_requests:
             raise RefusedError(
                 429,
@@ -187,7 +179,7 @@ class _Reply:
     def usage(self) -> JsonDict:
         answers = self._order.answers
         prompts = sum(len(answer.prompt) for answer in answers[:: self._body.n])
-        tokens = sum(answer.tokens for answer in answers)
+        tokens = sum(len(answer.stream.ids) for answer in answers)
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     def choice(self, index: int, text: str, reason: str | None) -> JsonDict:
@@ -213,10 +205,11 @@ def _event(value: JsonDict) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-def _order(model: LoadedModel, body: Body, prompts: list[list[int]], lead: str) -> Order:
+def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
     """The answers that a body asks for. Raises RefusedError where they exceed the context."""
-    order = Order(model, body.sampling, body.stop)
+    order = Order(model, body, body.stop)
     context = model.max_length or UNLIMITED
+    lead = lead_text(model.encoder) if isinstance(body, ChatBody) else ""
     for prompt, number in itertools.product(prompts, range(body.n)):
         room = context - len(prompt)
         is_limited = "max_tokens" in body.model_fields_set or isinstance(body, TextBody)

@@ -3,90 +3,69 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ttrain.config import Promotion, Settings
+from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
-from ttrain.evaluate.forgetting import BestFigure
+from ttrain.evaluate.forgetting import BestFigure, TextFigure
 from ttrain.evaluate.task_result import Evaluation
 from ttrain.nightly import history
 from ttrain.nightly.inputs import NightInputs, find_heldout
 from ttrain.nightly.records import COMPLETED, NightRecord, Nights
-from ttrain.reports import summary
-from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
-from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN, Stage
+from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN
 
 
 def decide(
-    night: NightRecord,
-    inputs: NightInputs,
-    execution: PipelineRun,
-    store: ArtifactStore,
-    say: Callable[[str], object],
+    night: NightRecord, inputs: NightInputs, execution: PipelineRun, say: Callable[[str], object]
 ) -> promotion.Decision:
     """Compare challenger and champion, record the decision, promote or keep.
 
     The decision is recorded in the night, its run and the registry before the champion changes. Where
     another version became champion during the night, it is a decision not to promote.
     """
-    judged = _judge(night, inputs, execution, store, say)
-    registry, name, version = Registry(store.root), inputs.settings.name, execution.model_set
+    (decision, texts), made = _judge(night, inputs, execution, say), execution.artifacts
+    registry, name, version = Registry(execution.store.root), inputs.settings.name, execution.model_set
     assert version is not None, "a run that came to its end has registered its models"
     champion = registry.champion(name)
     before = night.frozen.champion.version if night.frozen.champion else None
     if champion is not None and champion.version not in (before, version):  # by hand, meanwhile
-        reason = (
-            f"version {champion.version} became champion during the night, so nothing is promoted; {judged.decision.reason}"
-        )
-        judged = replace(judged, decision=replace(judged.decision, promote=False, reason=reason))
-    decision, run = judged.decision, execution.record.run
-    made = execution.artifacts
-    night.note(
-        version=version,
-        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
-        run=run,
-        decision=decision.to_json(),
-        texts=[figure.to_json() for figure in judged.texts],
-    )
-    execution.record.note(decision=decision.to_json())
-    # The champion keeps the decision that made it so
-    if decision.promote or champion is None or champion.version != version:
-        tables = [summary.markdown(rows, header) for rows, header in promotion.tables(judged)]
-        figures = "\n\n".join(tables[1:])
-        registry.decide(name, version, decision.to_json(), run=run, table=tables[0], figures=figures)
-    if decision.promote:
-        registry.promote(name, version)
+        other = f"version {champion.version} became champion during the night, so nothing is promoted"
+        decision = replace(decision, promote=False, reason=f"{other}; {decision.reason}")
+    decided = decision.to_json()
     evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
     chats = None if "sft" in inputs.replacements else made.get(SHARDS["sft"].name)
     night.note(
+        version=version,
+        keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
+        decision=decided,
+        texts=[figure.to_json() for figure in texts],
         heldout=heldout_of(evaluation),
         heldout_nights=list(heldout_nights(night, evaluation)),
         documents=f"{shards.stage}/{shards.key}" if shards else None,
         chats=f"{chats.stage}/{chats.key}" if chats else None,
         learnt=history.learnt_of(made, chats),
     )
+    execution.record.note(decision=decided)
+    # The champion keeps the decision that made it so
+    if decision.promote or champion is None or champion.version != version:
+        registry.decide(name, version, decided, run=execution.record.run)
+    if decision.promote:
+        registry.promote(name, version)
     return decision
 
 
 def _judge(
-    night: NightRecord,
-    inputs: NightInputs,
-    execution: PipelineRun,
-    store: ArtifactStore,
-    say: Callable[[str], object],
-) -> promotion.Judged:
+    night: NightRecord, inputs: NightInputs, execution: PipelineRun, say: Callable[[str], object]
+) -> tuple[promotion.Decision, list[TextFigure]]:
     """Compare the evaluations of challenger and champion."""
-
-    def complete(stage: Stage) -> Artifact | None:  # the files of a cached one may be in MLflow
-        evaluation = execution.artifacts.get(stage.name)
-        return store.complete(evaluation, report=say) if evaluation else None
-
-    evaluation, of_champion = complete(EVALUATE), complete(EVALUATE_CHAMPION)
-    assert evaluation is not None, "a run that came to its end has evaluated"
-    champion = Evaluation.of(of_champion) if of_champion else None
-    rules, by_night = _rules(inputs.settings, inputs, execution), dict[str, list[str]]()
+    store, made = execution.store, execution.artifacts
+    names = (stage.name for stage in (EVALUATE, EVALUATE_CHAMPION) if stage.name in made)
+    # The files of a cached one may be in MLflow
+    evaluations = [store.complete(made[name], report=say) for name in names]
+    evaluation, champion = evaluations[0], Evaluation.of(evaluations[1]) if evaluations[1:] else None
+    rules, by_night = _rules(inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
         from ttrain.tasks.heldout import read_nights  # loads what reads shards
 
@@ -106,10 +85,10 @@ def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
     return (*frozen.heldout_nights, night.name) if is_new else frozen.heldout_nights
 
 
-def _rules(settings: Settings, inputs: NightInputs, execution: PipelineRun) -> Promotion:
+def _rules(inputs: NightInputs, execution: PipelineRun) -> Promotion:
     """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
     then the first model counts that both have and that differs, on what is held out for it."""
-    rules = settings.promotion
+    rules = inputs.settings.promotion
     if not inputs.kept_base or rules.metric != BITS_PER_BYTE.name:
         return rules
     metric = DOMAIN_LOSS

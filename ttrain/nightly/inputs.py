@@ -2,16 +2,17 @@
 
 import glob
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ttrain.config import PYTHON_DOCS, Nightly, Settings
 from ttrain.config.data import NEAR_DUPLICATES_OF_NIGHTS
 from ttrain.config.rules import AUTO
-from ttrain.config.training import BASES, TRAINING_STAGES, TRAININGS
+from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core import redact
-from ttrain.core.hashing import EMPTY_FILE, digest_of
+from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.hashing import digest_of
 from ttrain.data import locations, python_docs
 from ttrain.data.records import LEAST_SHARE
 from ttrain.engine.input_files import TRAIN, data_files, file_digests
@@ -46,30 +47,28 @@ class NightInputs:
 
     `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
     that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights, which
-    are not learnt, and measured if `measures_earlier`.
-    `learnt`: documents of earlier nights, of which near-duplicates are left out; `replayed`: those of which a sample is
-    learnt again, and `replayed_chats`: the same of chats. `plateau`: the artifact that pretraining continues. `bases`: by
-    stage, models that it starts from instead of tonight's. `champion_bases`: those of the champion's adapters that belong to
-    another model than its own. `note`: what the user should know of these.
+    are not learnt.
+    `learnt`: documents of earlier nights, of which near-duplicates are left out and a sample is learnt again;
+    `replayed_chats`: chats of which a sample is. `plateau`: the artifact that pretraining continues. `bases`: by
+    stage, models that it starts from instead of tonight's. `adapter_base`: that of the champion's adapter, where it belongs
+    to another model than the champion's own. `note`: what the user should know of these.
     """
 
     settings: Settings
     champion: Artifacts = field(default_factory=dict)
     replacements: Artifacts = field(default_factory=dict)
     earlier_heldout: Artifact | None = None
-    measures_earlier: bool = True
     learnt: tuple[Artifact, ...] = ()
-    replayed: tuple[Artifact, ...] = ()
     replayed_chats: tuple[Artifact, ...] = ()
     plateau: Artifact | None = None
     bases: Artifacts = field(default_factory=dict)
-    champion_bases: Artifacts = field(default_factory=dict)
+    adapter_base: Artifact | None = None
     note: str = ""
 
     @property
     def kept_base(self) -> Artifact | None:
         """The champion's base model where it stays, since no document is new."""
-        return next((self.replacements[stage] for stage in reversed(BASES) if stage in self.replacements), None)
+        return self.replacements.get("pretrain")
 
 
 def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> FilesByDataset:
@@ -135,33 +134,23 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
     files = _without(frozen.files, left_out)
     if not damaged:
         files[DOCUMENTS] = []
-    if files == frozen.files:
-        return None  # what is damaged is not of the list, such as held-out files
     is_optional = {DOCUMENTS} if frozen.champion else set()
-    if any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name]):
-        return None
-    if not any(_without(files, read).values()):
-        return None
-    return replace(frozen, files=files, replay=frozen.replay if files.get(DOCUMENTS) else 0.0)
-
-
-class FileSelection(NamedTuple):
-    """The files that a night would read, and which of them no night has read before."""
-
-    files: FilesByDataset
-    new: tuple[str, ...] = ()
-    has_new_chats_alone: bool = False  # or none: SFT reads no chat that the champion has learnt
+    lacks = any(not files[name] for name in frozen.files.keys() - is_optional if frozen.files[name])
+    has_new = any(_without(files, read).values())
+    # Files that are as before: what is damaged is not of the list, such as held-out files
+    return None if files == frozen.files or lacks or not has_new else replace(frozen, files=files)
 
 
 def select_files(
     settings: Nightly, watched: FilesByDataset, read: set[str], learnt: set[str], *, has_champion: bool
-) -> FileSelection:
-    """Select the files that a night reads from those present. `new` is empty if there is nothing to do.
+) -> tuple[FilesByDataset, bool]:
+    """Select the files that a night reads from those present; returns also whether SFT reads no chat that the champion has
+    learnt.
 
     Documents are filtered, and chats if `chats` is new. Adapters start again on all their files, and so
     does SFT on another base if no chat is new.
     """
-    unread, unknown = _without(watched, read), _without(watched, learnt if settings.again else read)
+    unknown = _without(watched, learnt if settings.again else read)
     files, has_new_chats_alone = dict(watched), False
     continues = settings.data == "new" and settings.start_from == "champion"
     if has_champion and continues and DOCUMENTS in files:
@@ -169,8 +158,7 @@ def select_files(
     if has_champion and settings.chats == "new" and "sft" in files:
         has_new_chats_alone = bool(unknown["sft"]) or settings.sft_base == "champion"
         files["sft"] = unknown["sft"] if has_new_chats_alone else files["sft"]
-    new = tuple(file["location"] for entries in unread.values() for file in entries)
-    return FileSelection(files, new, has_new_chats_alone)
+    return files, has_new_chats_alone
 
 
 def _without(files: FilesByDataset, digests: Collection[str]) -> dict[str, list[FileEntry]]:
@@ -204,20 +192,18 @@ def refreshed_snapshot(
     return replace(frozen, files=files), gone
 
 
-def frozen_part(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, as JSON, that an unfinished night keeps."""
-    kept = {name: section for name, section in settings.items() if name not in UNFROZEN_SECTIONS}
-    nightly = settings.get("nightly", {})
-    return {**kept, "nightly": {k: v for k, v in nightly.items() if k not in UNFROZEN_OF_NIGHTLY}}
+def with_unfrozen(frozen: JsonObject, current: JsonObject) -> JsonDict:
+    """The tree of settings that an unfinished night keeps, with the current ones of those that do not affect results."""
+    sections = {name: current[name] for name in UNFROZEN_SECTIONS}
+    nightly = {name: current["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
+    return {**frozen, **sections, "nightly": {**frozen.get("nightly", {}), **nightly}}
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
     """The user's settings of the snapshot. Settings that do not affect results, and secrets of
     sources, which are not recorded, are the current ones."""
     now = current.model_dump()
-    tree = {**redact.restored(frozen.settings, now), **{name: now[name] for name in UNFROZEN_SECTIONS}}
-    of_nightly = {name: now["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
-    return Settings.model_validate({**tree, "nightly": {**tree.get("nightly", {}), **of_nightly}})
+    return Settings.model_validate(with_unfrozen(redact.restored(frozen.settings, now), now))
 
 
 def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) -> NightInputs:
@@ -228,69 +214,55 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         weighted = bool(user.data.weights(dataset))  # the weight is that of a source, not of each of its files
         if files and not weighted and not user.data.uses_python_docs(dataset):
             tree["data"][dataset] = [file["location"] for file in files]
-    artifacts: dict[str, Artifact] = {}
-    keys = frozen.champion.keys.values() if frozen.champion else ()
-    if frozen.champion:
-        use = f"the champion, version {frozen.champion.version}, needs the artifact"
-        advice = "restore it, or make another set the champion with `ttrain models promote`"
-        for stage, key in frozen.champion.keys.items():
-            artifacts[stage] = need_artifact(store, f"{stage}/{key}", use, advice)
+    champion = frozen.champion or Champion("", {})
+    use = f"the champion, version {champion.version}, needs the artifact"
+    advice = "restore it, or make another set the champion with `ttrain models promote`"
+    artifacts = {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
     replacements: dict[str, Artifact] = {}
     plateau, note = None, ""
-    base = next((artifacts[stage] for stage in reversed(BASES) if stage in artifacts), None)
+    base = artifacts.get("pretrain")
     if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
         tree["tokenizer"]["existing"] = str(replacements["tokenizer"].path)
         tree["data"]["tokenizer"] = ()
         if user.nightly.start_from == "champion":
-            base = store.complete(base, ("model",))
+            base = artifacts["pretrain"] = store.complete(base, ("model",))
             tree["pretrain"]["start_from"] = str(base.path / "model")
             if not frozen.files.get("pretrain"):
-                replacements |= {stage: artifacts[stage] for stage in BASES if stage in artifacts} | {base.stage: base}
+                replacements["pretrain"] = base
             else:
-                assert frozen.champion is not None, "it has artifacts"
-                plateau, note = _continued_plateau(user, artifacts["pretrain"], frozen.champion.version)
+                plateau, note = _continued_plateau(user, base, champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
     bases: dict[str, Artifact] = {}
     if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
-        bases["sft"] = artifacts["sft"]
-    adapters = {name: artifacts.get(name) for name, row in TRAINING_STAGES.items() if row.role == "adapter"}
-    own_bases = {name: own for name, adapter in adapters.items() if (own := store.input_of(adapter, "base"))}
-    if user.nightly.lora_base == "champion" and "lora" in own_bases:
-        bases["lora"] = own_bases["lora"]
-    if "sft" in bases and not frozen.files.get("sft"):
-        replacements["sft"] = bases.pop("sft")
-    learnt: tuple[Artifact, ...] = ()
-    if "pretrain" not in replacements:
-        learnt = _recorded_artifacts(store, frozen.documents)
-        tree["nightly"]["replay"] = frozen.replay or tree["nightly"]["replay"]
+        used_as = bases if frozen.files.get("sft") else replacements
+        used_as["sft"] = artifacts["sft"]
+    adapter_base = store.input_of(artifacts.get("lora"), "base")
+    if user.nightly.lora_base == "champion" and adapter_base:
+        bases["lora"] = adapter_base
+    learnt = _recorded_artifacts(store, frozen.documents) if "pretrain" not in replacements else ()
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
     if base and user.reading.heldout_fraction == AUTO and not tree["reading"]["near_duplicates"]:
         # Nothing finds rows that the champion was trained on: the lowest share that `auto` ever has holds out none of them.
         tree["reading"]["heldout_fraction"] = LEAST_SHARE
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
-    champion = {row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts}
-    if base:
-        champion[TRAINING_STAGES[BASES[0]].model] = base
-    earlier, is_named = None, bool(user.data.pretrain_heldout)
-    if frozen.heldout:
+    earlier = None
+    if frozen.heldout and user.data.pretrain_heldout:
         earlier = store.find(*frozen.heldout.split("/"))  # None where it was removed
-        if not is_named:
-            earlier = find_heldout(store, frozen.heldout, "an unfinished night")
+    elif frozen.heldout:
+        earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
         settings=Settings.model_validate(tree),
-        champion=champion,
+        champion={row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts},
         replacements=replacements,
         earlier_heldout=earlier,
-        measures_earlier=not is_named,
         learnt=learnt,
-        replayed=learnt if frozen.replay else (),
         replayed_chats=_recorded_artifacts(store, frozen.chats) if has_chats else (),
         plateau=plateau,
         bases=bases,
-        # Of adapters that stayed with their model while the champion's own became another
-        champion_bases={name: base for name, base in own_bases.items() if base.key not in keys},
+        # Where the adapter stayed with its model while the champion's own became another
+        adapter_base=adapter_base if adapter_base and adapter_base.key not in champion.keys.values() else None,
         note=note,
     )
 
@@ -307,9 +279,9 @@ def learnt_shards(
         return ()
     its_night = next((night for night in nights if night.made(champion)), None)
     references = its_night.learnt_shards(stage) if its_night else ()
-    model = store.find(stage, champion.keys[stage]) if stage in champion.keys else None
-    if not references and model and (shards := model.manifest["inputs"].get("shards")):
-        references = (f"{shards['stage']}/{shards['key']}",)
+    shards = None if references else shards_of(champion, stage, store)
+    if shards:
+        references = (f"{shards.stage}/{shards.key}",)
     listed = dict.fromkeys(references)
     present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
@@ -322,10 +294,14 @@ def learnt_shards(
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
     """Digests of the files that the champion's own stages read, as far as their artifacts are in the store."""
-    keys = champion.keys if champion else {}
-    models = (store.find(stage, keys[stage]) for stage in TRAININGS if stage in keys)
-    shards = filter(None, (store.input_of(model, "shards") for model in models))
+    shards = filter(None, (shards_of(champion, stage, store) for stage in TRAININGS))
     return {file["sha256"] for artifact in shards for file in artifact.manifest["ingredients"]["files"].get(TRAIN, ())}
+
+
+def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Artifact | None:
+    """The shards that the champion's model of this stage was trained on; None where the model or they are not there."""
+    key = champion.keys.get(stage) if champion else None
+    return store.input_of(store.find(stage, key), "shards") if key else None
 
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
@@ -337,18 +313,17 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 
 def describe_files(files: FilesByDataset) -> str:
-    """The names of the files by data set, for a line on the terminal; then those without a byte, which teach nothing."""
-    listed = {name: [file["location"] for file in entries] for name, entries in files.items()}
-    listed["empty"] = [file["location"] for entries in files.values() for file in entries if file["sha256"] == EMPTY_FILE]
-    return "; ".join(f"{name}: {shortened_names(names)}" for name, names in listed.items() if names)
+    """The names of the files by data set, for a line on the terminal."""
+    listed = ((name, shortened_names(file["location"] for file in entries)) for name, entries in files.items())
+    return "; ".join(f"{name}: {names}" for name, names in listed if names)
 
 
-def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> dict[str, Any]:
+def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
     """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
     warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014), in more
     steps by more: weights move by about the rate times the root of the steps."""
     nightly, optim = settings.nightly, settings.pretrain.optim.model_dump()
-    schedule, changes = settings.pretrain.schedule.model_dump(), dict[str, Any]()
+    schedule, changes = settings.pretrain.schedule.model_dump(), JsonDict()
     if nightly.rate == AUTO:
         schedule["full_rate_steps"] = schedule["full_rate_steps"] or FULL_RATE_STEPS
     else:
@@ -411,8 +386,7 @@ def earlier_heldout(
                 return EarlierHeldout(reference)
             find_heldout(store, reference, night.name)
             return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
-    base = store.find("pretrain", champion.keys["pretrain"]) if champion and "pretrain" in champion.keys else None
-    shards = store.input_of(base, "shards")
+    shards = shards_of(champion, "pretrain", store)
     return EarlierHeldout(f"{shards.stage}/{shards.key}", () if is_named else (BEFORE,)) if shards else EarlierHeldout()
 
 

@@ -6,25 +6,24 @@ import json
 import logging
 import socket
 import subprocess
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ttrain.config.training import BITS_PER_BYTE
-from ttrain.core.files import user_path
+from ttrain.core.files import JsonObject, user_path
 from ttrain.core.text import format_duration
 from ttrain.errors import TTrainError
 from ttrain.store.runs import RecordedRun
 
 if TYPE_CHECKING:
-    from ttrain.config import Event, Notify
+    from ttrain.config import Notify
 
 log = logging.getLogger("ttrain")
 ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept
 
 
-def send(settings: Notify, event: Event, message: Mapping[str, Any]) -> None:
+def send(settings: Notify, event: str, message: JsonObject) -> None:
     """Send the message to the program and the address of the settings, if they are subscribed to this event.
 
     The message is JSON; `event`, `time`, `host` and `text` (one line, which chat services show) are added if missing.
@@ -49,8 +48,7 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
     """Send how a run of `full` ended: completed, with its metrics, or failed. One that its user stopped sends nothing."""
     if run["outcome"] not in ("completed", "failed"):
         return
-    event: Event = run["outcome"]
-    bits = run["metrics"].get(BITS_PER_BYTE.of_run)
+    event, bits = str(run["outcome"]), run["metrics"].get(BITS_PER_BYTE.of_run)
     figure = "" if bits is None else f", {bits:.4f} {BITS_PER_BYTE.label}"
     reason = run.get("error") or f"took {format_duration(run['seconds'])}{figure}"
     text = f"ttrain {name}, {run['run']}: {event}: {reason}"

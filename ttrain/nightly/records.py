@@ -23,7 +23,16 @@ from pydantic import TypeAdapter
 
 from ttrain.config import Nightly, Settings
 from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, exclusive, private_directory, private_opener, read_json, write_json
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonDict,
+    JsonObject,
+    exclusive,
+    private_directory,
+    private_opener,
+    read_object,
+    write_json,
+)
 from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
@@ -38,7 +47,7 @@ LEARNT = {"pretrain": "documents", "sft": "chats"}  # by stage: the fields of a 
 KILLED = "its process was killed, or the machine went down"
 
 
-FileEntry = dict[str, Any]  # a data file: its location and sha256, and of a damaged one why it is left out
+FileEntry = JsonDict  # a data file: its location and sha256, and of a damaged one why it is left out
 FilesByDataset = Mapping[str, list[FileEntry]]
 
 
@@ -59,16 +68,15 @@ class InputSnapshot:
     """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
 
     files: FilesByDataset
-    settings: Mapping[str, Any]
+    settings: JsonObject
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
     learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
     documents: tuple[str, ...] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
     chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
-    replay: float = 0.0  # share of the night's tokens that are of these
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonDict:
         """The value as stored in a night's record."""
         files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
         return {**asdict(self), "files": files}
@@ -92,7 +100,7 @@ class NightRecord:
     """The record of one night, rewritten at each change."""
 
     path: Path
-    data: dict[str, Any]
+    data: JsonDict
 
     @property
     def name(self) -> str:
@@ -148,12 +156,12 @@ class NightRecord:
         return (*getattr(self.frozen, kind), *filter(None, [self.data.get(kind)]))
 
     @property
-    def last_try(self) -> Mapping[str, Any]:
+    def last_try(self) -> JsonObject:
         """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
         return dict(self.data["attempts"][-1])
 
     @property
-    def ended(self) -> Mapping[str, Any] | None:
+    def ended(self) -> JsonObject | None:
         """The last try that came to an end, but for those killed before their run began; None where none did."""
         tries = (one for one in reversed(self.data["attempts"]) if one["outcome"] != "crashed" or one.get("run"))
         return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
@@ -209,7 +217,7 @@ class NightRecord:
         self.note()
 
 
-def _new_try(slot: datetime | None) -> dict[str, Any]:
+def _new_try(slot: datetime | None) -> JsonDict:
     """A try of this process that begins now."""
     return {
         "began": time.time(),
@@ -245,7 +253,7 @@ class Nights:
     def newest_first(self) -> Iterator[NightRecord]:
         """The nights by their numbers, which do not depend on the clock, read one by one: a record may name many files."""
         for path in sorted(self.directory.glob("night-*.json"), reverse=True):
-            if isinstance(data := read_json(path), dict):
+            if data := read_object(path):
                 yield NightRecord(path, data)
 
     def newest(self) -> NightRecord | None:
@@ -369,6 +377,6 @@ def stop_at(settings: Nightly, began: float) -> float | None:
     return when.timestamp()
 
 
-def shortened_names(files: Iterable[str], most: int = 5) -> str:
+def shortened_names(files: Iterable[str]) -> str:
     """The first names of files, and how many more, for a message."""
-    return first_of(map(locations.name, files), most)
+    return first_of(map(locations.name, files), 5)

@@ -58,7 +58,7 @@ class ModelSet:
     metrics: Mapping[str, float]  # of its newest evaluation
     decision: JsonObject | None = None  # the last one, as `promotion.Decision.to_json` gives it
     aliases: tuple[str, ...] = ()
-    # Of the decision: "run", whose models it was about; "table" and "figures", its texts in Markdown.
+    # Of the decision: "run", whose models it was about
     decided: JsonObject = field(default_factory=dict, repr=False)
 
     @property
@@ -289,16 +289,13 @@ class Registry:
             _crown(state["sets"][name], earlier[-1])
         return self.find(name, earlier[-1])
 
-    def decide(self, name: str, version: str, decision: JsonObject, *, run: str, table: str, figures: str = "") -> None:
-        """Keep a decision about a set, in place of an earlier one.
-
-        `run`: whose models it is about; `table` and `figures`: how it is shown, in Markdown.
-        """
+    def decide(self, name: str, version: str, decision: JsonObject, *, run: str) -> None:
+        """Keep a decision about a set, in place of an earlier one. `run`: whose models it is about."""
         self.find(name, version)
         with self._changing() as state:
             entry = state["sets"][name]["versions"][version]
             entry["decision"] = dict(decision)
-            entry["decided"] = {"run": run, "table": table, "figures": figures}
+            entry["decided"] = {"run": run}
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[JsonDict]:

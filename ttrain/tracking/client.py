@@ -9,8 +9,8 @@ import logging
 import os
 import re
 import sqlite3
+from collections import Counter
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from ttrain.core import redact
 from ttrain.core.files import exclusive, private_directory
 from ttrain.core.redact import without_user
-from ttrain.core.sqlite_files import set_aside
+from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.store.server_records import with_token
 
 log = logging.getLogger("ttrain")
@@ -35,7 +35,6 @@ ENVIRONMENT = {
 }
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 LOCK_SECONDS = 30
-_openings = count()
 NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
 NO_FAULT_OF_THE_FILE = re.compile(
     "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
@@ -91,33 +90,29 @@ def open_client(uri: str, home: Path) -> Any:
     with exclusive(database.with_name("mlflow.lock")):
         is_new = not database.exists() or not database.stat().st_size  # an empty file is none
         try:
+            if damage := damage_of(database):
+                raise sqlite3.DatabaseError(damage)
             client = _open_own(uri, is_new=is_new)
         except Exception as error:
             if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
-            rename_aside(home, error)
+            aside = set_aside(database)
+            message = "MLflow's database could not be used (%s): it is kept as %s, and made anew from the home"
+            log.warning(message, first_line(error), aside)
             client = _open_own(uri, is_new=True)
         _move_into(home, client)
     return client
 
 
-def rename_aside(home: Path, error: Exception) -> None:
-    """Rename a database that MLflow cannot use; the runs are in the home, and are pushed again."""
-    aside = set_aside(database_of(home))
-    log.warning(
-        "MLflow's database could not be used (%s): it is kept as %s, and made anew from the home", first_line(error), aside
-    )
-
-
-_addresses: dict[str, str] = {}  # by URI of a database: the URI by which this process opened it last
+_made = Counter[str]()  # by URI of a database: how often this process made it
 
 
 def _open_own(uri: str, *, is_new: bool) -> Any:
     """Open the home's own database. MLflow keeps its connections by address, also those to a file that was replaced:
     so a new file has another address, which differs in the seconds for which SQLite waits for a lock."""
-    if is_new or uri not in _addresses:
-        _addresses[uri] = f"{uri}?timeout={LOCK_SECONDS + next(_openings)}"
-    client = import_module("mlflow").MlflowClient(_addresses[uri], _addresses[uri])
+    _made[uri] += is_new
+    address = f"{uri}?timeout={LOCK_SECONDS + _made[uri]}"
+    client = import_module("mlflow").MlflowClient(address, address)
     client.search_experiments(max_results=1)
     client.search_registered_models(max_results=1)  # opens the registry's half too, before threads start
     return client
@@ -130,10 +125,7 @@ def _move_into(home: Path, client: Any) -> None:
     for old in (location for location in theirs if location.endswith("/mlflow/artifacts") and location != place):
         with contextlib.closing(sqlite3.connect(database_of(home), timeout=10)) as database, database:
             for table, column in LOCATIONS:
-                new = f"? || substr({column}, {len(old) + 1})"
-                database.execute(
-                    f"UPDATE {table} SET {column} = {new} WHERE substr({column}, 1, {len(old)}) = ?", (place, old)
-                )
+                database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, place))
 
 
 def server_app(home: Path) -> Any:

@@ -6,12 +6,12 @@ the tokenizer too, and is a tag of the link between run and data set.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult, TokenizerResult
@@ -33,10 +33,11 @@ class DataInput:
     profile: str  # JSON: documents and bytes
     tags: Mapping[str, str]
 
-    @property
-    def identity(self) -> tuple[str, str]:
-        """By which MLflow tells data sets apart."""
-        return self.name, self.digest
+    def entity(self) -> Any:
+        """The data set as MLflow's client takes it."""
+        mlflow = import_module("mlflow.entities")
+        dataset = mlflow.Dataset(self.name, self.digest, "ttrain", self.source, profile=self.profile)
+        return mlflow.DatasetInput(dataset, [mlflow.InputTag(*tag) for tag in self.tags.items()])
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
@@ -62,17 +63,7 @@ def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     return [data for artifact in shards for data in data_of(artifact) if data.tags[CONTEXT] == context]
 
 
-def entities(inputs: Iterable[DataInput]) -> list[Any]:
-    """Data sets as MLflow's client takes them."""
-    mlflow, listed = import_module("mlflow.entities"), []
-    for data in inputs:
-        dataset = mlflow.Dataset(data.name, data.digest, "ttrain", data.source, profile=data.profile)
-        tags = [mlflow.InputTag(*tag) for tag in data.tags.items()]
-        listed.append(mlflow.DatasetInput(dataset, tags))
-    return listed
-
-
-def _data(artifact: Artifact, name: str, context: str, totals: Mapping[str, Any], files: list[JsonDict]) -> DataInput:
+def _data(artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]) -> DataInput:
     """`totals`: rows, bytes and, where they are known, tokens."""
     settings = artifact.manifest["ingredients"].get("settings", {})
     source = artifact.manifest["inputs"].get("source", {})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.train.callbacks import Callback, LogRecord
 
 log = logging.getLogger("ttrain")
@@ -26,7 +27,7 @@ class Logger(Callback):
 
     keeps_metrics = True
 
-    def __init__(self, name: str, directory: Path, description: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, directory: Path, description: JsonObject) -> None:
         """`description`: project, group, job_type, name and config, as the services take them."""
         self._name, self._directory, self._description = name, directory, description
         self._is_broken = False
@@ -53,7 +54,7 @@ class Logger(Callback):
     def open(self, step: int) -> None:
         """Begin a run of the service, or continue the one of this directory after this step."""
 
-    def write(self, values: Mapping[str, Any], step: int) -> None:
+    def write(self, values: JsonObject, step: int) -> None:
         """Log metrics."""
 
     def close(self, *, failed: bool) -> None:
@@ -72,7 +73,7 @@ class Logger(Callback):
                 self._directory / "metrics.jsonl",
             )
 
-    def _run_options(self, project_variable: str) -> dict[str, Any]:
+    def _run_options(self, project_variable: str) -> JsonDict:
         """Arguments that begin a service's run, with the id of earlier attempts in this directory."""
         id_file = self._directory / self._name / "id.txt"
         if not id_file.exists():
@@ -114,7 +115,7 @@ class Wandb(Logger):
             **self._run_options("WANDB_PROJECT"),
         )
 
-    def write(self, values: Mapping[str, Any], step: int) -> None:
+    def write(self, values: JsonObject, step: int) -> None:
         if step >= self._run.starting_step:  # above 0 where the service has earlier steps
             self._run.log(dict(values), step=step)
 

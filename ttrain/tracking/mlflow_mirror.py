@@ -23,7 +23,6 @@ from ttrain.core.files import link_or_copy
 from ttrain.core.redact import masked
 from ttrain.core.text import is_number
 from ttrain.store.runs import MetricRow, parse_row, time_in_name
-from ttrain.tracking import datasets
 from ttrain.tracking.client import (
     artifacts_of,
     clean,
@@ -42,18 +41,15 @@ BATCH = {"params": 100, "tags": 100, "metrics": 1000}  # in one request, by MLfl
 VALUE_CHARACTERS, NAME_CHARACTERS = 6000, 250  # of a parameter, of a run's name, by its limits
 MOST_RUNS = 50_000  # that MLflow gives in one answer
 
+Files = dict[str, str | Path]  # by path among the run's files: a text, or the file that has it
 MetricPoint = tuple[str, float, int, int]  # name, value, milliseconds since 1970, step
 
 
 @dataclass
 class TrackedRun:
-    """All that MLflow shows of a pipeline's run, of one of its stages, or of a sweep.
-
-    `files` and `texts` by their path among the run's files.
-    """
+    """All that MLflow shows of a pipeline's run, of one of its stages, or of a sweep."""
 
     id: str  # by which it is found again
-    owner: str  # the pipeline's run that it is, or is a stage of
     name: str
     experiment: str
     started: float  # seconds since 1970
@@ -65,27 +61,24 @@ class TrackedRun:
     curves: Sequence[Path] = ()  # files of metrics, `metrics.jsonl`
     rows: list[MetricRow] = field(default_factory=list)  # further points
     inputs: list[DataInput] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
-    files: Mapping[str, Path] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
     stages: list[TrackedRun] = field(default_factory=list)  # the runs below it
     parent: str = ""  # id of a run above it that is pushed by itself, as a sweep is
 
 
-@dataclass
 class Bound:
     """A run in MLflow, and what it has by the knowledge of this process."""
 
-    run_id: str
-    experiment_id: str
-    artifact_uri: str
-    status: str
-    is_deleted: bool
-    tags: dict[str, str]
-    params: dict[str, str]
-    values: dict[str, float]
-    steps: dict[str, int]  # the last one of each metric
-    inputs: set[tuple[str, str]]
-    sizes: Any = None  # bytes of its files by path; None before they were listed
+    def __init__(self, entity: Any) -> None:
+        info, data = entity.info, entity.data
+        self.run_id, self.experiment_id = str(info.run_id), str(info.experiment_id)
+        self.artifact_uri, self.status = str(info.artifact_uri), str(info.status)
+        self.is_deleted = bool(info.lifecycle_stage == "deleted")
+        self.tags, self.params, self.values = dict(data.tags), dict(data.params), dict(data.metrics)
+        self.steps: dict[str, int] = {metric.key: metric.step for metric in data.to_proto().metrics}  # the last ones
+        listed = entity.inputs.dataset_inputs if entity.inputs else ()
+        self.inputs = {(one.dataset.name, one.dataset.digest) for one in listed}
+        self.sizes: Any = None  # bytes of its files by path; None before they were listed
 
     @property
     def page(self) -> str:
@@ -98,10 +91,9 @@ class Mirror:
 
     _entities = property(lambda self: import_module("mlflow.entities"))
 
-    def __init__(self, home: Path, uri: str | None = None) -> None:
+    def __init__(self, home: Path) -> None:
         self.home = home.resolve()
-        self.uri = uri or tracking_uri(self.home)
-        self.is_own = self.uri == own_uri(self.home)
+        self.uri = tracking_uri(self.home)
         # whether its files are on disks of this machine
         self.is_local = not self.uri.startswith(("http", "databricks", "uc"))
         self.forget()
@@ -125,7 +117,7 @@ class Mirror:
         """
         parent = parent or (self.find(run.experiment, run.parent) if run.parent else None)
         bound = self.find(run.experiment, run.id) or self._create(run)
-        later = time_in_name(bound.tags.get(RUN, run.owner)) > time_in_name(run.owner)
+        later = time_in_name(bound.tags.get(RUN, "")) > time_in_name(run.tags.get(RUN, ""))
         if bound.is_deleted or later:
             return None
         self._write(run, bound)
@@ -143,7 +135,7 @@ class Mirror:
         """The run with this id. Twins, which two machines with one home can make, are deleted."""
         if identity not in self.bound:
             found = self.search([self.experiment_id(experiment)], f"tags.`{ID}` = '{identity}'")
-            bounds = sorted(map(_bound, found), key=lambda one: (one.is_deleted, one.run_id))
+            bounds = sorted(map(Bound, found), key=lambda one: (one.is_deleted, one.run_id))
             for twin in bounds[1:]:
                 self.client.delete_run(twin.run_id)  # a deleted one stays deleted
             if bounds:
@@ -173,7 +165,7 @@ class Mirror:
         tags = {ID: run.id, **_clean_tags(run.tags)}
         experiment, started = self.experiment_id(run.experiment), int(1000 * run.started)
         created = self.client.create_run(experiment, started, tags, plain(run.name)[:NAME_CHARACTERS])
-        self.bound[run.id] = _bound(created)
+        self.bound[run.id] = Bound(created)
         return self.bound[run.id]
 
     def _write(self, run: TrackedRun, bound: Bound) -> None:
@@ -187,19 +179,18 @@ class Mirror:
         self._log(bound, "params", self._entities.Param, fresh.items())  # MLflow's cannot change
         bound.params |= fresh
         now = int(1000 * (run.ended or time.time()))
-        finite = {key: value for key, value in run.summary.items() if is_number(value) and math.isfinite(value)}
-        summary = {clean(key): float(value) for key, value in finite.items()}
+        numbers = ((key, value) for key, value in run.summary.items() if is_number(value))
+        summary = {clean(key): float(value) for key, value in numbers if math.isfinite(value)}
         points = [(*pair, now, 0) for pair in summary.items() - bound.values.items()]
         rows = itertools.chain(*map(self._new_rows, run.curves), run.rows)
         points += _new_points(rows, bound.steps)
         self._log(bound, "metrics", self._entities.Metric, points)
         bound.values |= summary
-        inputs = {data.identity: data for data in run.inputs}
+        inputs = {(data.name, data.digest): data for data in run.inputs}
         if lacking := inputs.keys() - bound.inputs:
-            entities = datasets.entities(inputs[identity] for identity in sorted(lacking))
-            self.client.log_inputs(bound.run_id, datasets=entities)
+            self.client.log_inputs(bound.run_id, datasets=[inputs[identity].entity() for identity in sorted(lacking)])
             bound.inputs |= lacking
-        self.place_files(run.texts, run.files, bound)
+        self.place_files(run.files, bound)
 
     def tag(self, bound: Bound, tags: Mapping[str, str]) -> None:
         """Set the tags that differ."""
@@ -231,13 +222,12 @@ class Mirror:
         self._offsets[path] = start + len(lines)
         return [row for line in lines.splitlines() if (row := parse_row(line)) is not None]
 
-    def place_files(self, texts: Mapping[str, str], files: Mapping[str, Path], bound: Bound) -> None:
+    def place_files(self, files: Files, bound: Bound) -> None:
         """Place the files that the run lacks: on this machine's disks as links, else by uploads."""
         root, sizes = local_path(bound.artifact_uri), bound.sizes
-        if sizes is None and (texts or files):
+        if sizes is None and files:
             sizes = bound.sizes = dict(self.sizes(bound.run_id))
-        contents: Mapping[str, str | Path] = {**texts, **files}
-        for target, source in contents.items():
+        for target, source in files.items():
             size = len(plain(source).encode()) if isinstance(source, str) else source.stat().st_size
             if sizes.get(target) == size:
                 continue
@@ -280,23 +270,6 @@ def _new_points(rows: Iterable[MetricRow], last: dict[str, int]) -> Iterator[Met
                 last[key] = step
                 is_finite = value is not None and math.isfinite(value)
                 yield key, float(value) if is_finite else math.nan, milliseconds, step
-
-
-def _bound(entity: Any) -> Bound:
-    info, data = entity.info, entity.data
-    listed = entity.inputs.dataset_inputs if entity.inputs else ()
-    return Bound(
-        info.run_id,
-        str(info.experiment_id),
-        info.artifact_uri,
-        info.status,
-        info.lifecycle_stage == "deleted",
-        dict(data.tags),
-        dict(data.params),
-        dict(data.metrics),
-        {metric.key: metric.step for metric in data.to_proto().metrics},
-        {(one.dataset.name, one.dataset.digest) for one in listed},
-    )
 
 
 def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:

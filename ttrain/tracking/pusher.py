@@ -8,15 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
-from ttrain.core.sqlite_files import is_damage
 from ttrain.engine.execution import PipelineRun
-from ttrain.store import runs, server_records
-from ttrain.tracking.client import cannot_be_asked, rename_aside
+from ttrain.store import runs
+from ttrain.tracking.client import cannot_be_asked
 from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
 from ttrain.tracking.sweeps import sweep_file, tracked_names, tracked_sweep
@@ -29,9 +28,6 @@ PUSHED = "ttrain.pushed"  # tag of a run that is there as a whole: its name and 
 INTERVAL_SECONDS = 3.0  # between two pushes of a run that goes on
 SILENT_SECONDS = 10.0  # the end of a run waits so long for an MLflow that does not answer
 RETRY_SECONDS = 30.0  # between two tries of it
-
-# SQLite has one writer; threads without a lock met "database is locked" (mlflow #20014)
-_one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ def push(
 ) -> list[Pushed]:
     """Push these runs, or all that changed since their last push, oldest first.
 
-    One that fails ends nothing but itself. A database that turns out to be damaged is renamed
-    aside, and all runs are pushed to a new one.
+    One that fails ends nothing but itself. MLflow is opened again after it, where a database that
+    was damaged is renamed aside, and made anew.
     """
     if not runs.names(home):
         return []  # and no database is made
@@ -60,30 +56,24 @@ def push(
     try:
         names = waiting(mirror) if names is None else names
     except Exception as error:  # MLflow may raise anything
-        why = _why(mirror, error)
-        return [Pushed(runs.names(home)[0], why=why)] if why else push(home, None, on_run, mirror)
+        return [Pushed(runs.names(home)[0], why=_why(mirror, error))]
     for name in names:
         on_run(name)
         try:
-            # One at a time in a home: two that see that a run is missing would both create it.
-            with _one_at_a_time, exclusive(home / "mlflow" / "push.lock"):
+            # One at a time in a home, also of the threads of a process: SQLite has one writer (mlflow #20014), and two
+            # that see that a run is missing would both create it.
+            with exclusive(home / "mlflow" / "push.lock"):
                 bound = push_run(mirror, name)
             done.append(Pushed(name, bound.run_id if bound else None))
         except Exception as error:
-            why = _why(mirror, error)
-            if not why:
-                return push(home, None, on_run, mirror)
-            done.append(Pushed(name, why=why))
+            done.append(Pushed(name, why=_why(mirror, error)))
     return done
 
 
 def _why(mirror: Mirror, error: Exception) -> str:
-    """What failed, on one line; "" for a damaged database, which is renamed aside."""
+    """What failed, on one line."""
     log.debug("from MLflow", exc_info=error)
     mirror.forget()
-    if mirror.is_own and is_damage(error):
-        rename_aside(mirror.home, error)
-        return ""
     return cannot_be_asked(mirror.uri, error)
 
 
@@ -127,9 +117,8 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
     Raises MLflow's errors.
     """
     home, state = mirror.home, state_of(mirror.home, name)
-    content, record = None, runs.read(home, name)
-    if record:
-        content = RunContent(home, record, mirror.is_local)
+    record = runs.read(home, name)
+    content = RunContent(home, record, mirror.is_local) if record else None
     run = content.tracked() if content else tracked_sweep(home, name)
     bound = mirror.push(run)
     if bound and run.status != RUNNING:
@@ -141,27 +130,21 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
     return bound
 
 
-@dataclass
 class Pusher:
     """Pushes a run, or a sweep, every few seconds from a thread of its own, and once at the end.
 
     After its first push also what earlier runs left. `note(tracking=...)` is told where MLflow has it.
     """
 
-    home: Path
-    run: str
-    note: Callable[..., object] = lambda **values: None
-    error: str = ""
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _bound: Bound | None = None
-    _warned: bool = False
-
-    def __post_init__(self) -> None:
-        self._mirror = Mirror(self.home)
+    def __init__(self, home: Path, run: str, note: Callable[..., object] = lambda **values: None) -> None:
+        self.home, self.run, self.note = home, run, note
+        self.error = ""
+        self._mirror, self._stop = Mirror(home), threading.Event()
+        self._is_noted = self._has_warned = False
+        self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
 
     def start(self) -> None:
         """Begin to push."""
-        self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
         self._thread.start()
 
     def finish(self) -> bool:
@@ -177,16 +160,6 @@ class Pusher:
                 break
         return not self.error
 
-    def page(self, stage: str | None = None) -> str | None:
-        """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
-        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
-        address = uri.rstrip("/") if uri.startswith("http") else server and server.url
-        if address is None:
-            return None
-        self.push()
-        bound = self._mirror.bound.get(id_of(runs.read(self.home, self.run) or {}, stage))
-        return f"{address}/{bound.page}" if bound else None
-
     def _loop(self) -> None:
         has_pushed = is_over = False
         while not is_over:
@@ -200,16 +173,17 @@ class Pusher:
     def push(self) -> None:
         """Push what the run has noted since the last time."""
         self.error = "".join(one.why for one in push(self.home, [self.run], mirror=self._mirror))
-        if self.error and not self._warned:
-            self._warned = True
+        if self.error and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
                 self.error,
             )
         record = runs.read(self.home, self.run) or {"run": self.run}
         bound = self._mirror.bound.get(id_of(record))
-        if bound and not self._bound:
-            self._bound, server = bound, without_user(self._mirror.uri)
+        if bound and not self._is_noted:
+            self._is_noted = True
+            server = without_user(self._mirror.uri)
             url = f"{server.rstrip('/')}/{bound.page}" if server.startswith("http") else None
             self.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
 
@@ -219,7 +193,7 @@ def track(execution: PipelineRun) -> None:
     if not execution.settings.tracking.enabled or execution.settings.runtime.node_rank:
         return
     pusher = Pusher(execution.store.root, execution.record.run, execution.record.note)
-    execution.tracker = pusher
+    execution.end_tracking = pusher.finish
     pusher.start()
 
 

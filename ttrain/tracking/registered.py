@@ -70,7 +70,7 @@ def _place(
     if stage in content.made and (of_stage := mirror.bound.get(id_of(content.record, stage))):
         holder = of_stage
     else:
-        mirror.place_files(*content.model_files(stage), bound)
+        mirror.place_files(content.model_files(stage), bound)
     return "/".join(filter(None, (holder.artifact_uri, stage, REGISTERED[stage][1]))), holder.run_id
 
 
@@ -137,7 +137,7 @@ def take_over_champions(home: Path) -> Registry:
     if not names or (uri == own_uri(home) and changed <= known):  # then MLflow need not be loaded
         return registry
     try:
-        mirror = Mirror(home, uri)
+        mirror = Mirror(home)
         for name in names:
             take_over_champion(mirror, name)
         seen.touch()

@@ -1,17 +1,16 @@
 """Summary of a pipeline's tracked run: curves by tokens, changed settings, a description, its page."""
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from statistics import mode
 
 from ttrain.config import by_weight, flatten
 from ttrain.config.training import BITS_PER_BYTE, TRAININGS
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.redact import HIDDEN, masked
-from ttrain.core.text import truncated
+from ttrain.core.text import first_of, truncated
 from ttrain.reports import facts, summary
 from ttrain.store import runs
 from ttrain.store.runs import RecordedRun
@@ -30,7 +29,7 @@ SHOWN_SETTINGS = 6
 EARLIER_RUNS = 20  # of which the most common settings are usual
 
 
-def curves(stage: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[JsonDict]:
+def curves(stage: str, rows: Iterable[JsonObject]) -> Iterator[JsonDict]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: losses by tokens.
 
     So runs with different step sizes align on the step axis of MLflow's charts. Quick validations,
@@ -92,18 +91,16 @@ def difference(home: Path, run: RecordedRun) -> str:
     if not earlier:
         return f"the first run of {name}"
     settings = masked(dict(flatten(run["settings"])))
-    by_rule = facts.set_by_rule(settings)  # they follow from other settings
+    follow = facts.set_by_rule(settings).keys()  # from other settings
     changes = []
-    for setting in sorted((one for one in settings if one not in by_rule), key=by_weight):
-        values = Counter(str(record[setting]) for record in reversed(earlier) if setting in record)
+    for setting in sorted(settings.keys() - follow, key=by_weight):
+        values = [str(record[setting]) for record in reversed(earlier) if setting in record]
         value = settings[setting]
-        if values and str(value) not in (values.most_common(1)[0][0], HIDDEN):
+        if values and str(value) not in (mode(values), HIDDEN):
             shown = f"{value:g}" if isinstance(value, float) else str(value)
             text = shown.translate({ord(mark): None for mark in "[] '`"})
             changes.append(f"`{setting}={truncated(text, 40)}`")
-    if len(changes) > SHOWN_SETTINGS:
-        changes[SHOWN_SETTINGS:] = [f"and {len(changes) - SHOWN_SETTINGS} more settings"]
-    return ", ".join(changes) or "the usual settings"
+    return first_of(changes, SHOWN_SETTINGS) or "the usual settings"
 
 
 def note(text: str) -> str:

@@ -34,7 +34,7 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
     if status == RUNNING and runs.is_gone(record["process"]):
         status = KILLED
     metric, started = record["measure"]["metric"], datetime.fromisoformat(record["started"]).timestamp()
-    whole = TrackedRun(name, name, name, record["experiment"], started, status)
+    whole = TrackedRun(name, name, record["experiment"], started, status)
     rows = [(one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"]) for one in settings]
     note = f"{record['verdict']}\n\n{markdown([[*map(str, row)] for row in rows], COLUMNS)}"
     tags = {"ttrain.sweep": name, "ttrain.outcome": record["outcome"]}
@@ -45,7 +45,7 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
         child.params = dict(setting["changes"])
         child.tags = {**tags, "ttrain.setting": setting["setting"], "ttrain.verdict": setting["verdict"]}
         # of one time, by whichever process the row is pushed: then MLflow has it once
-        ended = len(record["trials"])
+        ended = sum(trial["outcome"] != "running" for trial in record["trials"])
         child.rows = [{"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}]
         whole.stages.append(child)
     return whole

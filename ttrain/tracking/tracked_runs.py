@@ -16,7 +16,7 @@ from ttrain.config import flatten
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import HIDDEN, masked
-from ttrain.engine import resume, system_metrics
+from ttrain.engine import resume
 from ttrain.engine.execution import REGISTERED
 from ttrain.reports import facts
 from ttrain.store import runs
@@ -24,10 +24,10 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.store.results import TrainingResult
-from ttrain.store.run_views import decision_metrics
+from ttrain.store.run_views import CURVES, decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
-from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, TrackedRun
+from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, Files, TrackedRun
 
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -118,7 +118,6 @@ class RunContent:
         decided = decision_metrics(record["decision"]) if record.get("decision") else {}
         run = TrackedRun(
             id_of(record),
-            record["run"],
             str(record.get("night") or record["run"]),
             str(record["settings"]["tracking"]["experiment"]),
             float(record["started_unix"]),
@@ -137,17 +136,16 @@ class RunContent:
                 run.stages.append(self._stage(entry))
         return run
 
-    def model_files(self, stage: str) -> tuple[dict[str, str], dict[str, Path]]:
-        """(texts, files) by path among the run's files: an artifact, and what lets MLflow open it."""
+    def model_files(self, stage: str) -> Files:
+        """The files of an artifact, and what lets MLflow open it."""
         artifact = self.artifacts[stage]
         paths = (path for path in sorted(artifact.path.rglob("*")) if path.is_file())
-        files = {f"{stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
+        files: Files = {f"{stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
         directory = REGISTERED.get(stage, ("", ""))[1]
         if not directory or (directory == ADAPTER and not self.is_local):  # no second copy of its base
-            return {}, files
-        texts, more = loadable(artifact, directory, self.store)
-        files |= {f"{stage}/{directory}/{name}": path for name, path in more.items()}
-        return {f"{stage}/{directory}/{name}": text for name, text in texts.items()}, files
+            return files
+        more = loadable(artifact, directory, self.store)
+        return files | {f"{stage}/{directory}/{name}": source for name, source in more.items()}
 
     def _tags(self, settings: JsonObject) -> dict[str, str]:
         record, sweep = self.record, self.record.get("sweep") or {}
@@ -171,11 +169,11 @@ class RunContent:
 
     def _add_end(self, run: TrackedRun) -> None:
         """Add what is known only at the end: description, evaluation, curves by tokens, page, log."""
-        record, rows = self.record, [tuple(row) for row in self.record.get("evaluation") or ()]
+        record, rows = self.record, self.record.get("evaluation") or []
         settings = _without_masks(masked(record["settings"]))
-        run.texts["settings.yaml"] = yaml.safe_dump(settings, sort_keys=False)
+        run.files["settings.yaml"] = yaml.safe_dump(settings, sort_keys=False)
         if page := run_summary.page_of(self.home, record["run"]):
-            run.texts[REPORT] = page
+            run.files[REPORT] = page
         run.tags |= {
             NOTE: run_summary.description(self.home, record, record["metrics"], rows),
             "ttrain.cached": " ".join(one["name"] for one in record["stages"] if one["outcome"] == "cached"),
@@ -183,7 +181,7 @@ class RunContent:
         }
         if rows:
             columns = {"columns": ["what", "value", "remark"], "data": rows}
-            run.texts[EVALUATION_TABLE] = json.dumps(columns, ensure_ascii=False)
+            run.files[EVALUATION_TABLE] = json.dumps(columns, ensure_ascii=False)
             run.tags[LOGGED_TABLES] = json.dumps([{"path": EVALUATION_TABLE, "type": "table"}])
         if decision := record.get("decision"):
             run.tags["ttrain.decision"] = "promoted" if decision["promote"] else "kept"
@@ -193,7 +191,8 @@ class RunContent:
             if curve.is_file():
                 run.rows += run_summary.curves(name, runs.read_rows(curve))
         log_file = self.home / "runs" / f"{record['run']}.log"
-        run.files = {log_file.name: log_file} if log_file.is_file() else {}
+        if log_file.is_file():
+            run.files[log_file.name] = log_file
 
     def _stage(self, entry: JsonObject) -> TrackedRun:
         """One stage that the run began."""
@@ -203,7 +202,6 @@ class RunContent:
         manifest: JsonObject = artifact.manifest if artifact else {}
         run = TrackedRun(
             id_of(record, name),
-            record["run"],
             f"{name} {record['run'].rpartition('-')[2]}",  # to differ in the legends of two runs
             str(record["settings"]["tracking"]["experiment"]),
             float(entry.get("started_unix") or record["started_unix"]),
@@ -212,7 +210,7 @@ class RunContent:
         )
         ingredients = manifest.get("ingredients") or read_object(work / resume.INGREDIENTS)
         run.params = dict(flatten(ingredients.get("settings") or {}))
-        roles = {role: artifact and self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
+        roles = {role: self.store.input_of(artifact, role) for role in manifest.get("inputs", ())}
         inputs = {role: source for role, source in roles.items() if source}
         tags = {
             RUN: record["run"],
@@ -225,8 +223,7 @@ class RunContent:
         run.tags = {tag: value for tag, value in tags.items() if value}
         run.inputs = datasets.read_by(inputs, trains=name in STAGES and STAGES[name].uses_ranks)
         if artifact or read_object(work / TRACKED).get("run") == record["run"]:
-            nodes = int(record["settings"]["runtime"].get("nodes", 1))
-            run.curves = [output / "run" / file for file in ("metrics.jsonl", *map(system_metrics.file_name, range(nodes)))]
+            run.curves = [path for name in CURVES for path in sorted((output / "run").glob(name))]
             samples = sorted((output / "run" / "samples").glob("step-*.txt"))
             run.files = {f"{name}/run/samples/{path.name}": path for path in samples}
         if artifact:
@@ -235,9 +232,9 @@ class RunContent:
             if name == "tokenizer":
                 run.summary = {f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result}
         if artifact and "sweep" not in record:  # of whose trials no models are kept
-            run.texts, run.files = self.model_files(name)
+            run.files = self.model_files(name)
         elif entry["outcome"] != "running" and run.curves and (output / "run" / "log.txt").is_file():
-            run.texts = {"log.txt": (output / "run" / "log.txt").read_text("utf-8", errors="replace")}
+            run.files["log.txt"] = output / "run" / "log.txt"
         return run
 
 
@@ -257,20 +254,20 @@ def _result_params(artifact: Artifact) -> dict[str, object]:
     return params | numbers
 
 
-def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[dict[str, str], dict[str, Path]]:
-    """(texts, files) to add to an artifact's model or adapter in its `directory`.
+def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> Files:
+    """The files to add to an artifact's model or adapter in its `directory`.
 
     An adapter gets the files of its base; without them MLflow cannot open it, and gets nothing.
     """
     place = whole = artifact.path / directory
-    is_adapter, files = directory == ADAPTER, dict[str, Path]()
+    is_adapter, files = directory == ADAPTER, Files()
     if is_adapter:
         below = artifact.manifest["inputs"].get("base", {})
         whole = store.path(below.get("stage", ""), below.get("key", "")) / MODEL
         files = {f"{BASE}/{path.name}": path for path in whole.glob("*") if path.is_file()}
     config = read_object(whole / "config.json")
     if not config:
-        return {}, {}
+        return {}
     components = (place / name for name in TOKENIZER)
     files |= {f"components/tokenizer/{path.name}": path for path in components if path.is_file()}
     flavor = {  # as mlflow/transformers/flavor_config.py names them
@@ -291,4 +288,4 @@ def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> tuple[
         "signature": {"inputs": TEXT, "outputs": TEXT, "params": None},
         "metadata": {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key},
     }
-    return {"MLmodel": yaml.safe_dump(described, sort_keys=False)}, files
+    return {"MLmodel": yaml.safe_dump(described, sort_keys=False), **files}
