@@ -96,7 +96,7 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
 
     reading = Reading(heldout_fraction=0.02, near_duplicates=float(near) if near else None)
     recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()
-    files = {"train": [DataFile(path, path)]}
+    files = {"train": [DataFile(path)]}
     with Processes(int(workers)) as pool:
         if pool.workers > 1:
             pool.begin()

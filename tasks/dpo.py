@@ -33,7 +33,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
     def batches(part: str, rows: Rows) -> BatchSource:
         return ReferencedRows(rows, job.inputs["reference"], part) if config.has_reference else rows
 
-    figures = training.run(settings, config, job, prepare, training.Objective(task_of, batches))
+    figures = training.run(settings, config, job, prepare, task_of, batches)
     return {**figures, "answers" if config.loss == "kto" else "pairs": figures.pop("target_tokens")}
 
 

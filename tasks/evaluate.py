@@ -93,7 +93,7 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
     for part, row in PARTS.items():
         if part not in inputs:
             continue
-        records = heldout_records(inputs[part])
+        records = list(heldout_records(inputs[part]))
         own: dict[str, Any] = {}
         if row.rows != "documents":
             records = comparable(records)[: settings.max_chats]

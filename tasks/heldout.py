@@ -3,6 +3,7 @@
 Reads `earlier` (the set of the night before) and `documents` (the shards of this one).
 """
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,24 +33,28 @@ def run(settings: Settings, job: StageContext) -> Figures:
     earlier = job.inputs[EARLIER_HELDOUT]
     earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
     passed = {*(read_json(earlier / UNSCORED) or ()), *earlier_documents}
-    brought = [document for name, document in sorted(documents.items()) if name not in passed]
-    share = settings.evaluate.max_bytes // NIGHT_SHARE
-    of_nights = [[earlier_documents[name] for name in names] for names in read_nights(earlier)]
-    if not of_nights:  # a set of one night alone
-        of_nights = [scored_documents([earlier_documents[name] for name in sorted(earlier_documents)], share)]
-    of_nights.append(scored_documents(brought, share))
-    nights = [[record_name(document["text"]) for document in of_night] for of_night in of_nights]
-    by_name = _by_name(document for of_night in of_nights for document in of_night)
-    lines = [orjson.dumps(document, option=orjson.OPT_SORT_KEYS) for _, document in sorted(by_name.items())]
+    brought = documents.keys() - passed
+    by_name = {**documents, **earlier_documents}
+
+    def scored(names: Iterable[str]) -> list[str]:
+        """Those of a night's records that are scored."""
+        ordered = [by_name[name] for name in sorted(names)]
+        share = settings.evaluate.max_bytes // NIGHT_SHARE
+        return [record_name(document["text"]) for document in scored_documents(ordered, share)]
+
+    nights = read_nights(earlier) or [scored(earlier_documents)]  # a set of one night alone has no list
+    nights.append(scored(brought))
+    kept = sorted({*itertools.chain.from_iterable(nights)})
+    lines = [orjson.dumps(by_name[name], option=orjson.OPT_SORT_KEYS) for name in kept]
     directory = job.output / "heldout"
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
-    write_json(job.output / UNSCORED, sorted({*passed, *documents} - by_name.keys()))
+    write_json(job.output / UNSCORED, sorted({*passed, *documents}.difference(kept)))
     inputs = [contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")]
     # A model of many nights has learnt from all of them.
     contamination.write_item_shares(job.output, {**inputs[0], **inputs[1]})
-    none = dict.fromkeys(shards.COUNTED, 0)  # no tokens of any tokenizer
-    entry = {**none, "file": "", "records": RECORDS, "sha256": "", "group": 0}
+    # No tokens of any tokenizer.
+    entry = {**dict.fromkeys(shards.COUNTED, 0), "file": "", "records": RECORDS, "sha256": "", "group": 0}
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
     counts = {"records": len(lines), "new": len(nights[-1]), "unscored": len(brought) - len(nights[-1])}
     return {**counts, "nights": [len(night) for night in nights]}
@@ -57,8 +62,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 def read_nights(directory: Path) -> list[list[str]]:
     """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone."""
-    nights: list[list[str]] = read_json(directory / NIGHTS) or []
-    return nights
+    return list(read_json(directory / NIGHTS) or ())
 
 
 def _by_name(documents: Iterable[JsonDict]) -> dict[str, JsonDict]:

@@ -16,10 +16,10 @@ from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.blocks import encode_records, encoder_of
 from ttrain.data.order import permute
-from ttrain.data.packing import counted_up
+from ttrain.data.packing import Array, counted_up
 from ttrain.data.record_rows import document_windows
 from ttrain.data.records import hash_of
-from ttrain.data.shards import Column, Offsets, ShardSet, offsets_of, write_index, write_shard
+from ttrain.data.shards import Column, ShardSet, concatenate, offsets_of, write_index, write_shard
 from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents
@@ -100,19 +100,18 @@ def sample(
     columns = source.columns()
     firsts = offsets_of([len(column) for column in columns])
     of_columns = np.split(chosen, records[chosen].searchsorted(firsts[1:-1]))
-    tokens, live, counts = [], [], []
+    samples: list[Column] = []
     for column, first, inside in zip(columns, firsts, of_columns, strict=False):
         rows = records[inside] - first
         held_out = [row for row in np.unique(rows).tolist() if _digest(column, row) in heldout]
         inside, rows = (numbers[~np.isin(rows, held_out)] for numbers in (inside, rows))
         places = counted_up(column.offsets[rows] + begins[inside], lengths[inside])
-        tokens.append(column.tokens[places])
-        live += [] if column.live is None else [column.live[places]]
-        counts.append(lengths[inside])
-    return Column(np.concatenate(tokens), offsets_of(np.concatenate(counts)), np.concatenate(live) if live else None)
+        lists = {name: values[places] for name, values in column.lists.items()}
+        samples.append(Column(offsets=offsets_of(lengths[inside]), **lists))
+    return concatenate(samples)
 
 
-def _parts(source: ShardSet, row_length: int | None) -> tuple[Offsets, Offsets, Offsets]:
+def _parts(source: ShardSet, row_length: int | None) -> tuple[Array, Array, Array]:
     """(number of the record, its tokens before the part, tokens) of each part of a source, in order."""
     if row_length is None:
         return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths

@@ -16,9 +16,9 @@ import orjson
 from ttrain.config import Reading, Settings
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import DigestCache, code_digests, digest_of
-from ttrain.data import blocks, contamination, locations, records, sharding, shards
+from ttrain.data import blocks, contamination, records, sharding, shards
 from ttrain.data.blocks import BlockRecipe, DataFile, Table, table_of
-from ttrain.data.near_duplicates import EarlierSet
+from ttrain.data.json_rows import TEXT
 from ttrain.data.pool import Pool, Processes
 from ttrain.data.sharding import ShardSetResult, Work
 from ttrain.errors import DataError, NothingNew
@@ -27,7 +27,6 @@ from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE
 from ttrain.tasks.common.job import Figures, StageContext
 
 AGAINST = "against"  # the role of files with items of evaluations
-OVERLAP_SHARE = 0.5  # of the 13-grams of an item, from which a document holds it
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -49,23 +48,34 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     left_out = Counter[str]()
     files = job.files.get(AGAINST, ())
     items = [item for file in files for item in contamination.read_items(file, left_out)]
-    is_removed = settings.shards.overlapping == "remove"
-    against = contamination.OverlapCheck(tuple(items), OVERLAP_SHARE, is_removed, left_out)
-    earlier = [name for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)]
+    against = contamination.OverlapCheck(items, settings.shards.overlapping == "remove", left_out)
     return sharding.build(
         _work(settings, job, pool),
         weights=job.weights,
         against=against if items else None,
-        earlier=[EarlierSet("/".join(job.inputs[name].parts[-2:]), job.inputs[name]) for name in earlier],
+        earlier=[job.inputs[name] for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)],
         earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
     )
 
 
 def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
+    files, kind, reading = files_of(job), job.arguments["kind"], settings.reading
+    if not job.files.keys() - {AGAINST}:
+        reading = reading.model_copy(update={"text_field": TEXT})  # the quickstart's
+    if "heldout" in files:  # held-out files that are named leave nothing to choose
+        reading = reading.model_copy(update={"heldout_fraction": 0.0})
+    else:
+        parser = records.parser_of(kind, reading.text_field)
+        reading = records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
+    recipe = replace(
+        recipe_of(reading, job.inputs["tokenizer"], kind, job.home),
+        learn_reasoning=kind == "documents" or settings.sft.learn_reasoning,
+        reuse=job.reuse,
+    )
     return Work(
         job.output,
-        files_of(job),
-        _recipe(settings, job),
+        files,
+        recipe,
         settings.reading,
         settings.shards.block_bytes,
         pool,
@@ -73,48 +83,22 @@ def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
     )
 
 
-def _recipe(settings: Settings, job: StageContext) -> BlockRecipe:
-    files, kind, reading = files_of(job), job.arguments["kind"], settings.reading
-    if "heldout" in files:  # held-out files that are named leave nothing to choose
-        reading = reading.model_copy(update={"heldout_fraction": 0.0})
-    else:
-        parser = records.parser_of(kind, reading.text_field)
-        reading = records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
-    recipe = recipe_of(
-        reading,
-        job.inputs["tokenizer"],
-        kind,
-        own_data=bool(job.files.keys() - {AGAINST}),
-        reuse=job.reuse,
-        home=job.home,
-    )
-    return recipe if kind == "documents" else replace(recipe, learn_reasoning=settings.sft.learn_reasoning)
-
-
 def files_of(job: StageContext) -> dict[str, list[DataFile]]:
     """The files by role; the quickstart's source brings both parts."""
     if not job.files.keys() - {AGAINST}:
-        source, dataset = job.inputs["source"], job.arguments["dataset"]
-        names = {"train": f"{dataset}.jsonl", "heldout": f"{dataset}_heldout.jsonl"}
-        return {role: [DataFile(str(source / name), name)] for role, name in names.items()}
+        path = job.inputs["source"] / job.arguments["dataset"]
+        return {"train": [DataFile(f"{path}.jsonl")], "heldout": [DataFile(f"{path}_heldout.jsonl")]}
     return {
-        role: [
-            DataFile(location, locations.name(location), job.groups[role][n]) for n, location in enumerate(role_locations)
-        ]
-        for role, role_locations in job.files.items()
-        if role != AGAINST
+        role: list(map(DataFile, locations, job.groups[role])) for role, locations in job.files.items() if role != AGAINST
     }
 
 
-def recipe_of(
-    reading: Reading, tokenizer: Path, kind: str, *, own_data: bool = True, reuse: tuple[str, ...] = (),
-    home: Path | None = None,
-) -> BlockRecipe:  # fmt: skip
+def recipe_of(reading: Reading, tokenizer: Path, kind: str, home: Path | None = None) -> BlockRecipe:
     """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
     encoder = blocks.encoder_of(str(tokenizer))
     return BlockRecipe(
         kind=kind,
-        text_field=reading.text_field if own_data else "text",
+        text_field=reading.text_field,
         heldout_fraction=float(reading.heldout_fraction),
         max_line_bytes=reading.max_line_bytes,
         tokenizer=str(tokenizer),
@@ -123,7 +107,6 @@ def recipe_of(
         code=_code(home),
         vocab_size=len(encoder),
         seed=reading.seed,
-        reuse=reuse,
     )
 
 
@@ -153,13 +136,8 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
         raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 
-def heldout_records(directory: Path) -> list[JsonDict]:
-    """The held-out records of a set of shards, as text."""
-    return list(_heldout_records(directory))
-
-
-def _heldout_records(directory: Path) -> Iterator[JsonDict]:
-    """The same, one at a time: nights read a first set of any size."""
+def heldout_records(directory: Path) -> Iterator[JsonDict]:
+    """The held-out records of a set of shards, as text, one at a time: nights read a first set of any size."""
     heldout = directory / "heldout"
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
@@ -168,7 +146,7 @@ def _heldout_records(directory: Path) -> Iterator[JsonDict]:
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
     """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
-    return (records.TextDocument(record["text"]) for record in _heldout_records(directory))
+    return (records.TextDocument(record["text"]) for record in heldout_records(directory))
 
 
 def heldout_hashes(directory: Path) -> Table:

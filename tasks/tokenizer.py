@@ -55,12 +55,11 @@ def train_directory(
         share = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field)).heldout_fraction
         split = records.split(_documents(paths, reading, tally), float(share))
         training = (record.text for heldout, record in split if not heldout and isinstance(record, records.TextDocument))
-        chosen = tokenizers.sample(_counted(training, progress), config)
+        texts, figures = tokenizers.sample(training, config, progress)
         tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
-        if not chosen.texts:
+        if not texts:
             raise DataError(f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents")
-        tokenizers.save(tokenizers.train(chosen.texts, config.vocab_size, config.template), output, config.template)
-        figures = {"documents": len(chosen.texts), "documents_seen": chosen.documents_seen, "bytes": chosen.bytes}
+        tokenizers.save(tokenizers.train(texts, config.vocab_size, config.template), output, config.template)
     encoder, measured = Encoder(output), tally if config.existing else json_rows.Tally()
     files = [
         {"name": locations.name(path), **tokenizers.measure(encoder, _beginning(_documents([path], reading, measured)))}
@@ -100,9 +99,3 @@ def _beginning(documents: Iterator[records.Record]) -> list[str]:
             texts.append(record.text)
             size += len(record.text)
     return texts
-
-
-def _counted(texts: Iterator[str], progress: Callable[[int], None]) -> Iterator[str]:
-    for number, text in enumerate(texts, start=1):
-        progress(number)
-        yield text

@@ -20,13 +20,13 @@ from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
 from ttrain.errors import DataError, TTrainError, UsageError
 from ttrain.tasks.common import training
-from ttrain.tasks.common.callbacks import TrainingParts, training_callbacks
+from ttrain.tasks.common.callbacks import training_callbacks
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.rows import validation_batches
 from ttrain.train import precision, task
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.task import LossSum, MapStyle, TrainingTask, UserTask
-from ttrain.train.training_options import Origin, Validation
+from ttrain.train.training_options import Origin, TrainerOptions, Validation
 
 SETTINGS = "settings.yaml"
 
@@ -49,12 +49,14 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     torch.manual_seed(settings.seed)
     model = task.build_model()
     counts = {"rows": len(rows), "heldout_rows": len(heldout)}
-    parts = TrainingParts(
-        Loader(rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world),
+    loader = Loader(rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world)
+    trained = training.TrainableModel(model, lambda: state(model), {}, directory=".")
+    options = TrainerOptions(
+        trained,
         ranks,
         precision.resolve_precision(settings.precision, ranks.device),
-        Validation(validation),
-        Origin(
+        validation=Validation(validation),
+        origin=Origin(
             identity={
                 "task": f"{kind.__module__}:{kind.__qualname__}",
                 **counts,
@@ -65,12 +67,11 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     )
     callbacks = [
         *early_stopping(settings, validation),
-        *training_callbacks(settings, job, parts),
+        *training_callbacks(settings, job, loader, options),
         *(task.callbacks() if ranks.first else ()),
     ]
     adapted = cast("TrainingTask", Adapted(task, model))
-    trained = training.TrainableModel(model, lambda: state(model), {}, directory=".")
-    figures = training.train(adapted, trained, parts, job, callbacks)
+    figures = training.train(adapted, trained, loader, options, job, callbacks)
     if ranks.first:
         (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
     return {**figures, **counts}

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +32,8 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
 from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
 from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
-from ttrain.train.precision import Precision
 from ttrain.train.trainer import QUICK
-from ttrain.train.training_options import Origin, Validation
+from ttrain.train.training_options import TrainerOptions
 
 METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
 
@@ -48,32 +46,21 @@ RULE = statistics.Rule()
 log = logging.getLogger("ttrain")
 
 
-@dataclass(frozen=True)
-class TrainingParts:
-    """What a training reads, where and how it computes, and from where it begins."""
-
-    loader: Loader
-    ranks: Ranks
-    precision: Precision
-    validation: Validation
-    origin: Origin
-
-
 def training_callbacks(
-    config: Training | TaskConfig, job: StageContext, parts: TrainingParts, flops_per_token: float = 0.0
+    config: Training | TaskConfig, job: StageContext, loader: Loader, options: TrainerOptions, flops_per_token: float = 0.0
 ) -> list[Callback]:
     """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
 
     `flops_per_token`: 0 where it is unknown; then MFU is not logged.
     Raises UsageError where a logger is not installed.
     """
-    directory, order, ranks = job.run_directory, parts.loader.order, parts.ranks
+    directory, order, ranks = job.run_directory, loader.order, options.ranks
     callbacks: list[Callback] = [
         PerformanceMonitor(
             device=ranks.device,
             steps_per_epoch=order.rows / order.rows_per_step,
             flops_per_token=flops_per_token,
-            peak_flops=peak_flops(parts.precision) * ranks.world if flops_per_token else 0.0,
+            peak_flops=peak_flops(options.precision) * ranks.world if flops_per_token else 0.0,
         ),
         MetricsFile(directory / METRICS),
         ProgressBar(
@@ -102,23 +89,22 @@ def make_loggers(names: Iterable[str], directory: Path, description: Figures) ->
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
     stage, run_name = labels.get("stage", "training"), labels.get("run", "")
-    settings = flatten(config.model_dump(mode="json"))
     return {
         "project": labels.get("experiment", "ttrain"),
         "group": run_name or None,
         "job_type": stage,
         "name": f"{stage} {run_name.rpartition('-')[2]}".strip(),
-        "config": masked({f"{config.prefix}{name}": value for name, value in settings}),
+        "config": masked({f"{config.prefix}{name}": value for name, value in flatten(config.model_dump(mode="json"))}),
     }
 
 
 def language_model_callbacks(
-    config: Training, job: StageContext, parts: TrainingParts, model: nn.Module, encoder: Encoder
+    config: Training, job: StageContext, loader: Loader, options: TrainerOptions, model: nn.Module, encoder: Encoder
 ) -> list[Callback]:
     """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
     runtime = job.runtime
-    callbacks = training_callbacks(config, job, parts, flops_per_token(model, config.row_length))
-    if (runtime.sample_every_steps or runtime.eval_every_steps) and runtime.parallel == "fsdp" and parts.ranks.world > 1:
+    callbacks = training_callbacks(config, job, loader, options, flops_per_token(model, config.row_length))
+    if (runtime.sample_every_steps or runtime.eval_every_steps) and runtime.parallel == "fsdp" and options.ranks.world > 1:
         raise UsageError(
             "runtime.sample_every_steps and runtime.eval_every_steps ask the model in training, but with "
             "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or runtime.parallel=ddp"
@@ -132,11 +118,10 @@ def language_model_callbacks(
             with generation_mode(model, encoder) as subject:
                 return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
 
-        directory = job.run_directory / "samples"
-        callbacks.append(PeriodicSamples(directory, model, write, every=runtime.sample_every_steps))
+        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=runtime.sample_every_steps))
     if runtime.eval_every_steps:
         writers = [callback for callback in callbacks if callback.keeps_metrics]
-        measure = measure_of(config, job, model, encoder, parts.ranks)
+        measure = measure_of(config, job, model, encoder, options.ranks)
         callbacks.append(PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps))
     return callbacks
 
@@ -160,8 +145,9 @@ def is_without_effect(curve: Path) -> bool:
 
     The value of the last step is of all rows, and is not compared.
     """
-    rows = [row for row in read_rows(curve) if "validation_loss" not in row["metrics"]]
-    quick = [row for row in rows if row["metrics"].get(QUICK) is not None]
+    quick = [
+        row for row in read_rows(curve) if row["metrics"].get(QUICK) is not None and "validation_loss" not in row["metrics"]
+    ]
     if len(quick) < 3 or quick[0]["step"] != 0:
         return False
     values = [row["metrics"][QUICK] for row in quick]

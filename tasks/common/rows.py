@@ -82,7 +82,7 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
             )
         return found
 
-    return Intervals(tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals))
+    return tuple((number(opens), number(closes)) for opens, closes in config.mask_intervals)
 
 
 def order_of(config: Training, rows: Rows) -> Order:

@@ -24,7 +24,7 @@ from ttrain.data.packing import Rows
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model import factory
 from ttrain.store.model_files import PLATEAU
-from ttrain.tasks.common.callbacks import GUARDS, METRICS, TrainingParts, is_without_effect, language_model_callbacks
+from ttrain.tasks.common.callbacks import GUARDS, METRICS, is_without_effect, language_model_callbacks
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.tasks.common.tuning import tuned
@@ -84,26 +84,17 @@ def task_options(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What a stage trains for: the task, by default next-token prediction, and the batches of `train` or `heldout`."""
-
-    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of
-    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows
-
-
-NEXT_TOKEN = Objective()
-
-
 def run(
     settings: Settings,
     config: Training,
     job: StageContext,
     prepare: Callable[[Settings, Inputs, Encoder], TrainableModel],
-    objective: Objective = NEXT_TOKEN,
+    task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of,
+    batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
 ) -> Figures:
     """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
 
+    `batches` gives those of `train` or `heldout`.
     Returns the figures of the manifest. Raises Interrupted after saving.
     """
     ranks = start(job.runtime)
@@ -119,25 +110,27 @@ def run(
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
     order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
-    learner = objective.task(config, trained.model, job.runtime)
+    learner = task(config, trained.model, job.runtime)
     leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
     learner.check_rows(rows)
     learner.check_rows(heldout)
-    runtime = job.runtime
-    if isinstance(learner, LanguageModeling):  # what it measures are passes of next-token prediction
-        runtime = tuned(learner, rows, order, job, ranks, computed_in)
+    # What is measured are passes of next-token prediction.
+    runtime = tuned(learner, rows, order, job, ranks, computed_in) if isinstance(learner, LanguageModeling) else job.runtime
     chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
     job = replace(job, runtime=runtime)
-    batches, size = objective.batches("train", rows), runtime.rows_per_device
-    loader = Loader(batches, order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
-    heldout_batches = objective.batches("heldout", heldout)
+    size = runtime.rows_per_device
+    loader = Loader(batches("train", rows), order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
+    heldout_batches = batches("heldout", heldout)
     validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
     if not config.validates_while_training:  # then there are quick ones, over fewer rows
         fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
         validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
     counts = rows.counts()
-    named = ("rows", "row_length", "records", "fill")
-    rest = [f"{name.replace('_', ' ')} {count:,.6g}" for name, count in counts.items() if name not in named]
+    rest = [
+        f"{name.replace('_', ' ')} {count:,.6g}"
+        for name, count in counts.items()
+        if name not in ("rows", "row_length", "records", "fill")
+    ]
     log.info(
         "trains on %s rows of %s tokens, %.1f %% full, from %s records; %s",
         f"{counts['rows']:,}",
@@ -150,12 +143,12 @@ def run(
     earlier = read_plateau(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
     # --extend begins with checkpoints of a smaller budget, --continue names work of another rate; all else has another key
     origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
-    parts = TrainingParts(loader, ranks, computed_in, validation, origin)
+    options = TrainerOptions(trained, ranks, computed_in, validation=validation, origin=origin)
     callbacks = [
         *early_stopping(config, validation.batches),
-        *language_model_callbacks(config, job, parts, trained.model, encoder),
+        *language_model_callbacks(config, job, loader, options, trained.model, encoder),
     ]
-    figures = train(learner, trained, parts, job, callbacks)
+    figures = train(learner, trained, loader, options, job, callbacks)
     if ranks.first and is_without_effect(job.run_directory / METRICS):
         fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
         log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
@@ -192,10 +185,18 @@ def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: i
 
 
 def train(
-    task: TrainingTask, trained: TrainableModel, parts: TrainingParts, job: StageContext, callbacks: Sequence[Callback]
+    task: TrainingTask,
+    trained: TrainableModel,
+    loader: Loader,
+    options: TrainerOptions,
+    job: StageContext,
+    callbacks: Sequence[Callback],
 ) -> Figures:
-    """Train, write the model under the output, return the figures. Raises Interrupted after saving."""
-    config, order, runtime = task.config, parts.loader.order, job.runtime
+    """Train, write the model under the output, return the figures. Raises Interrupted after saving.
+
+    `options`: without those of the runtime settings.
+    """
+    config, order, runtime = task.config, loader.order, job.runtime
     checkpoints = checkpoint.Checkpoints(
         job.output / "checkpoints",
         files=lambda: trained.files,
@@ -205,21 +206,12 @@ def train(
         # A longer run continues the one where the decay begins.
         permanent=frozenset({decay_start(config.schedule, order.steps)}),
     )
-    night = None
-    if runtime.night:
-        night = NightThrottle(
-            runtime.night,
-            parts.ranks.device,
-            rows_per_device=runtime.rows_per_device,
-            memory_limit=limit_bytes(runtime),
-        )
-    options = TrainerOptions(
-        trained,
-        parts.ranks,
-        parts.precision,
-        checkpoints,
-        parts.validation,
-        Cadence(
+    limit = limit_bytes(runtime)
+    device = options.ranks.device
+    options = replace(
+        options,
+        checkpoints=checkpoints,
+        cadence=Cadence(
             log=runtime.log_every_steps,
             checkpoint=runtime.checkpoint_every_steps,
             checkpoint_steps=order.epoch_ends(runtime.checkpoint_every_epochs),
@@ -227,12 +219,13 @@ def train(
             validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
-        parts.origin,
-        Speed(compiles(runtime, parts.ranks.device, parts.loader.rows, order.steps), runtime.parallel),
-        night,
-        job.stop_requested,
+        speed=Speed(compiles(runtime, device, loader.rows, order.steps), runtime.parallel),
+        night=NightThrottle(runtime.night, device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
+        if runtime.night
+        else None,
+        stop_requested=job.stop_requested,
     )
-    trainer = Trainer(task, parts.loader, options, callbacks)
+    trainer = Trainer(task, loader, options, callbacks)
     for group in trainer.optimizers.groups():
         log.info(
             "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
@@ -244,7 +237,7 @@ def train(
             group["weight_decay"],
         )
     try:
-        with explain_out_of_memory(limit_bytes(runtime), runtime.rows_per_device):
+        with explain_out_of_memory(limit, runtime.rows_per_device):
             result = trainer.fit()
     finally:
         checkpoints.close()
@@ -318,29 +311,21 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
 # --- the plateau ----------------------------------------------------------------------------------------------------------
 
 
-def write_plateau(output: Path, step: int) -> bool:
-    """Link the checkpoint of this step as `plateau/` of the output; False, with a warning, if there is none."""
+def write_plateau(output: Path, step: int) -> None:
+    """Link the checkpoint of this step as `plateau/` of the output; warn if there is none."""
     remove_tree(output / PLATEAU)
-    source = next(
-        (
-            path
-            for path in checkpoint_format.list_checkpoints(output / "checkpoints")
-            if checkpoint_format.step_of(path) == step
-        ),
-        None,
-    )
-    if source is None:
+    paths = checkpoint_format.list_checkpoints(output / "checkpoints")
+    checkpoints = {checkpoint_format.step_of(path): path for path in paths}
+    if step not in checkpoints:
         log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
-        return False
+        return
     (output / PLATEAU).mkdir()
-    for path in source.glob(f"*{checkpoint_format.SAFETENSORS}"):
+    for path in checkpoints[step].glob(f"*{checkpoint_format.SAFETENSORS}"):
         link_or_copy(path, output / PLATEAU / path.name)
-    return True
 
 
 def read_plateau(directory: Path, weights_file: str) -> checkpoint.Snapshot:
     """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the damaged file."""
     path = directory / PLATEAU
-    return checkpoint.Snapshot(
-        0, *checkpoint_format.read_tensors(path, [file.name for file in sorted(path.iterdir())], weights_file), {}
-    )
+    names = [file.name for file in sorted(path.iterdir())]
+    return checkpoint.Snapshot(0, *checkpoint_format.read_tensors(path, names, weights_file), {})

@@ -112,8 +112,7 @@ def step_seconds(
     What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in training.
     """
     device = ranks.device
-    module: Any = task.build_model().to(device)
-    module.train()
+    module: Any = task.build_model().to(device).train()
     reserved = torch.empty(STATES * count_parameters(module, trained=True), device=device)
     seconds = []
     try:

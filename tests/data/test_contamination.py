@@ -131,7 +131,7 @@ def build(
     if items:
         left_out = Counter[str]()
         found = contamination.read_items(str(items), left_out)
-        against = contamination.OverlapCheck(tuple(found), 0.5, remove, left_out)
+        against = contamination.OverlapCheck(found, remove, left_out)
     return shard_sets.build(output, [rows], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against)
 
 

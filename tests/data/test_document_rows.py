@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_data import NumberedRows, write_shards
 
-from ttrain.data.packing import IGNORE, Array, Batch, Counts, Intervals, MixedRows, best_fit
+from ttrain.data.packing import IGNORE, Array, Batch, Counts, MixedRows, best_fit, masked
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError
@@ -237,7 +237,7 @@ def begins(records: list[list[int]]) -> Any:
 @settings(max_examples=100, deadline=None)
 @given(pairs=st.sampled_from([(), PAIRS[:1], PAIRS, ((1, 2), (2, 1))]), records=records_of_markers)
 def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[list[int]]) -> None:
-    found = Intervals(pairs).masked(np.concatenate(records), begins(records)).tolist()
+    found = masked(pairs, np.concatenate(records), begins(records)).tolist()
     assert found == [flag for record in records for flag in state_machine(record, pairs)]
 
 
@@ -259,7 +259,7 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
         write_shards(
             Path(folder), records, kind="chats" if of_chats else "documents", vocab_size=1 << 20, tokens_per_shard=9
         )
-        rows = kind(ShardSet(Path(folder)), row_length, 0, masks=Intervals(PAIRS), **options)
+        rows = kind(ShardSet(Path(folder)), row_length, 0, masks=PAIRS, **options)
         return rows.batch(range(len(rows))).labels_BT, rows.counts()
 
 

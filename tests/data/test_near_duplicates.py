@@ -15,13 +15,13 @@ from support.shard_sets import digests, opened, texts_in, write_lines
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
 from ttrain.data.blocks import BlockRecipe
-from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT, EarlierSet, SimilarityRule
+from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Processes
 from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import read_shard
 
-RULE = SimilarityRule(0.8)
+BAND_ROWS = near_duplicates.rows_of_bands(0.8)
 BLOCK = 16_384
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
@@ -84,11 +84,11 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
     texts = [plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
-    together = near_duplicates.sketches_of(texts, RULE)
+    together = near_duplicates.sketches_of(texts, BAND_ROWS)
     for number, letters in enumerate(texts):
-        alone = near_duplicates.sketches_of([letters], RULE)
+        alone = near_duplicates.sketches_of([letters], BAND_ROWS)
         assert (alone[:, 0] == together[:, number]).all()
-    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], RULE)[:3, 0].tolist() == PINNED, (
+    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[:3, 0].tolist() == PINNED, (
         "raise near_duplicates.FORMAT, since sketches in files have the old values"
     )
 
@@ -146,8 +146,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe) -> Nig
     build(folder / "whole", files, recipe, SPLIT)
     outputs = list[Path]()
     for number, path in enumerate(files):
-        earlier = [EarlierSet(f"night {n}", output) for n, output in enumerate(outputs)]
-        build(folder / f"{number}", [path], recipe, SPLIT, earlier=earlier)
+        build(folder / f"{number}", [path], recipe, SPLIT, earlier=outputs)
         outputs.append(folder / f"{number}")
     return Nights(files, folder / "whole", outputs)
 
@@ -160,7 +159,7 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
     assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)] and len(places) > 15
     of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
-    assert {row["original"]["set"] for row in of_earlier} == {"night 0", "night 1"}
+    assert {row["original"]["set"] for row in of_earlier} == {"/".join(output.parts[-2:]) for output in outputs[:2]}
     for row in of_earlier:  # the shard and the row of the original lead to its text
         place = row["original"]
         column = read_shard(outputs[int(place["set"][-1])] / place["shard"])
@@ -192,8 +191,7 @@ def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, reci
     assert len(texts_in(tmp_path / "out", tokenizer, "heldout")) == 2
     assert dropped(tmp_path / "out")[0]["original"]["file"] == "held.jsonl"
     # The same held-out files come in each night.
-    earlier = [EarlierSet("night 0", tmp_path / "out")]
     new = write_lines(tmp_path / "new.jsonl", rows([" ".join(text(rng, 100)), other]))
-    build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=earlier)
+    build(tmp_path / "next", [new], recipe, NEAR, heldout=[held], earlier=[tmp_path / "out"])
     assert len(texts_in(tmp_path / "next", tokenizer, "heldout")) == 2
     assert [row["line"] for row in dropped(tmp_path / "next")] == [2]

@@ -146,7 +146,7 @@ def test_bad_pairs_are_quarantined_with_their_line_and_reason(tmp_path: Path, pa
 def parts_of(encoder: Encoder, path: Path, recipe: BlockRecipe) -> list[tuple[list[int], list[int], list[int]]]:
     build(path.parent / "shards", [path], recipe)
     shards = ShardSet(path.parent / "shards" / "train")
-    return [tuple(column.tolist() for column in shards.preference(n)[:3]) for n in range(len(shards))]
+    return [tuple(column.tolist() for column in shards.row(n)) for n in range(len(shards))]
 
 
 def test_a_pair_is_stored_with_the_mask_of_a_chat(tmp_path: Path, tokenizer: Path, pairs: BlockRecipe) -> None:
@@ -171,8 +171,8 @@ def test_no_prompt_is_on_both_sides(count: int, fraction: float, tmp_path: Path,
     prompts = []
     for part in ("train", "heldout"):
         shards = ShardSet(tmp_path / "s" / part)
-        stored = [shards.preference(number) for number in range(len(shards))]
-        prompts.append({tuple(ids[branches == PROMPT].tolist()) for ids, _, branches, _ in stored})
+        stored = [shards.row(number) for number in range(len(shards))]
+        prompts.append({tuple(ids[branches == PROMPT].tolist()) for ids, _, branches in stored})
     assert all(prompts) and not prompts[0] & prompts[1]
     tally = built.tallies["train"]
     assert tally.rows == tally.kept + tally.skipped.total() == 3 * count

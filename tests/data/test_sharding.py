@@ -56,7 +56,7 @@ class Sets:
         return texts_in(self.directory / name, self.recipe.tokenizer, part)
 
     def heldout(self, name: str) -> list[dict[str, Any]]:
-        return heldout_records(self.directory / name)
+        return list(heldout_records(self.directory / name))
 
     def rejected(self, name: str) -> list[dict[str, Any]]:
         return list(map(json.loads, (self.directory / name / "run" / "rejected.jsonl").read_bytes().splitlines()))

@@ -50,9 +50,8 @@ def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, 
     found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
     assert len(found) == 50
     for number, (ids, live) in enumerate(rows):
-        stored, mask = found.row(number)
-        assert stored.tolist() == ids
-        assert (None if mask is None else mask.tolist()) == (None if kind == "documents" else live)
+        stored = [values.tolist() for values in found.row(number)]
+        assert stored == ([ids] if kind == "documents" else [ids, live])
     assert found.lengths.tolist() == [len(ids) for ids, _ in rows]
     assert found.starts.tolist() == [0, *accumulate(len(ids) for ids, _ in rows)]
     pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(40)]

@@ -143,11 +143,12 @@ def test_a_reservoir_holds_lowest_hashes(sizes: list[int], documents: int | None
     rows = [f"{number}:".ljust(size, "ü") for number, size in enumerate(sizes)]
     limits = config(max_bytes=20_000, max_documents=documents, seed=seed)
     expected = lowest(rows, limits)
-    found = sample(rows, limits)
-    assert found.texts == [row for row in rows if row in expected], "in the order of the input"
-    assert (found.documents_seen, found.bytes) == (len(rows), sum(len(row.encode()) for row in expected))
+    texts, counts = sample(rows, limits)
+    assert texts == [row for row in rows if row in expected], "in the order of the input"
+    size = sum(len(row.encode()) for row in expected)
+    assert counts == {"documents": len(expected), "documents_seen": len(rows), "bytes": size}
     shuffled = chance.sample(rows, len(rows))
-    assert sample(shuffled, limits).texts == [row for row in shuffled if row in expected]
+    assert sample(shuffled, limits)[0] == [row for row in shuffled if row in expected]
 
 
 # --- from files to a directory
@@ -170,7 +171,7 @@ def test_the_result_says_what_was_read_and_how_well_it_fits_each_file(tmp_path: 
     size, tokens = sum(len(text.encode()) for text in chinese), len(encoder.encode_flat(chinese)[0])
     assert result["files"][1]["bytes_per_token"] == size / tokens
     assert result["bytes_per_token"] == sum(e["bytes"] for e in result["files"]) / sum(e["tokens"] for e in result["files"])
-    tokenizer.save(tokenizer.train(sample(training, config(max_documents=300)).texts, 600), tmp_path / "expected")
+    tokenizer.save(tokenizer.train(sample(training, config(max_documents=300))[0], 600), tmp_path / "expected")
     assert Encoder(tmp_path / "expected").digest == encoder.digest, "it learns from the sample of the training part alone"
     head = train_directory(paths, tmp_path / "head", config(vocab_size=400, sample="head", max_documents=10), Reading())
     assert (head["documents"], head["documents_seen"]) == (10, 10)

@@ -185,7 +185,7 @@ def expected_chat(encoder: Encoder, turns: Sequence[Message]) -> tuple[list[int]
 
 def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int) -> Counter[str]:
     """Build a file's shards and compare them with its lines; returns the counts."""
-    files = {"train": [DataFile(str(path), path.name)]}
+    files = {"train": [DataFile(str(path))]}
     try:
         built = sharding.build(Work(output, files, recipe, READING, block_bytes, Processes(1)))
     except TTrainError as error:
@@ -209,16 +209,17 @@ def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder,
     return Counter(rows=tally.rows, kept=tally.kept, skipped=tally.skipped.total(), rejected=len(bad))
 
 
-def check_rows(rows: Sequence[tuple[Any, Any]], records: Sequence[Record], encoder: Encoder) -> None:
-    """(ids, live) are what the records say, word for word, and no special token comes from a text."""
+def check_rows(rows: Sequence[tuple[Any, ...]], records: Sequence[Record], encoder: Encoder) -> None:
+    """Ids, and of chats the mask, are what the records say, word for word, and no special token comes from a text."""
     special = {encoder.special(token) for token in SPECIAL}
-    for (ids, live), record in zip(rows, records, strict=True):
+    for row, record in zip(rows, records, strict=True):
         if isinstance(record, TextDocument):
-            begin, *text, end = ids.tolist()
-            assert (begin, end, live) == (encoder.bos_id, encoder.eos_id, None)
+            begin, *text, end = row[0].tolist()
+            assert (begin, end, len(row)) == (encoder.bos_id, encoder.eos_id, 1)
             assert encoder.decode(text) == record.text
             assert not special.intersection(text)
             continue
+        ids, live = row
         assert (ids.tolist(), (live != 0).tolist()) == expected_chat(encoder, record.messages)
         assert live.any()
         assert sum(number in special for number in ids.tolist()) == 1 + 2 * len(record.messages)

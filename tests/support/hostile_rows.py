@@ -21,7 +21,7 @@ Outcome = dict[str, Any]
 
 def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
-    files = {"train": [DataFile(str(path), path.name)]}
+    files = {"train": [DataFile(str(path))]}
     return sharding.build(Work(output, files, recipe, READING, block_bytes, pool or Processes(1))), output
 
 

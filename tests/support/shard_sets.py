@@ -35,7 +35,7 @@ def rows_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"text": f"{seed}.{n} {text}"} for n, text in enumerate(documents(count, seed))]
 
 
-def make_or_die(*arguments: Any) -> tuple[int, str, str, bool]:
+def make_or_die(*arguments: Any) -> tuple[int, Path, bool]:
     if multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     return blocks.make(*arguments)
@@ -47,7 +47,7 @@ def build(
 ) -> ShardSetResult:  # fmt: skip
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
     roles = {"train": files, **({"heldout": heldout} if heldout else {})}
-    given = {role: [DataFile(str(path), path.name) for path in paths] for role, paths in roles.items()}
+    given = {role: [DataFile(str(path)) for path in paths] for role, paths in roles.items()}
     work = Work(output, given, recipe, reading, more.pop("block_bytes", BLOCK), more.pop("pool", Processes(1)))
     return sharding.build(work, **more)
 

@@ -73,7 +73,7 @@ def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(tmp_path: P
     first, last = encoder.special(word), 44
     for pair in ([word, last], [first, last]):
         rows = open_rows(path, encoder, settings(mask_intervals=[pair]))
-        assert rows.masks.pairs == ((first, last),)  # type: ignore[attr-defined]
+        assert rows.masks == ((first, last),)  # type: ignore[attr-defined]
     rows = open_rows(path, encoder, settings(mask_intervals=[[25, 30]]))
     labels = rows.batch(range(len(rows))).labels_BT
     live = labels[labels != IGNORE].tolist()

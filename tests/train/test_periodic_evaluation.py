@@ -31,14 +31,14 @@ from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import factory, multi_token
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks.common import callbacks
-from ttrain.tasks.common.callbacks import TrainingParts
 from ttrain.tasks.common.job import StageContext
+from ttrain.tasks.common.training import TrainableModel
 from ttrain.train.callbacks import Callback, LogRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
 from ttrain.train.precision import resolve_precision
 from ttrain.train.trainer import QUICK, QUICK_ACCURACY
-from ttrain.train.training_options import Cadence, Origin, Speed, Validation
+from ttrain.train.training_options import Cadence, Speed, TrainerOptions
 
 SUITE = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n  documents: {kind: text, row_length: 32, stride: 16}\n"
 SUM = '{"question": "1 + %d =", "choices": ["%d", "nothing at all"], "answer": 0}\n'
@@ -184,9 +184,10 @@ def test_shards_of_a_model_cannot_be_asked(encoder: Encoder, stage_home: Home) -
     job = job_of(stage_home.documents.path, settings.runtime)
     order = ShuffledOrder(8, 2, 8, seed=1)
     loader = Loader(NumberedRows(8), order, rows_per_device=1, rank=0, world=2)
-    parts = TrainingParts(loader, Ranks(0, 2, CPU), resolve_precision("fp32", CPU), Validation(), Origin())
+    model = tiny_model()
+    options = TrainerOptions(TrainableModel(model, model.state_dict, {}), Ranks(0, 2, CPU), resolve_precision("fp32", CPU))
     with pytest.raises(UsageError, match=r"runtime\.parallel=fsdp no rank holds a whole one; set both to 0"):
-        callbacks.language_model_callbacks(settings.pretrain, job, parts, tiny_model(), encoder)
+        callbacks.language_model_callbacks(settings.pretrain, job, loader, options, model, encoder)
 
 
 def test_a_rate_that_does_not_move_the_validation_loss_is_told(

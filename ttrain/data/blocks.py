@@ -13,32 +13,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.core.files import JsonDict, read_json
 from ttrain.core.hashing import digest_of
-from ttrain.data import json_rows, shards, streams
+from ttrain.data import json_rows, locations, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.json_rows import Tally
+from ttrain.data.packing import Flags, Ids, Words
 from ttrain.data.preferences import Preference
 from ttrain.data.shards import Column
 from ttrain.errors import CannotRead
 from ttrain.store.integrity import home_of, is_intact
 
-Flags = npt.NDArray[np.bool_]
-Table = npt.NDArray[np.uint64]  # of rows: hash, hash, bytes of text, line of the block
+Table = Words  # of rows: hash, hash, bytes of text, line of the block
 
 PARTS = ("train", "heldout")
 BLOCKS = Path("run", "blocks")
 MANIFEST, ROWS, BAD_ROWS, HELDOUT_RECORDS = "block.json", "rows", "rejected.jsonl", "heldout.jsonl"
-SHIPPED_BYTES = 1 << 20
 # Texts go to the encoder in groups of this size: a worker of 16 MiB blocks stays below 350 MB.
 ENCODED_BYTES = 4_000_000
 RECORD_BYTES = 200  # of a record, without its text: a million of one letter took 565 MB at once
@@ -47,11 +44,15 @@ BEYOND_LIMIT = "beyond reading.limit"
 
 @dataclass(frozen=True)
 class DataFile:
-    """An input file: its location, display name, and the number of its weighted source."""
+    """An input file: its location, and the number of its weighted source."""
 
     location: str
-    name: str
     group: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name for reports."""
+        return locations.name(self.location)
 
 
 FilesByRole = Mapping[str, Sequence[DataFile]]  # "train" and, if the user names such files, "heldout"
@@ -202,13 +203,13 @@ def draw(content_hash: bytes, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
 
 
-def scan(block: Block, recipe: BlockRecipe) -> npt.NDArray[np.uint64]:
+def scan(block: Block, recipe: BlockRecipe) -> Words:
     """The draws of all good rows of a block, without encoding or writing anything."""
     rows = records(read(block), block, recipe, Tally())
     return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
 
 
-def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool]:
+def make(block: Block, recipe: BlockRecipe, output: Path) -> tuple[int, Path, bool]:
     """Make the block under `output`, unless it exists there or in one of `recipe.reuse`.
 
     Returns (number of its file, its directory, whether it was encoded now).
@@ -216,13 +217,13 @@ def make(block: Block, recipe: BlockRecipe, output: str) -> tuple[int, str, bool
     data = read(block)
     content = sources.hash_of(data).hex()
     identity = _digest(recipe.digest, content, size=12)
-    for parent in (output, *recipe.reuse):
-        directory = Path(parent) / BLOCKS / identity
+    for parent in (output, *map(Path, recipe.reuse)):
+        directory = parent / BLOCKS / identity
         if is_built(directory):
-            return block.file, str(directory), False
-    directory = Path(output) / BLOCKS / identity
+            return block.file, directory, False
+    directory = output / BLOCKS / identity
     _make(data, block, recipe, directory, _digest(recipe.digest_of_data, content, size=8))
-    return block.file, str(directory), True
+    return block.file, directory, True
 
 
 def table_of(data: bytes, columns: int = 4) -> Table:
@@ -243,8 +244,7 @@ def is_built(directory: Path) -> bool:
 
 def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
     """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
-    pieces = (data[at : at + SHIPPED_BYTES] for at in range(0, len(data), SHIPPED_BYTES))
-    lines = json_rows.lines(pieces, recipe.max_line_bytes)
+    lines = json_rows.lines([data], recipe.max_line_bytes)
     parsed = json_rows.parsed(lines, block.location, tally, recipe.max_line_bytes)
     return sources.accepted(parsed, recipe.parser, tally)
 
@@ -310,16 +310,11 @@ def encoder_of(directory: str) -> Encoder:
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
     """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
     if kind == "pairs":
-        pairs = [record for record in records if isinstance(record, Preference)]
-        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in pairs]
+        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in records if isinstance(pair, Preference)]
         return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        return _column(
-            encode_chats(
-                encoder,
-                [chat.messages for chat in records if isinstance(chat, sources.Conversation)],
-            )
-        )
+        conversations = [chat.messages for chat in records if isinstance(chat, sources.Conversation)]
+        return _column(encode_chats(encoder, conversations))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))
@@ -330,7 +325,7 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
     return Column(tokens, offsets)
 
 
-def _column(encoded: Sequence[tuple[npt.NDArray[Any], ...]]) -> Column:
+def _column(encoded: Sequence[tuple[Ids, ...]]) -> Column:
     """The records, each as its ids, loss mask and, of pairs, branches."""
     offsets = shards.offsets_of([len(arrays[0]) for arrays in encoded])
     ids, live, *branches = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import blocks, json_rows, locations, records
 from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
+from ttrain.data.packing import Words
 from ttrain.data.plain_text import words_of
 from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
@@ -33,6 +33,7 @@ ITEM_SHARES = Path("heldout", "contamination.json")
 OVERLAPS = "overlaps with evaluation items"
 ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
 GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
+SHARE = 0.5  # of an item's n-grams, from which a document contains it
 FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
 # An n-gram of more items than that identifies none of them, such as an instruction before each question. Up to 16
 # questions may share a passage.
@@ -76,7 +77,7 @@ class GramIndex:
 
 def grams_of(words: Sequence[str], sizes: Iterable[int]) -> set[int]:
     """Hashes of the n-grams of these sizes; they differ between processes, as `hash` does."""
-    hashes: npt.NDArray[np.uint64] = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
+    hashes: Words = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
     grams = set[int]()
     for size in sizes:
         count = max(0, len(words) - size + 1)
@@ -105,12 +106,10 @@ class EvaluationItem:
 class OverlapCheck:
     """Items that training documents are checked against, and whether documents that contain one are removed.
 
-    share       of an item's n-grams, from which a document contains it
     left_out    rows of each task's files that are not items
     """
 
-    items: tuple[EvaluationItem, ...]
-    share: float
+    items: Sequence[EvaluationItem]
     remove: bool
     left_out: Mapping[str, int]
 
@@ -145,12 +144,12 @@ def read_items(path: str, left_out: Counter[str]) -> list[EvaluationItem]:
     return items
 
 
-def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...], share: float) -> list[TextMatch]:
+def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...]) -> list[TextMatch]:
     """Find the texts of items in the good rows of a block, which is read again."""
     index, matches = _index_of(texts), list[TextMatch]()
     for line, record in blocks.records(blocks.read(block), block, recipe, json_rows.Tally()):
         text = record.text if isinstance(record, records.TextDocument) else of_chat(record.messages)
-        matches += [TextMatch(line, *found) for found in index.find(text).items() if found[1] >= share]
+        matches += [TextMatch(line, *found) for found in index.find(text).items() if found[1] >= SHARE]
     return matches
 
 
@@ -186,7 +185,7 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
     lines: list[JsonDict] = []
     totals = _index_of(texts).totals
     too_short = {text for number, text in enumerate(texts) if number not in totals}
-    tasks: dict[str, Counter[str]] = defaultdict(Counter)
+    tasks = {task: Counter(left_out=rows) for task, rows in against.left_out.items()}
     for item in against.items:
         places = places_of[item.text]
         is_short = item.text in too_short
@@ -196,12 +195,10 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
                 "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
                 "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
             })  # fmt: skip
-    for task, counts in tasks.items():
-        counts["left_out"] = against.left_out.get(task, 0)
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     documents = len({(file, match.line) for file, match in matches})
     return {
-        "share": against.share, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
+        "share": SHARE, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
     }  # fmt: skip
 
 

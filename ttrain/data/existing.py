@@ -103,10 +103,10 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     except ArtifactError as error:
         raise UsageError(f"tokenizer.existing: {error}; {CONVERT}") from None
     config = _tokenizer_config(paths)
-    own = _chat_template(paths, config) if template in ("auto", "own") else None
+    needed = tuple[str, ...]()
+    jinja = _chat_template(paths, config) if template in ("auto", "own") else None
     if template == "auto":
-        template = "own" if own else "ttrain"
-    jinja, needed = own, tuple[str, ...]()
+        template = "own" if jinja else "ttrain"
     if template != "own":
         jinja, needed = jinja_templates.JINJA[template], jinja_templates.SPECIAL_TOKENS[template][4:]
     if jinja is None:

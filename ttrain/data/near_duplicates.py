@@ -11,11 +11,10 @@ shard are a file in `run/near`, named by the digests of shard, tokenizer and rul
 reads those of old documents, and of the documents themselves only the few that they propose.
 """
 
-import contextlib
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from ttrain.core.files import JsonDict
+from ttrain.core.files import JsonDict, write_bytes
 from ttrain.core.hashing import digest_of
 from ttrain.data import shards
-from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, Flags, encoder_of
+from ttrain.data.blocks import PARTS, BlockRecipe, BuiltBlock, encoder_of
+from ttrain.data.packing import Array, Flags, Words
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Pool
 
@@ -44,42 +44,15 @@ MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that
 MOST_COMPARED = 16  # documents that one is compared with exactly, those with most bands in common first
 SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 
-Hashes = npt.NDArray[np.uint64]
 Values = npt.NDArray[np.uint32]
-Places = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SimilarityRule:
-    """The Jaccard similarity from which a document is a near-duplicate, and the bands of MinHash values that find it."""
-
-    threshold: float
-
-    @property
-    def rows(self) -> int:
-        """Values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
-        fitting = (rows for rows in range(16, 1, -1) if (1 - self.threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
-        return next(fitting, 2)
-
-    @property
-    def bands(self) -> int:
-        return VALUES // self.rows
-
-
-class EarlierSet(NamedTuple):
-    """A set of shards made before, by the name that the report has for it."""
-
-    name: str
-    directory: Path
 
 
 class SketchedShard(NamedTuple):
-    """A shard, its digest, the positions of its documents in the order of all, and the earlier set that it is of."""
+    """A shard, its digest, and the ascending positions of its documents in the order of all."""
 
     path: Path
     sha256: str
-    positions: Places
-    earlier: str = ""
+    positions: Array
 
 
 class NearDuplicate(NamedTuple):
@@ -90,18 +63,24 @@ class NearDuplicate(NamedTuple):
     jaccard: float
 
 
-def _hashes(text: bytes) -> Hashes:
+def _hashes(text: bytes) -> Words:
     """The hash of the shingle at each byte of a plain text: a sum of three products."""
     padded = text and text.ljust(SHINGLE_BYTES, b"\0")
-    words: Hashes = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
+    words: Words = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
     hashes = words[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
     hashes += words[WORD_BYTES:-WORD_BYTES] * np.uint64(FACTORS[1])
     hashes += words[2 * WORD_BYTES :] * np.uint64(FACTORS[2])
     return hashes
 
 
-def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
-    """The key of each band of each plain text, of shape [bands, texts]."""
+def rows_of_bands(threshold: float) -> int:
+    """MinHash values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
+    fitting = (rows for rows in range(16, 1, -1) if (1 - threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
+    return next(fitting, 2)
+
+
+def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
+    """The key of each band, of so many rows, of each plain text, of shape [bands, texts]."""
     drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
     columns = drawn.astype(np.uint32)[:, None]
     factors, summands = columns[:VALUES] | np.uint32(1), columns[VALUES:]  # factors are odd
@@ -114,20 +93,21 @@ def sketches_of(texts: Sequence[bytes], rule: SimilarityRule) -> Values:
         for start in range(0, len(bits), SLICE):
             values = factors * bits[None, start : start + SLICE] + summands
             np.minimum(lowest[number], values.min(axis=1), out=lowest[number])
-    bands = lowest[:, : rule.bands * rule.rows].reshape(len(texts), rule.bands, rule.rows)
-    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rule.rows, dtype=np.uint64) + np.uint64(1))
-    keys: Hashes = (bands * weights).sum(axis=2, dtype=np.uint64)
+    bands = lowest[:, : VALUES // rows * rows].reshape(len(texts), VALUES // rows, rows)
+    weights = np.uint64(FACTORS[0]) * (2 * np.arange(rows, dtype=np.uint64) + np.uint64(1))
+    keys: Words = (bands * weights).sum(axis=2, dtype=np.uint64)
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
-def sketches_of_shard(shard: str, tokenizer: str, rule: SimilarityRule, files: Sequence[str]) -> Values:
+def sketches_of_shard(shard: Path, tokenizer: str, rows: int, files: Sequence[Path]) -> Values:
     """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
-    column = shards.read_shard(Path(shard))
-    for file in map(Path, files):
-        if file.is_file() and file.stat().st_size == 4 * rule.bands * len(column):
-            return np.fromfile(file, "<u4").reshape(rule.bands, len(column))
-    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rule)
-    shards.write_files([(Path(files[0]), sketches.astype("<u4").tobytes())])
+    column = shards.read_shard(shard)
+    shape = (VALUES // rows, len(column))
+    for file in files:
+        if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
+            return np.fromfile(file, "<u4").reshape(shape)
+    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rows)
+    shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
     return sketches
 
 
@@ -138,7 +118,7 @@ def _plain(column: shards.Column, record: int, tokenizer: str) -> bytes:
 
 
 def near_duplicates(
-    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Hashes], threshold: float
+    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Words], threshold: float
 ) -> list[NearDuplicate]:
     """Compare documents that share a band exactly with those kept before them, in order; return those that are dropped."""
     shared = _shared_bands(sketches, present, droppable)
@@ -182,20 +162,19 @@ class NearDuplicateSearch:
         output: Path,
         built_blocks: Sequence[BuiltBlock],
         recipe: BlockRecipe,
-        rule: SimilarityRule,
-        earlier: Sequence[EarlierSet],
+        threshold: float,
+        earlier: Sequence[Path],
         pool: Pool,
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
-        self.output, self.built_blocks, self.recipe, self.rule = output, built_blocks, recipe, rule
+        self.output, self.built_blocks, self.recipe, self.threshold = output, built_blocks, recipe, threshold
         self.shards: list[SketchedShard] = []
         rows = 0
-        for origin in earlier:
-            for directory in (origin.directory / part_name for part_name in PARTS):
-                for entry in shards.ShardSet(directory, recipe.tokenizer_digest).index["shards"]:
-                    positions = np.arange(rows, rows + entry["rows"])
-                    self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions, origin.name))
-                    rows += entry["rows"]
+        for directory in (origin / part_name for origin in earlier for part_name in PARTS):
+            for entry in shards.ShardSet(directory, recipe.tokenizer_digest).entries:
+                positions = np.arange(rows, rows + entry["rows"])
+                self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions))
+                rows += entry["rows"]
         self.old_rows = rows
         self.starts = rows + shards.offsets_of([len(block.rows) for block in built_blocks])
         for block, start in zip(built_blocks, self.starts.tolist(), strict=False):
@@ -204,20 +183,21 @@ class NearDuplicateSearch:
                     positions = start + np.flatnonzero(block.in_part(part_name))
                     self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
         self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
-        self.sketches = np.zeros((rule.bands, self.starts[-1]), np.uint32)
-        self.places = np.zeros((self.starts[-1], 2), np.int64)  # of each document its shard, and its record there
-        folders = [output, *map(Path, recipe.reuse), *(origin.directory for origin in earlier)]
-        kind = [FORMAT, recipe.tokenizer_digest, rule.bands, rule.rows]
+        band_rows = rows_of_bands(threshold)
+        bands = VALUES // band_rows
+        self.sketches = np.zeros((bands, self.starts[-1]), np.uint32)
+        self.shard_of = np.zeros(self.starts[-1], np.int64)  # the number of each document's shard
+        folders = [output, *map(Path, recipe.reuse), *earlier]
+        kind = [FORMAT, recipe.tokenizer_digest, bands, band_rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (str(shard.path), recipe.tokenizer, rule, [str(folder / FOLDER / name) for folder in folders])
+            (shard.path, recipe.tokenizer, band_rows, [folder / FOLDER / name for folder in folders])
             for shard, name in zip(self.shards, names, strict=True)
         )
-        with contextlib.closing(pool.map(sketches_of_shard, tasks)) as results:
-            for number, (shard, sketches) in enumerate(zip(self.shards, results, strict=True)):
-                self.sketches[:, shard.positions] = sketches
-                self.places[shard.positions, 0] = number
-                self.places[shard.positions, 1] = np.arange(len(shard.positions))
+        for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
+            positions = self.shards[number].positions
+            self.sketches[:, positions] = sketches
+            self.shard_of[positions] = number
         for path in (output / FOLDER).glob("*"):
             if path.name not in names:
                 path.unlink()
@@ -230,33 +210,36 @@ class NearDuplicateSearch:
         """
         old = np.ones(self.old_rows, np.bool_)
         present, droppable = np.append(old, present), np.append(~old, droppable)
-        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.rule.threshold)
+        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.threshold)
         lines: list[bytes] = []
         for near in dropped:
             original = {"original": self._place(near.original), "similarity": round(near.jaccard, 4)}
             lines.append(orjson.dumps(self._place(near.position) | original) + b"\n")
-        shards.write_files([(self.output / REPORT, b"".join(lines))])
+        write_bytes(self.output / REPORT, b"".join(lines))
         flags = np.zeros_like(present)
         flags[[near.position for near in dropped]] = True
         return flags[self.old_rows :], {
-            "threshold": self.rule.threshold,
+            "threshold": self.threshold,
             "dropped": len(dropped),
             "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
         }
 
-    def _shingles(self, position: int) -> Hashes:
+    def _shingles(self, position: int) -> Words:
         """Sorted distinct hashes of the shingles of a document."""
-        number, record = self.places[position].tolist()
-        column = self._column(self.shards[number].path)
-        return np.unique(_hashes(_plain(column, record, self.recipe.tokenizer)))
+        shard, record = self._stored(position)
+        return np.unique(_hashes(_plain(self._column(shard.path), record, self.recipe.tokenizer)))
+
+    def _stored(self, position: int) -> tuple[SketchedShard, int]:
+        """(the shard of a document, its record there)."""
+        shard = self.shards[self.shard_of[position]]
+        return shard, int(shard.positions.searchsorted(position))
 
     def _place(self, position: int) -> JsonDict:
         """Where a document stands: its set, shard and row, or its file and line."""
-        number, record = self.places[position].tolist()
-        shard = self.shards[number]
-        if shard.earlier:
-            name = f"{shard.path.parent.name}/{shard.path.name}"
-            return {"set": shard.earlier, "shard": name, "row": record}
+        if position < self.old_rows:
+            shard, record = self._stored(position)
+            *_, stage, key, part_name, file = shard.path.parts
+            return {"set": f"{stage}/{key}", "shard": f"{part_name}/{file}", "row": record}
         number = int(self.starts.searchsorted(position, "right")) - 1
         block = self.built_blocks[number]
         return {"file": block.source.name, "line": block.line_of(position - int(self.starts[number]))}

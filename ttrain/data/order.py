@@ -7,16 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
-from ttrain.data.packing import Array
+from ttrain.data.packing import Array, Ids, Words
 from ttrain.errors import DataError
 
 U64 = np.uint64
-Words = npt.NDArray[np.uint64]
 STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
 SHIFTS = (U64(30), U64(27), U64(31))
 FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
@@ -26,7 +24,7 @@ COUNTED_TOGETHER = 1 << 16  # rows whose tokens are counted at once for a budget
 CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
 
 
-def permute(index: npt.NDArray[Any], size: int, seed: int, epoch: int) -> Array:
+def permute(index: Ids, size: int, seed: int, epoch: int) -> Array:
     """Image of `index` under the permutation of [0, size) that belongs to (seed, epoch).
 
     A Feistel network on the next even power of two, walked until the image lies inside (Black and Rogaway 2002): under four

@@ -27,6 +27,9 @@ FILLED_TOGETHER = 1 << 13  # positions; larger temporary arrays come from the ke
 WIDTH_STEP = 8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
 
 Array = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
+Ids = npt.NDArray[Any]  # numbers of any type
 NONE: Array = np.zeros(0, np.int64)
 
 Counts = dict[str, int | float]
@@ -176,9 +179,8 @@ class MixedRows(Rows):
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""
         parts = [group.counts() for group in self.groups]
         total: Counts = {name: sum(group_counts[name] for group_counts in parts) for name in parts[0]}
-        total["row_length"] = self.row_length
-        total["epoch"] = self.epoch
-        total["fill"] = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts) / max(1, total["rows"])
+        filled = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts)
+        total |= {"row_length": self.row_length, "epoch": self.epoch, "fill": filled / max(1, total["rows"])}
         if "target_multiplicity" in total:
             distinct = sum(group_counts["target_tokens"] / group_counts["target_multiplicity"] for group_counts in parts)
             total["target_multiplicity"] = total["target_tokens"] / distinct if distinct else 1.0
@@ -223,7 +225,7 @@ def counted_up(starts: Array, lengths: Array) -> Array:
 class PackedRows(Rows):
     """Rows of items, such as pieces of records. Packed, several share a row by best fit; else each is a row."""
 
-    def pack(self, sizes: Array, weights: npt.NDArray[Any] | None, *, packed: bool) -> None:
+    def pack(self, sizes: Array, weights: Ids | None, *, packed: bool) -> None:
         """Plan the rows of items of these sizes; only items of one weight share a row."""
         self.trimmed = not packed
         orders, counts = [NONE], [NONE]
@@ -266,7 +268,7 @@ def _packed(sizes: Array, row_length: int) -> tuple[Array, Array]:
     return np.concatenate(orders), np.concatenate(counts)
 
 
-def by_weight(weights: npt.NDArray[Any] | None, items: int) -> list[tuple[float, Array]]:
+def by_weight(weights: Ids | None, items: int) -> list[tuple[float, Array]]:
     """(weight, numbers of the items that have it), the lightest first; all of weight 1 where there are no weights.
 
     Items of one weight share rows, so that a row has a weight. Raises DataError where there are too many weights for that.
@@ -282,30 +284,18 @@ def by_weight(weights: npt.NDArray[Any] | None, items: int) -> list[tuple[float,
     return [(float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)]
 
 
-Flags = npt.NDArray[np.bool_]
+Intervals = tuple[tuple[int, int], ...]  # pairs (from, to) of different token ids, between which no token is a target
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Pairs (from, to) of token ids; each pair is followed on its own, and what any of them masks is masked."""
+def masked(intervals: Intervals, ids: Ids, begins: Flags) -> Flags:
+    """Which of the N tokens are not targets; `begins[t]` says that a record begins at t.
 
-    pairs: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        assert all(opens != closes for opens, closes in self.pairs), f"a region that opens and closes alike: {self.pairs}"
-
-    def __bool__(self) -> bool:
-        return bool(self.pairs)
-
-    def masked(self, ids: npt.NDArray[Any], begins: Flags) -> Flags:
-        """Which of the N tokens are not targets; `begins[t]` says that a record begins at t."""
-        mask = np.zeros(len(ids), bool)
-        for opens, closes in self.pairs:
-            closing = ids == closes
-            events = np.flatnonzero((ids == opens) | closing | begins)  # where the state may change
-            states = np.concatenate([[False], ids[events] == opens])
-            mask |= np.repeat(states, np.diff(events, prepend=0, append=len(ids))) | closing
-        return mask
-
-
-NO_MASKS = Intervals()
+    Each pair is followed on its own, and what any of them masks is masked.
+    """
+    mask = np.zeros(len(ids), bool)
+    for opens, closes in intervals:
+        closing = ids == closes
+        events = np.flatnonzero((ids == opens) | closing | begins)  # where the state may change
+        states = np.concatenate([[False], ids[events] == opens])
+        mask |= np.repeat(states, np.diff(events, prepend=0, append=len(ids))) | closing
+    return mask

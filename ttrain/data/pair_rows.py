@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ttrain.data.chat import header_length
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import IGNORE, NO_MASKS, NONE, Array, Batch, Counts, Intervals
+from ttrain.data.packing import IGNORE, NONE, Array, Batch, Counts, Intervals
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
 from ttrain.data.record_rows import ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
@@ -102,7 +102,6 @@ class PairRows(PieceRows):
     ) -> None:
         """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
         self._end_id, self._header_length = end_id, header_length
-        self._too_long = self._pairs = 0
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def finished(self, batch: Batch) -> Batch:
@@ -112,19 +111,19 @@ class PairRows(PieceRows):
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         assert isinstance(batch, PairBatch)
-        ids, live, parts, number = self.shards.preference(int(self.records[piece]))
-        prompt = ids[int(self.starts[piece]) : int((parts == PROMPT).sum())]
+        record = int(self.records[piece])
+        ids, live, parts = self.shards.row(record)
+        prompt = np.arange(int(self.starts[piece]), int((parts == PROMPT).sum()))
         context, last = prompt[:-1], prompt[-1:]
-        places = np.arange(len(context))
         none = np.full(len(context), -1)
-        columns = [(context, np.full(len(context), IGNORE), places, np.zeros_like(none), none)]
+        columns = [(ids[context], np.full(len(context), IGNORE), np.arange(len(context)), np.zeros_like(none), none)]
         for branch, part in enumerate((part for part in BRANCHES if (parts == part).any()), start=1):
-            tokens = np.concatenate([last, ids[parts == part]]).astype(np.int64)
-            targets = np.concatenate([np.zeros(len(last), bool), live[parts == part] != 0])[1:]
-            labels = np.where(targets, tokens[1:], IGNORE)
-            places = len(context) + np.arange(len(targets))
-            answers = np.where(targets, 2 * number + part - CHOSEN, -1)
-            columns.append((tokens[:-1], labels, places, np.full(len(targets), branch), answers))
+            tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # by their place in the record
+            is_live = live[tokens[1:]] != 0
+            labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
+            places = len(context) + np.arange(len(labels))
+            answers = np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
+            columns.append((ids[tokens[:-1]], labels, places, np.full(len(labels), branch), answers))
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment
         for name, column in zip(FILLED, zip(*columns, strict=True), strict=True):
@@ -132,8 +131,9 @@ class PairRows(PieceRows):
 
     def counts(self) -> Counts:
         """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""
-        pieces: Counts = {"pairs": self._pairs, "rated_answers": len(self.records) - self._pairs}
-        return self.counted(pieces, {"too_long_dropped": self._too_long})
+        pairs = self.totals["pairs"]
+        pieces: Counts = {"pairs": pairs, "rated_answers": len(self.records) - pairs}
+        return self.counted(pieces, {"too_long_dropped": self.totals["too_long_dropped"]})
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
         """Only records longer than a row are handled one by one."""
@@ -151,19 +151,21 @@ class PairRows(PieceRows):
             room = self.row_length - int(needed[record])  # for all of the prompt but its last token
             fitting = borders[(left - 1 <= room) & (left > max(1, self._header_length))]
             starts[record] = fitting[0] if len(fitting) else -1
-        self._cut += int((starts > 0).sum())
         fits = is_learnt & (starts >= 0)
-        self._all_masked += int((~is_learnt).sum())
-        self._too_long += int((starts < 0).sum())
-        self._pairs += int(((chosen > 0) & (rejected > 0) & fits).sum())
-        self._targets += int(live[:, fits].sum())
-        self._used += int((sizes.sum(0) - starts)[fits].sum())
+        self.totals.update(
+            cut_records=int((starts > 0).sum()),
+            all_masked_dropped=int((~is_learnt).sum()),
+            too_long_dropped=int((starts < 0).sum()),
+            pairs=int(((chosen > 0) & (rejected > 0) & fits).sum()),
+            target_tokens=int(live[:, fits].sum()),
+            used_tokens=int((sizes.sum(0) - starts)[fits].sum()),
+        )
         records = np.flatnonzero(fits)
         return first + records, starts[records], (prompts - shared + needed - starts)[records]
 
 
 def answer_rows(
-    shards: ShardSet, row_length: int, encoder: Encoder, *, packed: bool = True, masks: Intervals = NO_MASKS
+    shards: ShardSet, row_length: int, encoder: Encoder, *, packed: bool = True, masks: Intervals = ()
 ) -> PieceRows:
     """The rows of a set of chats, or of pairs, which have no masks."""
     if shards.index["kind"] == "chats":

@@ -64,7 +64,7 @@ class Processes:
         """Start the workers, if they do not run yet."""
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            executor = ProcessPoolExecutor(self.workers, context, _start, (os.getpid(),))
+            self._executor = ProcessPoolExecutor(self.workers, context, _start, (os.getpid(),))
             environment = dict(os.environ)
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start
             resource_tracker.ensure_running()  # which unblocks the signal
@@ -73,13 +73,12 @@ class Processes:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 for _ in range(self.workers):  # each task starts one
-                    executor.submit(os.getpid)
+                    self._executor.submit(os.getpid)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for name in ENVIRONMENT.keys() - environment.keys():
                 del os.environ[name]
             os.environ.update(environment)
-            self._executor = executor
         return self._executor
 
     def map(self, function: Callable[..., Any], tasks: Tasks) -> Generator[Any]:

@@ -1,6 +1,7 @@
 """Rows of documents: windows over one stream of all documents, or over each document alone."""
 
 from abc import abstractmethod
+from collections import Counter
 from functools import cached_property
 from typing import final
 
@@ -9,7 +10,6 @@ import numpy.typing as npt
 
 from ttrain.data.packing import (
     IGNORE,
-    NO_MASKS,
     NONE,
     Array,
     Batch,
@@ -19,8 +19,9 @@ from ttrain.data.packing import (
     PackedRows,
     Rows,
     counted_up,
+    masked,
 )  # fmt: skip
-from ttrain.data.shards import Column, ShardSet
+from ttrain.data.shards import Column, ShardSet, offsets_of
 
 ThreeArrays = tuple[Array, Array, Array]
 
@@ -35,7 +36,7 @@ class WindowRows(Rows):
     """
 
     def __init__(
-        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = NO_MASKS
+        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = ()
     ) -> None:
         self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
         self.stride = row_length if stride is None else stride
@@ -59,8 +60,8 @@ class WindowRows(Rows):
                 before = self.shards.stream(int(firsts[first]), start)
                 ids = np.concatenate([before, ranges.ids[first:end]])
                 places = start - len(before) + np.arange(len(ids))
-                masked = self.masks.masked(ids, np.isin(places, firsts[first:end]))
-                labels[first:end][masked[len(before) :]] = IGNORE
+                mask = masked(self.masks, ids, np.isin(places, firsts[first:end]))
+                labels[first:end][mask[len(before) :]] = IGNORE
         inputs, targets = np.ones(len(labels), bool), np.ones(len(labels), bool)
         inputs[window_ends - 1] = targets[window_ends - lengths - 1] = False
         row_lengths = np.add.reduceat(lengths, windows.cumsum() - windows)
@@ -104,7 +105,7 @@ class DocumentRows(WindowRows):
     """
 
     def __len__(self) -> int:
-        return 0 if self.shards.tokens < 2 else int(window_count(self.shards.tokens - 1, self.row_length, self.stride))
+        return int(window_count(self.shards.tokens, self.row_length, self.stride))
 
     def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
@@ -135,7 +136,7 @@ class SeparateDocumentRows(PackedRows, WindowRows):
         *,
         packed: bool = False,
         stride: int | None = None,
-        masks: Intervals = NO_MASKS,
+        masks: Intervals = (),
     ) -> None:
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
         _, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
@@ -149,14 +150,15 @@ class SeparateDocumentRows(PackedRows, WindowRows):
         return self._starts[numbers], self._inputs[numbers], windows
 
 
-def window_count(targets: npt.ArrayLike, row_length: int, stride: int) -> Array:
-    """Number of windows that cover `targets` (>= 1) targets."""
-    return np.asarray(1 + -(-np.maximum(0, np.asarray(targets) - row_length) // stride))
+def window_count(tokens: npt.ArrayLike, row_length: int, stride: int) -> Array:
+    """Number of windows that cover the targets of so many tokens, which are all but the first."""
+    targets = np.asarray(tokens) - 1
+    return np.where(targets > 0, 1 + -(-np.maximum(0, targets - row_length) // stride), 0)
 
 
 def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArrays:
     """(windows of each document; of each window the number of its document, and the document's tokens before it)."""
-    counts = np.where(lengths > 1, window_count(lengths - 1, row_length, stride), 0)
+    counts = window_count(lengths, row_length, stride)
     documents = np.repeat(np.arange(len(lengths)), counts)
     firsts = np.cumsum(counts) - counts
     return counts, documents, (np.arange(len(documents)) - firsts[documents]) * stride
@@ -175,8 +177,8 @@ class PieceRows(PackedRows):
     def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
         """Plan and pack; what `plan` reads is set before."""
         self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
-        self._cut = self._targets = self._all_masked = 0
-        self._used = 0  # tokens in any piece; a token that ends a piece and begins the next counts once
+        # Of all records; `used_tokens` are in any piece, and one that ends a piece and begins the next counts once.
+        self.totals: Counter[str] = Counter()
         plans, first = [(NONE, NONE, NONE)], 0
         for column in shards.columns():
             plans.append(self.plan(column, first))
@@ -207,11 +209,11 @@ class PieceRows(PackedRows):
             "row_length": self.row_length,
             "records": len(self.shards),
             **pieces,
-            "target_tokens": self._targets,
-            "dropped_tokens": self.shards.tokens - self._used,
-            "cut_records": self._cut,
+            "target_tokens": self.totals["target_tokens"],
+            "dropped_tokens": self.shards.tokens - self.totals["used_tokens"],
+            "cut_records": self.totals["cut_records"],
             **(dropped or {}),
-            "all_masked_dropped": self._all_masked,
+            "all_masked_dropped": self.totals["all_masked_dropped"],
             "fill": int(self._lengths.sum()) / max(1, len(self) * self.row_length),
         }
 
@@ -232,17 +234,16 @@ class ChatRows(PieceRows):
         end_id: int,
         *,
         packed: bool = True,
-        masks: Intervals = NO_MASKS,
+        masks: Intervals = (),
     ) -> None:
         self.masks, self._end_id = masks, end_id
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
         ids, live = self.shards.row(int(self.records[piece]))
-        assert live is not None
         targets = live != 0
         if self.masks:
-            targets &= ~self.masks.masked(ids, np.arange(len(ids)) == 0)
+            targets &= ~masked(self.masks, ids, np.arange(len(ids)) == 0)
         start, size = int(self.starts[piece]), int(self.sizes[piece])
         inputs, following = slice(start, start + size), slice(start + 1, start + size + 1)
         row_range = slice(position, position + size)
@@ -259,18 +260,20 @@ class ChatRows(PieceRows):
         """Only records longer than a row are handled one by one, so 200,000 chats take a second."""
         lengths, live = np.diff(column.offsets), self._live(column)
         targets = sums_by_record(live, column.offsets)
-        self._targets += int(targets.sum())
-        self._all_masked += int((targets == 0).sum())
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
-        self._used += int(lengths[whole].sum())
+        self.totals.update(
+            target_tokens=int(targets.sum()),
+            all_masked_dropped=int((targets == 0).sum()),
+            used_tokens=int(lengths[whole].sum()),
+        )
         records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             spans = np.array(
                 cut(live[token_range], np.flatnonzero(column.tokens[token_range] == self._end_id) + 1, self.row_length)
             )
-            self._cut += 1
-            self._used += int((spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])).sum())
+            used = spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])
+            self.totals.update(cut_records=1, used_tokens=int(used.sum()))
             records.append(np.full(len(spans), record))
             starts.append(spans[:, 0])
             sizes.append(spans[:, 1] - spans[:, 0] - 1)
@@ -284,7 +287,7 @@ class ChatRows(PieceRows):
         begins[column.offsets[:-1][np.diff(column.offsets) > 0]] = True
         live &= ~begins
         if self.masks:
-            live &= ~self.masks.masked(column.tokens, begins)
+            live &= ~masked(self.masks, column.tokens, begins)
         return live
 
 
@@ -321,8 +324,4 @@ def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:
 
 def sums_by_record(flags: Flags, offsets: Array) -> Array:
     """How many flags are set in each record."""
-    sums = np.zeros(len(offsets) - 1, np.int64)
-    filled = np.diff(offsets) > 0
-    if filled.any():
-        sums[filled] = np.add.reduceat(flags, offsets[:-1][filled], dtype=np.int64)
-    return sums
+    return np.diff(offsets_of(flags)[offsets])

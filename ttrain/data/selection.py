@@ -1,17 +1,16 @@
 """Choose the rows of a set of shards: duplicates, the held-out part, limits, by 32 bytes a row."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ttrain.config import Reading
 from ttrain.data import shards
-from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Flags, Table
+from ttrain.data.blocks import BEYOND_LIMIT, BuiltBlock, Table
 from ttrain.data.contamination import TextMatch
 from ttrain.data.json_rows import Tally
+from ttrain.data.packing import Flags, Ids
 
 HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
 
@@ -22,7 +21,7 @@ class Selection:
     """The rows of all blocks, in order, and which are selected; those of a block are views."""
 
     def __init__(self, built_blocks: Sequence[BuiltBlock], tallies: Tallies, kind: str) -> None:
-        self._blocks, self._tallies, self._kind = built_blocks, tallies, kind
+        self._tallies, self._kind = tallies, kind
         lengths = [len(block.rows) for block in built_blocks]
         self._starts = shards.offsets_of(lengths)
         self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
@@ -30,18 +29,15 @@ class Selection:
         from_heldout = np.array([block.role == "heldout" for block in built_blocks], np.bool_)
         self.from_heldout = np.repeat(from_heldout, lengths)
         self._is_heldout: Flags = np.concatenate([self.selected[:0], *(b.is_heldout for b in built_blocks)])
-        for block, span in self._spans():
-            block.rows, block.selected = self.rows[span], self.selected[span]
-
-    def _spans(self) -> Iterator[tuple[BuiltBlock, slice]]:
-        """Each block with its part of the arrays."""
         spans = itertools.starmap(slice, itertools.pairwise(self._starts.tolist()))
-        return zip(self._blocks, spans, strict=True)
+        self._spans = list(zip(built_blocks, spans, strict=True))  # each block with its part of the arrays
+        for block, span in self._spans:
+            block.rows, block.selected = self.rows[span], self.selected[span]
 
     def leave_out(self, rule: str, flags: Flags) -> None:
         """Leave the flagged rows out by a rule, and count those that were selected."""
         flags = flags & self.selected
-        for block, span in self._spans():
+        for block, span in self._spans:
             self._tallies[block.role, block.file].leave_out(rule, int(flags[span].sum()))
         self.selected &= ~flags
 
@@ -88,12 +84,13 @@ class Selection:
         self.selected[same.argmax()] = False  # it is kept, in the held-out part
         self.leave_out(HELD_OUT, same)
         number = int(self._starts.searchsorted(lowest, "right")) - 1
-        return self._blocks[number], lowest - int(self._starts[number])
+        block, span = self._spans[number]
+        return block, lowest - span.start
 
     def matched_rows(self, matches: Iterable[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
         """(row, name of its file, match with its line there), of each block of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
-        training_blocks = [(block, span) for block, span in self._spans() if block.role == "train"]
+        training_blocks = [(block, span) for block, span in self._spans if block.role == "train"]
         # The first rows alone need the first blocks.
         for (block, span), found in zip(training_blocks, matches, strict=False):
             lines, is_heldout = block.rows[:, 3], block.is_heldout
@@ -105,7 +102,7 @@ class Selection:
         return rows
 
 
-def _split_keys(table: Table, kind: str) -> npt.NDArray[Any]:
+def _split_keys(table: Table, kind: str) -> Ids:
     """What may not be in both parts: the content of a row, of a pair its prompt (`content_hash`)."""
     if kind == "pairs":
         return table[:, 0]

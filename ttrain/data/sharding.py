@@ -14,29 +14,21 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from ttrain.config import Reading
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, link_or_copy, read_object, write_json
+from ttrain.core.files import JsonDict, link_or_copy, read_object, write_bytes, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
 from ttrain.data.contamination import OverlapCheck, TextMatch
 from ttrain.data.json_rows import Tally
-from ttrain.data.near_duplicates import (
-    NEAR_DUPLICATE,
-    EarlierSet,
-    NearDuplicateSearch,
-    SimilarityRule,
-)
+from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicateSearch
+from ttrain.data.packing import Words
 from ttrain.data.pool import Pool
 from ttrain.data.selection import HELD_OUT, Selection, Tallies
 
 REJECTED = Path("run", "rejected.jsonl")
-
-Entry = JsonDict  # of a shard, in the index of its part
-Progress = Callable[[int, int], None]  # gets the rows so far, and the blocks
 
 
 @dataclass
@@ -74,7 +66,7 @@ class Work:
     reading: Reading
     block_bytes: int
     pool: Pool
-    progress: Progress = lambda rows, block_count: None
+    progress: Callable[[int, int], None] = lambda rows, block_count: None  # gets their numbers so far
 
     def cut(self, role: str) -> Iterator[Block]:
         """The blocks of the role's files, before they are made."""
@@ -86,7 +78,7 @@ def build(
     work: Work,
     weights: Sequence[float] = (),
     against: OverlapCheck | None = None,
-    earlier: Sequence[EarlierSet] = (),
+    earlier: Sequence[Path] = (),
     earlier_heldout: Table | None = None,
 ) -> ShardSetResult:
     """Make `train/` and `heldout/` under the output.
@@ -104,16 +96,14 @@ def build(
     duplicates = selection.select(work.reading)
     matches: list[tuple[int, str, TextMatch]] = []
     if against:  # the blocks are read again
-        tasks = ((block, recipe, against.texts, against.share) for block in work.cut("train"))
+        tasks = ((block, recipe, against.texts) for block in work.cut("train"))
         with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
             matches = selection.matched_rows(results)
     removed = np.zeros_like(selection.selected)
-    if against and against.remove:
-        removed[[row for row, _, _ in matches]] = True
+    removed[[row for row, _, _ in matches]] = against is not None and against.remove
     near_counts = None
     if recipe.kind == "documents" and work.reading.near_duplicates:
-        rule = SimilarityRule(work.reading.near_duplicates)
-        search = NearDuplicateSearch(output, built_blocks, recipe, rule, earlier, work.pool)
+        search = NearDuplicateSearch(output, built_blocks, recipe, work.reading.near_duplicates, earlier, work.pool)
         present = selection.selected & ~removed
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)
@@ -194,10 +184,9 @@ def _make_role(
     built_blocks: list[BuiltBlock] = []
     rows, distinct = 0, set[bytes]()
     lines: Counter[int] = Counter()
-    tasks = ((block, recipe, str(work.output)) for block in work.cut(role))
+    tasks = ((block, recipe, work.output) for block in work.cut(role))
     with contextlib.closing(work.pool.map(blocks.make, tasks)) as results:
-        for number, name, encoded in results:
-            directory = Path(name)
+        for number, directory, encoded in results:
             manifest = read_object(directory / blocks.MANIFEST)
             table = blocks.table_of((directory / blocks.ROWS).read_bytes())
             source = work.files[role][number]
@@ -218,11 +207,10 @@ def _keys(table: Table) -> set[bytes]:
     return {row.tobytes() for row in table[:, :2].astype(">u8")}
 
 
-def _draws(work: Work, held_out: Set[bytes]) -> npt.NDArray[np.uint64]:
+def _draws(work: Work, held_out: Set[bytes]) -> Words:
     """Sorted draws of the good rows that are not held out; of equal rows one, if copies are dropped."""
     tasks = ((block, work.recipe) for block in work.cut("train"))
-    with contextlib.closing(work.pool.map(blocks.scan, tasks)) as results:
-        draws = np.concatenate([np.zeros(0, np.uint64), *results])
+    draws = np.concatenate([np.zeros(0, np.uint64), *work.pool.map(blocks.scan, tasks)])
     drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
     draws = draws[~np.isin(draws, drawn)]
     return np.unique(draws) if work.reading.deduplicate else np.sort(draws)
@@ -233,14 +221,13 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
     tallies = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
-        for tally in tallies.values():
-            tally.quarantine = lambda row: out.write(orjson.dumps(row) + b"\n")
         for block in built_blocks:
             tally, location = tallies[block.role, block.file], block.source.location
             tally.add_counts(block.manifest["tally"])
             for row in map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()):
-                place = {"file": redact.url(location), "line": block.lines_before + row["line"]}
-                tally.list_rejected(location, row | place)
+                bad_row = row | {"file": redact.url(location), "line": block.lines_before + row["line"]}
+                tally.list_rejected(location, bad_row)
+                out.write(orjson.dumps(bad_row) + b"\n")
     return tallies
 
 
@@ -250,7 +237,7 @@ def _place_shards(
     built_blocks: Sequence[BuiltBlock],
     recipe: BlockRecipe,
     sizes: Mapping[tuple[str, int], Counter[str]],
-) -> list[Entry]:
+) -> list[JsonDict]:
     """Make a part of the selected rows of all blocks; returns its entries.
 
     Adds tokens and bytes of each file to `sizes`.
@@ -258,7 +245,7 @@ def _place_shards(
     directory = output / part_name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    entries: list[Entry] = []
+    entries: list[JsonDict] = []
     for block in built_blocks:
         in_part = block.in_part(part_name)
         selected = block.selected[in_part]
@@ -281,23 +268,22 @@ def _place_shards(
         if part_name == "heldout":
             entry["records"] = path.with_suffix(".jsonl").name
             lines = (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
-            shards.write_files([(directory / entry["records"], b"".join(itertools.compress(lines, selected)))])
+            write_bytes(directory / entry["records"], b"".join(itertools.compress(lines, selected)))
         sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
         entries.append({**entry, "group": block.source.group})
     return entries
 
 
-def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> Entry:
+def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> JsonDict:
     """Read the record of this row again and write it as a held-out shard."""
-    location = block.source.location
     (content_hash,) = _keys(block.rows[[row]])
-    rows = records.read([location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
+    rows = records.read([block.source.location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
     record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
     path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
     entry = shards.write_shard(path, column, recipe.vocab_size)
     text = path.with_suffix(".jsonl")
-    shards.write_files([(text, orjson.dumps(record.to_json()) + b"\n")])
+    write_bytes(text, orjson.dumps(record.to_json()) + b"\n")
     return {**entry, "records": text.name, "bytes": int(block.rows[row, 2]), "group": 0}
 
 

@@ -23,16 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ttrain.core.files import JsonDict, read_json, write_json
-from ttrain.data.packing import counted_up
+from ttrain.core.files import JsonDict, read_json, temporary_path, write_bytes, write_json
+from ttrain.data.packing import Array, Flags, Ids, counted_up
 from ttrain.errors import ArtifactError
 from ttrain.store.integrity import home_of, verify_files
 
 INDEX = "index.json"
 FORMAT = 2
 COUNTED = ("rows", "tokens", "live_tokens", "bytes")
-Ids = npt.NDArray[Any]
-Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Column:
     """
 
     tokens: Ids
-    offsets: Offsets
+    offsets: Array
     live: Ids | None = None
     branches: Ids | None = None
     weights: Ids | None = None  # of each record, where any differs from 1
@@ -57,7 +55,7 @@ class Column:
         named = {"tokens": self.tokens, "live": self.live, "branches": self.branches}
         return {name: values for name, values in named.items() if values is not None}
 
-    def select(self, selected: npt.NDArray[np.bool_]) -> Column:
+    def select(self, selected: Flags) -> Column:
         """The selected records alone; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
@@ -82,13 +80,13 @@ class Ranges(NamedTuple):
     stream, and tokens of the piece, which add up to N.
     """
 
-    ids: Offsets
-    numbers: Offsets
-    firsts: Offsets
-    counts: Offsets
+    ids: Array
+    numbers: Array
+    firsts: Array
+    counts: Array
 
 
-def offsets_of(lengths: npt.ArrayLike) -> Offsets:
+def offsets_of(lengths: npt.ArrayLike) -> Array:
     """Where pieces of these lengths begin, one after the other, and where the last one ends."""
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
@@ -126,7 +124,7 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
 def write_shard(path: Path, column: Column, vocab_size: int) -> JsonDict:
     """Write one shard; returns its counts and digest."""
     entry, data = shard_of(path.name, column, vocab_size)
-    write_files([(path, data)])
+    write_bytes(path, data)
     return entry
 
 
@@ -138,7 +136,7 @@ def write_files(files: Sequence[tuple[Path, Any]]) -> None:
     """
     for path, _ in files:
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in files]
+    temporary = [temporary_path(path) for path, _ in files]
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(path.open("wb")) for path in temporary]
         for file, (_, data) in zip(opened, files, strict=True):
@@ -205,11 +203,8 @@ class ShardSet:
             )
         self.directory, self.index = directory, index
         self.weights: list[float] = index.get("weights", [])
-        firsts = offsets_of([shard["rows"] for shard in index["shards"]]).tolist()
-        numbered = zip(firsts, index["shards"], strict=False)
-        chosen = [(first, shard) for first, shard in numbered if group is None or shard["group"] == group]
-        self._first_of_all, self.entries = [first for first, _ in chosen], [shard for _, shard in chosen]
-        self._verified: set[str] = set()
+        self._group = group
+        self.entries = [shard for shard in index["shards"] if group is None or shard["group"] == group]
         self._columns: dict[int, Column] = {}
         self._first_row = offsets_of([shard["rows"] for shard in self.entries])
         self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
@@ -227,48 +222,53 @@ class ShardSet:
         """Weight of each record, where any differs from 1; else no shard is read."""
         if not any(shard.get("weighted") for shard in self.entries):
             return None
-        columns = self.columns()
-        return np.concatenate([np.ones(len(c)) if c.weights is None else c.weights for c in columns])
+        weights = (np.ones(len(each)) if each.weights is None else each.weights for each in self.columns())
+        return np.concatenate([*weights])
 
     @cached_property
-    def lengths(self) -> Offsets:
+    def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
         return np.concatenate([self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())])
 
     @cached_property
-    def starts(self) -> Offsets:
+    def starts(self) -> Array:
         """Position of each record's first token in the stream of all records, and the end of the last."""
         return offsets_of(self.lengths)
 
-    def row(self, number: int) -> tuple[Ids, Ids | None]:
-        """(ids, live) of one record, as views."""
-        column, span, _ = self._place(number)
-        return column.tokens[span], None if column.live is None else column.live[span]
+    @cached_property
+    def numbers(self) -> Array:
+        """Number of each record in the whole set, over all groups."""
+        shards = self.index["shards"]
+        is_of_group = [self._group is None or shard["group"] == self._group for shard in shards]
+        return np.flatnonzero(np.repeat(is_of_group, [shard["rows"] for shard in shards]))
 
-    def preference(self, number: int) -> tuple[Ids, Ids, Ids, int]:
-        """(ids, live, branches) of one record of pairs, as views, and its number in the whole set, over all groups."""
-        column, span, number_of_all = self._place(number)
-        assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
-        return column.tokens[span], column.live[span], column.branches[span], number_of_all
-
-    def _place(self, number: int) -> tuple[Column, slice, int]:
-        """(shard, tokens of the record in it, number of the record in the whole set)."""
+    def row(self, number: int) -> tuple[Ids, ...]:
+        """Views of one record: its ids, of chats and pairs its loss mask, of pairs the branches."""
         which = int(np.searchsorted(self._first_row, number, side="right")) - 1
-        column = self._column(which)
+        [column] = self.columns([which])
         local = number - int(self._first_row[which])
-        span = slice(int(column.offsets[local]), int(column.offsets[local + 1]))
-        return column, span, self._first_of_all[which] + local
+        start, end = column.offsets[local : local + 2].tolist()
+        return tuple(values[start:end] for values in column.lists.values())
 
-    def columns(self) -> list[Column]:
-        """Every shard's records, in order."""
-        self._verify(self.entries)
-        return [self._column(number) for number in range(len(self.entries))]
+    def columns(self, numbers: Sequence[int] | None = None) -> list[Column]:
+        """The records of these shards, or of all of them, in order.
 
-    def stream(self, start: int, end: int) -> Offsets:
+        The bytes of a shard are compared with the index, which was verified before, when it is first requested.
+        Raises DamagedFile.
+        """
+        numbers = range(len(self.entries)) if numbers is None else numbers
+        paths = {number: self.directory / self.entries[number]["file"] for number in numbers if number not in self._columns}
+        if paths:
+            digests = [(path, str(self.entries[number]["sha256"])) for number, path in paths.items()]
+            verify_files(digests, home_of(self.directory.parent))
+            self._columns.update({number: read_shard(path) for number, path in paths.items()})
+        return [self._columns[number] for number in numbers]
+
+    def stream(self, start: int, end: int) -> Array:
         """Tokens `start` to `end` of all records, one after the other."""
         return self.ranges(np.array([start]), np.array([end])).ids
 
-    def ranges(self, starts: Offsets, ends: Offsets) -> Ranges:
+    def ranges(self, starts: Array, ends: Array) -> Ranges:
         """Tokens `starts[i]` to `ends[i]` of the stream of all records, range by range."""
         bounds = self._first_token
         first_shard = bounds.searchsorted(starts, "right") - 1
@@ -285,9 +285,10 @@ class ShardSet:
         columns = zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
         return Ranges(*map(np.concatenate, columns))
 
-    def _in_shard(self, shard: int, low: Offsets, high: Offsets) -> Ranges:
+    def _in_shard(self, shard: int, low: Array, high: Array) -> Ranges:
         """Ranges of the stream that all lie in this shard."""
-        column, first_token = self._column(shard), self._first_token[shard]
+        [column] = self.columns([shard])
+        first_token = self._first_token[shard]
         low, high = low - first_token, high - first_token
         ids = np.concatenate([column.tokens[start:end] for start, end in zip(low.tolist(), high.tolist(), strict=True)])
         first = column.offsets.searchsorted(low, "right") - 1
@@ -296,17 +297,3 @@ class ShardSet:
         firsts = column.offsets[records]
         counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(firsts, low.repeat(pieces))
         return Ranges(ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts)
-
-    def _verify(self, entries: Sequence[JsonDict]) -> None:
-        """Compare the bytes of these shards with the index, which was verified before. Raises DamagedFile."""
-        files = {entry["file"]: str(entry["sha256"]) for entry in entries if entry["file"] not in self._verified}
-        if files:
-            verify_files([(self.directory / name, digest) for name, digest in files.items()], home_of(self.directory.parent))
-            self._verified.update(files)
-
-    def _column(self, number: int) -> Column:
-        if number not in self._columns:
-            shard = self.entries[number]
-            self._verify([shard])
-            self._columns[number] = read_shard(self.directory / shard["file"])
-        return self._columns[number]

@@ -4,8 +4,7 @@ import hashlib
 import heapq
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +108,10 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class TextSample:
-    """The sampled texts in the order of the input, their UTF-8 bytes, and the number of documents sampled from."""
-
-    texts: list[str]
-    bytes: int
-    documents_seen: int
-
-
-def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
-    """`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`.
+def sample(
+    texts: Iterable[str], config: TokenizerSettings, progress: Callable[[int], None] = lambda done: None
+) -> tuple[list[str], dict[str, int]]:
+    """(`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`, in the order of the input; its counts).
 
     "head": the first ones. "reservoir": a uniform sample, those with the lowest hash keyed by the
     seed; the order of the input does not matter. Only the sample is in memory. If the lowest text
@@ -135,6 +127,7 @@ def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
         digest = b"" if is_head else hashlib.blake2b(data, digest_size=8, key=key).digest()
         entry = (-int.from_bytes(digest, "big"), -documents_seen, len(data), text)
         documents_seen += 1
+        progress(documents_seen)
         if cutoff is None or entry[:2] >= cutoff:
             heapq.heappush(heap, entry)
             size += len(data)
@@ -144,5 +137,5 @@ def sample(texts: Iterable[str], config: TokenizerSettings) -> TextSample:
             cutoff = gone[:2]
         if is_head and (cutoff or len(heap) == max_documents):
             break
-    entries = sorted(heap, key=lambda entry: -entry[1])
-    return TextSample([text for *_, text in entries], size, documents_seen)
+    sampled = [text for *_, text in sorted(heap, key=lambda entry: -entry[1])]
+    return sampled, {"documents": len(sampled), "documents_seen": documents_seen, "bytes": size}

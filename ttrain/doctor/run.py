@@ -104,7 +104,8 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     config = config.resolved(rows.epoch)
     order = order_of(config, rows)
     heldout = open_rows(shards / "heldout", encoder, config, heldout=True)
-    read = Data(row.rows, encoder, rows, heldout, heldout_records(shards), bool(config.mask_intervals))
+    records = list(heldout_records(shards))
+    read = Data(row.rows, encoder, rows, heldout, records, bool(config.mask_intervals))
     learner = Learner(
         config,
         settings.runtime,
