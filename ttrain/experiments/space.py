@@ -134,4 +134,4 @@ def parse(key: str, text: str) -> Dimension:
     if not are_numbers or values[0] >= values[1] or (kind == "log" and values[0] <= 0):
         rule = "two numbers, the lower first" + (" and above 0" if kind == "log" else "")
         raise UsageError(f"{key} is '{text}' but must have {rule}; write {FORMS[kind]}")
-    return Interval(*values, log=kind == "log")
+    return Interval(values[0], values[1], log=kind == "log")

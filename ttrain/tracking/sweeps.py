@@ -10,8 +10,8 @@ from pathlib import Path
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.reports.summary import markdown
 from ttrain.store import runs
-from ttrain.tracking.mlflow_mirror import RUNNING, TrackedRun
-from ttrain.tracking.tracked_runs import KILLED, NOTE, setting_id, status_of
+from ttrain.tracking.mlflow_mirror import KILLED, RUNNING, TrackedRun
+from ttrain.tracking.tracked_runs import NOTE, setting_id, status_of
 
 COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
 
