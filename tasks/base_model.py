@@ -45,14 +45,10 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
     model = _load(files)
     encoder = Encoder(tokenizer)
     rows_before = embedding_rows(model)
-    own_vocabulary = _vocabulary(files["tokenizer"][0]) if "tokenizer" in files else None
+    known = _vocabulary(files["tokenizer"][0]) if "tokenizer" in files else {}
+    seen = {*known.values()} if "tokenizer" in files else range(rows_before)
     new = _vocabulary(tokenizer / "tokenizer.json")
-    unseen = {
-        number
-        for number in new.values()
-        if number >= rows_before or (own_vocabulary is not None and number not in own_vocabulary.values())
-    }
-    known = own_vocabulary or {}
+    unseen = {number for number in new.values() if number >= rows_before or number not in seen}
     moved = sum(number < rows_before and new.get(token) != number for token, number in known.items())
     if moved:
         log.warning(
@@ -100,12 +96,13 @@ def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[
 def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
     """Set the tokenizer's special ids, also where the model has others; the model's own stop tokens stay."""
     generation = model.generation_config
-    stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    own_stops = generation.eos_token_id
+    stops = own_stops if isinstance(own_stops, list) else [own_stops]
     for name, number in new_model.special_ids(encoder).items():
         setattr(model.config, name, number)
         setattr(generation, name, number)
-    stop_ids = [number for number in stops if number is not None]
-    generation.eos_token_id = list(dict.fromkeys([encoder.eos_id, encoder.end_id, *stop_ids]))
+    stop_ids = dict.fromkeys([encoder.eos_id, encoder.end_id, *stops])
+    generation.eos_token_id = [number for number in stop_ids if number is not None]
 
 
 def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]]) -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import nn
-
-from ttrain.config import Dpo, Runtime, Settings, Training
+from ttrain.config import Settings
 from ttrain.config.training import adapter_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
@@ -22,6 +20,8 @@ from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.whole_model import whole_model
 from ttrain.tasks.reference import ReferencedRows
 from ttrain.train.preference_tuning import PreferenceTuning
+
+task_of = PreferenceTuning.of
 
 ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
 
@@ -44,12 +44,6 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
     if adapter is None:
         return whole_model(new_model.load(base), base)
     return replace(lora.with_adapter(base, adapter), directory=ADAPTER, finish=partial(merge, base))
-
-
-def task_of(config: Training, model: nn.Module, runtime: Runtime) -> PreferenceTuning:
-    """The task of the stage."""
-    assert isinstance(config, Dpo), "the settings are those of the stage"
-    return PreferenceTuning(config, model, **training.task_options(runtime))
 
 
 def merge(base: Path, output: Path) -> None:

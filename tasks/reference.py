@@ -25,7 +25,6 @@ from ttrain.tasks.common.rows import open_rows
 from ttrain.tasks.common.training import start
 from ttrain.train import leakage_check, precision
 from ttrain.train.language_modeling import NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 from ttrain.train.preference_tuning import score_answers
 
 PARTS = ("train", "heldout")
@@ -44,7 +43,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
     ranks, runtime, config = start(job.runtime), job.runtime, settings.dpo
     base = job.inputs["base"] / new_model.DIRECTORY
     encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
-    model = NextTokenLoss(new_model.load(base), token_loss_sum, runtime.loss_chunk_tokens, runtime.attention)
+    model = NextTokenLoss(new_model.load(base), runtime.loss_chunk_tokens, runtime.attention)
     leakage_check.check(model, config, branches=True)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
     model.to(ranks.device).eval()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ttrain.config import TRAINING_STAGES, Loop, Runtime, Settings, Training, flatten
 from ttrain.core.files import finite, link_or_copy, remove_tree
@@ -30,7 +30,7 @@ from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, wi
 from ttrain.tasks.common.tuning import tuned
 from ttrain.train import checkpoint, checkpoint_format, guards, leakage_check, precision
 from ttrain.train.callbacks import Callback
-from ttrain.train.distributed import Ranks, share_cores
+from ttrain.train.distributed import Ranks, Tensors, share_cores
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
@@ -54,7 +54,7 @@ class TrainableModel:
     """
 
     model: nn.Module
-    state: Callable[[], dict[str, Tensor]]
+    state: Callable[[], Tensors]
     files: dict[str, bytes]
     directory: str = "model"
     weights_file: str = checkpoint.WEIGHTS
@@ -62,7 +62,7 @@ class TrainableModel:
     left_out: frozenset[str] = frozenset()
     finish: Callable[[Path], object] = lambda output: None
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load(self, weights: Tensors) -> None:
         """Load weights into the model. Raises ArtifactError if names or shapes differ."""
         factory.overwrite(self.state(), weights)
 
@@ -70,18 +70,7 @@ class TrainableModel:
 # --- a training stage ----------------------------------------------------------------------------------------------------
 
 
-def task_of(config: Training, model: nn.Module, runtime: Runtime) -> LanguageModeling:
-    """The task of most stages: next-token prediction."""
-    return LanguageModeling(config, model, **task_options(runtime))
-
-
-def task_options(runtime: Runtime) -> dict[str, Any]:
-    """How a task computes: results are equal up to the order of summation."""
-    return {
-        "chunk_tokens": runtime.loss_chunk_tokens,
-        "attention": runtime.attention,
-        "gradient_checkpointing": runtime.gradient_checkpointing,
-    }
+task_of = LanguageModeling.of  # of most stages
 
 
 def run(
@@ -94,7 +83,8 @@ def run(
 ) -> Figures:
     """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
 
-    `batches` gives those of `train` or `heldout`.
+    `batches` makes those of a part, `train` or `heldout`, of its rows.
+
     Returns the figures of the manifest. Raises Interrupted after saving.
     """
     ranks = start(job.runtime)
@@ -314,13 +304,12 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
 def write_plateau(output: Path, step: int) -> None:
     """Link the checkpoint of this step as `plateau/` of the output; warn if there is none."""
     remove_tree(output / PLATEAU)
-    paths = checkpoint_format.list_checkpoints(output / "checkpoints")
-    checkpoints = {checkpoint_format.step_of(path): path for path in paths}
-    if step not in checkpoints:
+    source = output / "checkpoints" / f"step-{step:08d}"
+    if not source.exists():
         log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
         return
     (output / PLATEAU).mkdir()
-    for path in checkpoints[step].glob(f"*{checkpoint_format.SAFETENSORS}"):
+    for path in source.glob(f"*{checkpoint_format.SAFETENSORS}"):
         link_or_copy(path, output / PLATEAU / path.name)
 
 

@@ -19,7 +19,6 @@ from ttrain.model import factory, kinds
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 
 IDS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
 WINDOW = {"sliding_window": 5}
@@ -48,7 +47,7 @@ def packed() -> tuple[torch.Tensor, ...]:
 
 
 def loss_of(model: Any, *row: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = NextTokenLoss(model, token_loss_sum)(*row, next_only=True)[0]
+    found: torch.Tensor = NextTokenLoss(model)(*row, next_only=True)[0]
     return found
 
 

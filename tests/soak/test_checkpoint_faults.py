@@ -35,7 +35,7 @@ class FailingDisk:
                 patch.setattr(os, name, self._failing(getattr(os, name)))
             opened, failing = io.open, self._failing(io.open)
             patch.setattr(
-                io, "open", lambda path, mode="r", *a, **n: (failing if "w" in mode else opened)(path, mode, *a, **n)
+                io, "open", lambda path, mode="r", *a, **n: (opened if "r" in mode else failing)(path, mode, *a, **n)
             )
             yield self
 

@@ -101,17 +101,9 @@ def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install
         home.pretrain(settings, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ("Broken", r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"),
-        ("Missing", r"the callback bad \(spies:Missing, .*raised AttributeError"),
-        ("Watched.mro", r"the callback bad \(spies:Watched.mro, .*list is not derived from ttrain\.train\.callbacks"),
-    ],
-)
-def test_a_callback_that_fails_or_is_none_is_named(tmp_path: Path, install: Any, value: str, said: str) -> None:
-    install(bad=value)
-    with pytest.raises(TTrainError, match=said):
+def test_a_callback_that_fails_is_named(tmp_path: Path, install: Any) -> None:
+    install(bad="Broken")
+    with pytest.raises(TTrainError, match=r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"):
         Home.make(tmp_path / "home").pretrain(stage_settings(2), tmp_path / "out")
 
 

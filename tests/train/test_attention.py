@@ -15,7 +15,6 @@ from ttrain.model import factory
 from ttrain.train import attention, native
 from ttrain.train.attention import Records, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 
 T = 29
 SEGMENTS = torch.tensor(
@@ -97,7 +96,7 @@ def test_generation_and_saving_do_not_notice() -> None:
     trained, untouched = tiny_model(), tiny_model()
     ids = torch.randint(9, VOCAB, SEGMENTS.shape, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(T).expand_as(ids).contiguous()
-    NextTokenLoss(trained, token_loss_sum)(ids, positions, SEGMENTS, ids)
+    NextTokenLoss(trained)(ids, positions, SEGMENTS, ids)
     assert trained.config._attn_implementation == attention.NAME
     assert factory.files(trained) == factory.files(untouched)
     ids = torch.randint(9, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ from ttrain.train.losses import token_loss_sum
 
 
 def objective_of(**options: Any) -> NextTokenLoss:
-    return NextTokenLoss(tiny_model(**{"hidden_size": 32, **options}), token_loss_sum)
+    return NextTokenLoss(tiny_model(**{"hidden_size": 32, **options}))
 
 
 @pytest.mark.parametrize(

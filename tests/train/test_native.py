@@ -19,7 +19,6 @@ from ttrain.data.packing import IGNORE
 from ttrain.train import native, optim
 from ttrain.train.attention import Records, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
@@ -226,7 +225,7 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
         ids = torch.randint(9, VOCAB, SEGMENTS.shape, generator=torch.Generator().manual_seed(2))
         positions = torch.arange(SEGMENTS.shape[1]).expand_as(ids).contiguous()
         with torch.autocast("cpu", precision, enabled=precision != FP32):
-            loss = NextTokenLoss(model, token_loss_sum)(ids, positions, SEGMENTS, ids)[0]
+            loss = NextTokenLoss(model)(ids, positions, SEGMENTS, ids)[0]
         return with_gradients(loss, torch.ones(()), dict(model.named_parameters()))
 
     exact, rounded = (without(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16))

@@ -24,7 +24,6 @@ from ttrain.data.shards import Column, ShardSet, offsets_of, write_index, write_
 from ttrain.doctor.parts import InMemoryRows
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 from ttrain.train.preference_tuning import PreferenceTuning, score_answers
 from ttrain.train.training_options import Cadence
 
@@ -63,7 +62,7 @@ def packed(directory: Path, pairs: Sequence[Pair], reference: Any = None) -> InM
         return InMemoryRows(batch)
     references = np.empty(2 * len(pairs))
     with torch.no_grad():
-        scores_A, _ = score_answers(NextTokenLoss(reference, token_loss_sum).eval(), batch, CPU)
+        scores_A, _ = score_answers(NextTokenLoss(reference).eval(), batch, CPU)
     references[batch.answer_ids_A] = scores_A.numpy()
     return InMemoryRows(batch, references)
 
@@ -98,7 +97,7 @@ def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
     expected_A = torch.stack([alone(model, *answer) for answer in answers])
     named = dict(model.named_parameters())
     expected = torch.autograd.grad((expected_A * weights_A).sum(), list(named.values()))
-    found_A, tokens_A = score_answers(NextTokenLoss(model, token_loss_sum), batch, CPU)  # type: ignore[arg-type]
+    found_A, tokens_A = score_answers(NextTokenLoss(model), batch, CPU)  # type: ignore[arg-type]
     found = torch.autograd.grad((found_A * weights_A).sum(), list(named.values()))
     assert float((found_A - expected_A).abs().max()) < 1e-5
     assert tokens_A.tolist() == [len(answer) for _, answer in answers]

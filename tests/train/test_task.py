@@ -24,7 +24,7 @@ from ttrain.errors import ArtifactError, DataError, Interrupted, TTrainError, Us
 from ttrain.tasks import user_task
 from ttrain.tasks.common.job import StageContext
 from ttrain.tasks.user_task import Adapted, Batches, task_class
-from ttrain.train import optim, schedules, task
+from ttrain.train import task
 from ttrain.train.regression import Regression
 from ttrain.train.task import LossSum, UserTask
 
@@ -47,12 +47,6 @@ class Line(UserTask):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(1, self.config.width), nn.Dropout(0.1), nn.Linear(self.config.width, 1))
-
-    def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
-        return optim.build(model, self.config.optim)
-
-    def build_scheduler(self, steps: int) -> Any:
-        return schedules.schedule(self.config.schedule, steps)
 
     def build_criterion(self) -> Any:
         return nn.MSELoss(reduction="sum")

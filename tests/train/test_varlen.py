@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ttrain.train import varlen
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
-from ttrain.train.losses import token_loss_sum
 
 T = 24
 SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 15 + [2] * 6])
@@ -88,7 +87,7 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
     def spans(window: int | None = None, **options: Any) -> varlen.Spans | None:
         model = tiny_model(kind="mistral", **options)
         model.config.sliding_window = window
-        return NextTokenLoss(model, token_loss_sum).train().spans(NumberedRows(2, T).batch([0, 1]), ALONE.device)
+        return NextTokenLoss(model).train().spans(NumberedRows(2, T).batch([0, 1]), ALONE.device)
 
     assert spans() is not None
     assert spans(window=8) is None

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
-from ttrain.train.varlen import Spans, span_attention
+from ttrain.train.varlen import Spans, record_starts, span_attention
+
+Inputs = dict[str, Any]  # of a model of transformers
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
@@ -40,7 +42,7 @@ def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tens
     return seen_BTT[:, None]
 
 
-def with_attention_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
     """Convert the mask of `segment_mask` in a model's inputs to the form that its attention expects.
 
     Layers with a sliding window get a mask of their own: transformers adds no window to a mask that it is given.
@@ -65,11 +67,6 @@ def with_attention_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         masks[kind] = _scores(near) if additive else near
     uniform = getattr(model.config, "layer_types", None) is None
     return {**inputs, "attention_mask": masks[SLIDING] if uniform else masks}
-
-
-def sees_windows(config: Any, length: int) -> bool:
-    """Whether any layer's window is shorter than a row of this length."""
-    return min(_windows(config).values(), default=length) < length
 
 
 def _windows(config: Any) -> dict[str, int]:
@@ -100,17 +97,14 @@ class Records:
     def places(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The number of each record's first token among the B * T, and how many it has, longest first; all tokens'
         branches."""
-        segments = self._segments.numpy()
-        begins = np.ones(segments.shape, bool)
-        np.not_equal(segments[:, 1:], segments[:, :-1], out=begins[:, 1:])
-        starts = np.flatnonzero(begins)
-        lengths = np.diff(starts, append=begins.size)
+        starts = record_starts(self._segments.numpy())
+        lengths = np.diff(starts, append=self._segments.numel())
         order = np.argsort(-lengths, kind="stable")
         branches = None if self._branches is None else self._branches.to(torch.int32).contiguous()
         return torch.from_numpy(starts[order]), torch.from_numpy(lengths[order]), branches
 
 
-def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None = None) -> dict[str, Any]:
+def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None = None) -> Inputs:
     """Extra arguments with which a transformers model computes its attention here; {} where it does not.
 
     Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
@@ -129,7 +123,7 @@ def is_compiled(model: Any) -> bool:
 
 def takes_records(model: Any, length: int) -> bool:
     """Whether a model computes rows of this length record by record where it is given them; prepares it for that."""
-    if sees_windows(model.config, length):
+    if min(_windows(model.config).values(), default=length) < length:
         return False
     if model.config._attn_implementation == "sdpa":
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -154,7 +148,7 @@ def record_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, K]. `spans`: on CUDA."""
-    dtype = autocast_dtype(query_BHTK.device, query_BHTK.dtype)
+    dtype = autocast_dtype(query_BHTK)
     scale = query_BHTK.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (state.transpose(1, 2) for state in (query_BHTK, key_BGTK, value_BGTK))
     if spans is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ttrain.train.distributed import local_part, shard_like
+from ttrain.train.distributed import Tensors, local_part, shard_like
 
 ITERATE, COUNT = "iterate", "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
 FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights stay;
@@ -59,14 +59,14 @@ class MovingAverage:
         self._swap()
         self._averages = []
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Tensors:
         """Named tensors beside those of the optimizer; to be called where the parameters hold the average."""
         if not self._averages:
             return {}
         newest = {f"{ITERATE}|{name}": held for name, held in zip(self._names.values(), self._averages, strict=True)}
         return {**newest, **{f"{COUNT}|{name}": torch.tensor(int(self._count)) for name in self._names.values()}}
 
-    def load_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def load_state(self, tensors: Tensors) -> Tensors:
         """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
         own = {name: value for name, value in tensors.items() if name.partition("|")[0] in (ITERATE, COUNT)}
         averages = {name: own.get(f"{ITERATE}|{name}") for name in self._names.values()}

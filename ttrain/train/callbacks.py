@@ -1,7 +1,5 @@
 """Callbacks: observers that get frozen records of each event and cannot change the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -10,18 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from ttrain.core.files import ProgressWriter, fsync, write_bytes
+from ttrain.core.files import JsonDict, ProgressWriter, fsync, write_bytes
 from ttrain.core.text import format_duration
 from ttrain.data.order import Order
-from ttrain.errors import TTrainError, UsageError
-
-if TYPE_CHECKING:
-    from ttrain.train.distributed import Ranks
+from ttrain.data.packing import Array
+from ttrain.errors import TTrainError
 
 LOGGED_PREFIXES = (
     "loss",
@@ -49,7 +42,7 @@ class StepRecord:
     skipped: bool  # its gradient was not finite, and the weights were not updated
     seconds: float
     data_seconds: float  # of them, waiting for the loader
-    rows: Callable[[], npt.NDArray[np.int64]]  # row numbers
+    rows: Callable[[], Array]  # row numbers
     tokens: int  # of its rows
     tokens_read: int  # of the rows of all steps so far
 
@@ -61,7 +54,7 @@ class LogRecord:
     step: int
     steps: int
     tokens: int  # of the rows of all steps so far
-    metrics: dict[str, float]
+    metrics: Mapping[str, float]
 
 
 class Callback:
@@ -118,7 +111,7 @@ class Callback:
         """
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonDict:
         """State of this callback for the checkpoint, as JSON."""
         return {name: getattr(self, f"_{name}") for name in self.saved_attributes}
 
@@ -138,23 +131,10 @@ GROUP = "ttrain.callbacks"
 
 
 def installed_callbacks(*, may_stop: bool) -> list[Callback]:
-    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments.
-
-    Raises UsageError for one that cannot be imported or made, or makes something else.
-    """
-    callbacks = []
-    for point in sorted(entry_points(group=GROUP)):
-        try:
-            callback = point.load()()
-            if not isinstance(callback, Callback):
-                raise TypeError(f"{type(callback).__name__} is not derived from ttrain.train.callbacks.Callback")
-        except Exception as error:
-            raise UsageError(
-                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
-                f"uninstall its package"
-            ) from error
+    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments."""
+    callbacks = [point.load()() for point in sorted(entry_points(group=GROUP))]
+    for callback in callbacks:
         callback.may_stop = may_stop
-        callbacks.append(callback)
     return callbacks
 
 
@@ -251,9 +231,8 @@ class LogLines(Callback):
 class CallbackList:
     """Dispatches events to the callbacks of rank 0, the only rank with any."""
 
-    def __init__(self, callbacks: Sequence[Callback], ranks: Ranks, order: Order) -> None:
-        self.callbacks = list(callbacks) if ranks.first else []
-        self._order = order
+    def __init__(self, callbacks: Sequence[Callback], order: Order) -> None:
+        self.callbacks, self._order = callbacks, order
 
     def dispatch(self, event: str, *arguments: Any) -> None:
         """Call the hook of this name on every callback."""
@@ -302,7 +281,7 @@ class CallbackList:
             except Exception as second:
                 log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> list[JsonDict]:
         """Callback states for the checkpoint; callbacks with an empty state are left out."""
         entries = [{"name": type(callback).__name__, "state": _call(callback, "state")} for callback in self.callbacks]
         return [entry for entry in entries if entry["state"]]

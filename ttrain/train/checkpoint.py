@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any
 
-from ttrain.core.files import fsync, read_json, remove_tree, write_json
+from ttrain.core.files import fsync, read_json, read_object, remove_tree, write_json
 from ttrain.core.text import format_size
 from ttrain.errors import ArtifactError
 from ttrain.train.checkpoint_format import (
@@ -34,7 +33,6 @@ from ttrain.train.checkpoint_format import (
     is_unnamed,
     list_checkpoints,
     logged_metric,
-    name_file_in_errors,
     read,
     step_of,
     tensor_parts,
@@ -43,16 +41,7 @@ from ttrain.train.checkpoint_format import (
 )
 from ttrain.train.snapshots import Snapshot, SnapshotBuffers, needed_bytes
 
-__all__ = [
-    "OPTIMIZER",
-    "STATE",
-    "WEIGHTS",
-    "Checkpoints",
-    "Snapshot",
-    "SnapshotBuffers",
-    "needed_bytes",
-    "read",
-]
+__all__ = ["WEIGHTS", "Checkpoints", "Snapshot", "SnapshotBuffers", "read"]
 
 LATEST, BEST, FINAL = "latest", "best", "final"
 
@@ -92,16 +81,18 @@ class Checkpoints:
         Waits while two snapshots are being written. Raises ArtifactError if an earlier write failed.
         """
         try:
-            self._finish(but=UNDER_WAY - 1)
+            self.wait(but=UNDER_WAY - 1)
         except BaseException:
             snapshot.release()
             raise
         finite = metric if metric is not None and math.isfinite(metric) else None
         self.pending.append(self._pool.submit(self._save, snapshot, finite))
 
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises ArtifactError if a write failed."""
-        self._finish(but=0)
+    def wait(self, but: int = 0) -> None:
+        """Wait until at most `but` writes are pending. Raises ArtifactError if one failed."""
+        while len(self.pending) > but or (self.pending and self.pending[0].done()):
+            wait_for([self.pending[0]])
+            self.pending.popleft().result()
 
     def close(self) -> None:
         """End the writer thread, after its last write."""
@@ -159,12 +150,11 @@ class Checkpoints:
         """Write the `final` pointer: the trained model has the weights of this step. Waits for the writer."""
         self.wait()
         if self._durable is None and list_checkpoints(self.directory):  # the writer of the newest may have been killed
-            _clear_interrupted_writes(self.directory, self._weights_file)
+            self._clear_interrupted_writes()
             newest = list_checkpoints(self.directory)[-1]
             self._update_pointers(step_of(newest), logged_metric(newest))
             self._prune()
-        with name_file_in_errors(self.directory / FINAL):
-            write_json(self.directory / FINAL, {"step": step})
+        write_json(self.directory / FINAL, {"step": step})
 
     def keep(self, step: int) -> None:
         """Never prune the checkpoint of this step during this run, whether it is written yet or not."""
@@ -177,45 +167,85 @@ class Checkpoints:
             if step_of(path) > step:
                 remove_tree(path)
 
-    def _finish(self, but: int) -> None:
-        """Wait until at most `but` writes are pending; raise the errors of finished ones."""
-        while len(self.pending) > but or (self.pending and self.pending[0].done()):
-            wait_for([self.pending[0]])
-            self.pending.popleft().result()
-
     # --- in the writer thread ---------------------------------------------------------------------------------------------
 
     def _save(self, snapshot: Snapshot, metric: float | None) -> None:
         try:
-            write_checkpoint(self.directory, snapshot, metric, files=self.files(), weights_file=self._weights_file)
+            self._write(snapshot, metric)
             self._durable = snapshot.step
             self._damaged.discard(self.directory / f"step-{snapshot.step:08d}")
             self._update_pointers(snapshot.step, metric)
             self._prune()
         except OSError as error:
-            raise ArtifactError(
-                write_failure_message(self.directory, snapshot, error, self._newest_other(snapshot.step))
-            ) from error
+            raise ArtifactError(self._failure_message(snapshot, error)) from error
         finally:
             snapshot.release()
 
+    def _write(self, snapshot: Snapshot, metric: float | None) -> None:
+        """Write a checkpoint durably: its files, `state.json`, the name. Raises OSError."""
+        files = self.files()
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            fsync(self.directory.parent)
+        self._clear_interrupted_writes()
+        temporary = self.directory / f".writing-{snapshot.step:08d}"
+        try:
+            temporary.mkdir()
+            written = {name: write(temporary / name, [data]) for name, data in files.items()}
+            for name, tensors in by_file(snapshot.weights, self._weights_file).items():
+                written[name] = write(temporary / name, tensor_parts(tensors, {"format": "pt"}))
+            written[OPTIMIZER] = write(temporary / OPTIMIZER, tensor_parts(snapshot.optimizer))
+            state = {**snapshot.state, "step": snapshot.step, "metric": metric, "files": written}
+            write_json(temporary / STATE, with_digest(state))
+            _publish(temporary)
+        except BaseException:
+            if not (temporary / STATE).exists():  # else it is complete, and is listed
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _clear_interrupted_writes(self) -> None:
+        """Remove what killed writers left; what is complete gets its final name."""
+        for temporary in self.directory.glob(".writing-*"):
+            if (temporary / STATE).exists():
+                with contextlib.suppress(ArtifactError):
+                    read(temporary, self._weights_file)
+                    _publish(temporary)
+            remove_tree(temporary)
+        remove_trash(self.directory)
+        for pointer in self.directory.glob(".*.tmp"):
+            pointer.unlink(missing_ok=True)
+
+    def _failure_message(self, snapshot: Snapshot, error: OSError) -> str:
+        """What could not be written and why, which step's checkpoint is intact, and what to do."""
+        message = (
+            f"cannot write the checkpoint of step {snapshot.step}: {error.filename or self.directory}: "
+            f"{error.strerror or error}; "
+        )
+        intact = self._newest_other(snapshot.step)
+        if intact is None:
+            message += "there is no other checkpoint, so the same command starts from the beginning"
+        else:
+            message += f"the checkpoint of step {intact} is intact, and the same command continues from it"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = format_size(shutil.disk_usage(self.directory).free)
+            return (
+                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: make room, set "
+                f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
+            )
+        return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
+
     def _update_pointers(self, step: int, metric: float | None) -> None:
-        with name_file_in_errors(self.directory / LATEST):
-            write_json(self.directory / LATEST, {"step": step, "metric": metric})
+        write_json(self.directory / LATEST, {"step": step, "metric": metric})
         ranked = self._ranked()
         if ranked and read_json(self.directory / BEST) != (best := {"step": ranked[0][1], "metric": ranked[0][0]}):
-            with name_file_in_errors(self.directory / BEST):
-                write_json(self.directory / BEST, best)
+            write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
         """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
-        steps = [step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged]
-        retained_steps = {
-            *sorted({*steps})[-self._keep :],
-            *(self._permanent & {*steps}),
-            *(step for _, step, _ in ranked[:1]),
-        }
+        steps = [step_of(path) for path in self._intact()]
+        retained_steps = {*sorted({*steps})[-self._keep :], *(self._permanent & {*steps})}
+        retained_steps |= {step for _, step, _ in ranked[:1]}
         if self._keep_every:
             retained_steps |= {step for step in steps if step % self._keep_every == 0}
         for path in list_checkpoints(self.directory):
@@ -225,20 +255,18 @@ class Checkpoints:
 
     # --- lookup ----------------------------------------------------------------------------------------------------------
 
+    def _intact(self) -> list[Path]:
+        """The checkpoints that are not known to be damaged."""
+        return [path for path in list_checkpoints(self.directory) if path not in self._damaged]
+
     def _newest_other(self, step: int) -> int | None:
         """Step of the newest intact checkpoint, other than the one being written unless that is durable already."""
-        steps = [
-            step_of(path) for path in list_checkpoints(self.directory) if path not in self._damaged and not is_unnamed(path)
-        ]
+        steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
         return max((candidate for candidate in steps if candidate != step or candidate == self._durable), default=None)
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""
-        measured = [
-            (logged_metric(path), step_of(path), path)
-            for path in list_checkpoints(self.directory)
-            if path not in self._damaged
-        ]
+        measured = [(logged_metric(path), step_of(path), path) for path in self._intact()]
         return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
 
     def _pointed_best(self) -> int | None:
@@ -246,8 +274,7 @@ class Checkpoints:
         path = self.directory / BEST
         if not path.exists():
             return None
-        pointer = read_json(path)
-        step: Any = pointer.get("step") if isinstance(pointer, dict) else None
+        step = read_object(path).get("step")
         if type(step) is not int:
             log.warning("the file %s is damaged; searching the checkpoints for the best", path)
             return None
@@ -257,57 +284,10 @@ class Checkpoints:
 NICENESS = 10  # of 19
 
 
-def write_checkpoint(
-    directory: Path, snapshot: Snapshot, metric: float | None, *, files: Mapping[str, bytes], weights_file: str
-) -> None:
-    """Write `directory/step-N`, durably: its files, `state.json`, the name. Raises OSError, which names the file.
-
-    Leftovers of killed writers are removed, or renamed to their final name if complete.
-    """
-    if not directory.exists():
-        directory.mkdir(parents=True)
-        fsync(directory.parent)
-    _clear_interrupted_writes(directory, weights_file)
-    temporary = directory / f".writing-{snapshot.step:08d}"
-    try:
-        temporary.mkdir()
-        written = {name: write(temporary / name, [data]) for name, data in files.items()}
-        for name, tensors in by_file(snapshot.weights, weights_file).items():
-            written[name] = write(temporary / name, tensor_parts(tensors, {"format": "pt"}))
-        written[OPTIMIZER] = write(temporary / OPTIMIZER, tensor_parts(snapshot.optimizer))
-        with name_file_in_errors(temporary / STATE):
-            write_json(
-                temporary / STATE, with_digest({**snapshot.state, "step": snapshot.step, "metric": metric, "files": written})
-            )
-        _publish(temporary)
-    except BaseException:
-        if not (temporary / STATE).exists():  # else it is complete, and is listed
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def remove_trash(directory: Path) -> None:
     """Finish interrupted removals."""
     for trash in directory.glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def write_failure_message(directory: Path, snapshot: Snapshot, error: OSError, whole: int | None) -> str:
-    """Error message: what could not be written and why, which step's checkpoint is intact, and what to do."""
-    message = (
-        f"cannot write the checkpoint of step {snapshot.step}: {error.filename or directory}: {error.strerror or error}; "
-    )
-    if whole is None:
-        message += "there is no other checkpoint, so the same command starts from the beginning"
-    else:
-        message += f"the checkpoint of step {whole} is intact, and the same command continues from it"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = format_size(shutil.disk_usage(directory).free)
-        return (
-            f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: make room, set "
-            f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
-        )
-    return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
 
 
 def lower_priority() -> None:
@@ -320,25 +300,10 @@ def lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _clear_interrupted_writes(directory: Path, weights_file: str) -> None:
-    for temporary in directory.glob(".writing-*"):
-        if (temporary / STATE).exists():
-            try:
-                read(temporary, weights_file)
-                _publish(temporary)
-            except ArtifactError:
-                pass
-        remove_tree(temporary)
-    remove_trash(directory)
-    for pointer in directory.glob(".*.tmp"):
-        pointer.unlink(missing_ok=True)
-
-
 def _publish(temporary: Path) -> None:
     """Rename a complete checkpoint to its final name; only then move an older one of the same step to the trash."""
     final = temporary.with_name(f"step-{step_of(temporary):08d}")
     if final.exists():
         final.rename(final.with_name(f".trash-{final.name}-{time.time_ns()}"))
     temporary.rename(final)
-    with name_file_in_errors(final.parent):
-        fsync(final.parent)
+    fsync(final.parent)

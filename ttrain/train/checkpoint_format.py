@@ -1,6 +1,5 @@
 """Checkpoint directories on disk: listed, read, verified byte by byte. Nothing in them can run code."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,9 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ttrain.core.files import JsonDict
 from ttrain.core.hashing import sha256_file
 from ttrain.errors import ArtifactError
-from ttrain.train.snapshots import Snapshot, Tensors, copy_tensors
+from ttrain.train.distributed import Tensors
+from ttrain.train.snapshots import Snapshot, copy_tensors
 
 STATE = "state.json"
 
@@ -35,9 +36,7 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     return Snapshot(int(state["step"]), *read_tensors(path, state["files"], weights_file), state)
 
 
-def read_tensors(
-    path: Path, names: Iterable[str], weights_file: str = WEIGHTS
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def read_tensors(path: Path, names: Iterable[str], weights_file: str = WEIGHTS) -> tuple[Tensors, Tensors]:
     """Read weights and optimizer state from those of the named files of a checkpoint that hold tensors."""
     weights = dict(load_tensors(path / weights_file))
     for name in names:
@@ -75,15 +74,15 @@ def logged_metric(path: Path) -> float | None:
     return None if metric is None else float(metric)
 
 
-def with_digest(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(state: Mapping[str, Any]) -> JsonDict:
     """A state with its own digest, as `state.json` holds it."""
     return {**state, "sha256": _digest(state)}
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> JsonDict:
     file = path / STATE
     try:
-        state: dict[str, Any] = json.loads(file.read_bytes())
+        state: JsonDict = json.loads(file.read_bytes())
         name_matches = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
         whole = state.pop("sha256") == _digest(state) and name_matches and isinstance(state["files"], dict)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -103,10 +102,10 @@ def _verify(file: Path, entry: Any) -> None:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {STATE} does not list it") from None
 
 
-def load_tensors(file: Path) -> dict[str, Any]:
+def load_tensors(file: Path) -> JsonDict:
     """Load tensors into memory of their own: memory-mapped pages could change or vanish after they were verified."""
     try:
-        tensors: dict[str, Any] = load_file(file, backend="pread")
+        tensors: JsonDict = load_file(file, backend="pread")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}") from None
     return tensors
@@ -133,12 +132,12 @@ def _type_name(dtype: torch.dtype) -> str:
 def tensor_parts(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces. The tensors are on the CPU and must not change meanwhile."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonDict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": _type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -152,29 +151,28 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
     grouped: dict[str, dict[str, Tensor]] = {default: {}}
     for name, tensor in tensors.items():
         file, _, tensor_name = name.rpartition("/")
-        has_own_file = file.endswith(".safetensors")
+        has_own_file = file.endswith(SAFETENSORS)
         grouped.setdefault(file if has_own_file else default, {})[tensor_name if has_own_file else name] = tensor
     return grouped
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write(path: Path, parts: Iterable[bytes | memoryview]) -> JsonDict:
     """Write a new file and fsync it; returns {"bytes", "sha256"}. An OSError carries the path."""
-    digest, size = hashlib.sha256(), 0
-    with name_file_in_errors(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
+    digest = hashlib.sha256()
+    try:
+        with path.open("xb", buffering=0) as file:
             for piece in parts:
                 view = memoryview(piece)
                 for begin in range(0, len(view), CHUNK_BYTES):
                     chunk = view[begin : begin + CHUNK_BYTES]
                     digest.update(chunk)  # this, `write` and `fsync` let other threads run
                     while chunk:
-                        chunk = chunk[os.write(descriptor, chunk) :]
-                size += len(view)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+                        chunk = chunk[os.write(file.fileno(), chunk) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def write_model(
@@ -204,14 +202,3 @@ def write_weights(path: Path, tensors: Tensors) -> None:
     temporary.unlink(missing_ok=True)
     write(temporary, tensor_parts(tensors, {"format": "pt"}))
     temporary.replace(path)
-
-
-@contextlib.contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError raised for a file descriptor."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise

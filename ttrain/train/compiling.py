@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ttrain.core.text import first_line
 from ttrain.errors import UsageError
 from ttrain.train.distributed import Ranks
 
@@ -32,13 +33,21 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 class CompiledLayers:
     """The layers of a module, or the module where it has none; compiled in place, so that their names stay."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | None) -> None:
+        """None: nothing is compiled."""
+        self._calls: dict[nn.Module, Any] = {}
+        if module is None:
+            return
         torch._dynamo.config.recompile_limit = MOST_SHAPES
         self._module = module
-        self._calls: dict[nn.Module, Callable[..., Any] | None] = {}
         for layer in layers_of(module) or [module]:
             layer.compile(dynamic=False)
             self._calls[layer], layer._compiled_call_impl = layer._compiled_call_impl, None
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is compiled."""
+        return bool(self._calls)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -89,9 +98,8 @@ class CompiledLayers:
 
 
 def _call_or_fall_back(
-    layer: nn.Module, call: Callable[..., Any] | None, failures: list[Exception], *arguments: Any, **options: Any
+    layer: nn.Module, call: Callable[..., Any], failures: list[Exception], *arguments: Any, **options: Any
 ) -> Any:
-    assert call is not None, "the layer is compiled"
     try:
         return call(*arguments, **options)
     except Exception as error:
@@ -101,6 +109,4 @@ def _call_or_fall_back(
 
 def _described(failure: Exception | None) -> str:
     """The first line of an error of this rank, if it has one."""
-    if failure is None:
-        return "on another rank"
-    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+    return f"{type(failure).__name__}: {first_line(failure)}" if failure else "on another rank"

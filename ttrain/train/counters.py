@@ -1,11 +1,9 @@
 """The counters of a run, as its checkpoints hold them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Counters:
     best_loss: float = math.inf
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Counters:
+    def of(cls, state: Mapping[str, Any]) -> Self:
         """Restore counters from the state in a checkpoint."""
         return cls(**{**state, "window": LogWindow(**state["window"])})
 

@@ -1,13 +1,11 @@
 """The processes that train together (ranks), and their collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import numpy.typing as npt
 import torch
@@ -15,7 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ttrain.core.signals import RENDEZVOUS
+from ttrain.core.text import first_line
 from ttrain.errors import RankLost
+
+Tensors = Mapping[str, Tensor]  # by name
 
 NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset")
 
@@ -29,7 +30,7 @@ class Ranks:
     device: torch.device
 
     @classmethod
-    def join(cls, device: torch.device, timeout_seconds: float) -> Ranks:
+    def join(cls, device: torch.device, timeout_seconds: float) -> Self:
         """Join the process group with the rank from the environment, by torchrun's variables: gloo, and NCCL on CUDA.
 
         A rank that waits for another one for longer than `timeout_seconds` fails.
@@ -61,12 +62,7 @@ class Ranks:
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
         no rank waits for its GPU."""
-        if self.world == 1:
-            return values
-        with self._naming_lost_ranks():
-            tensor = torch.tensor(values, dtype=torch.float64)
-            dist.all_reduce(tensor)
-            return [float(value) for value in tensor.tolist()]
+        return values if self.world == 1 else list(self.add_up(torch.tensor(values, dtype=torch.float64)).tolist())
 
     def add_up(self, figures: Tensor) -> Tensor:
         """Sum figures over all ranks in place, on their device."""
@@ -86,16 +82,14 @@ class Ranks:
         """All names that any rank has, sorted; the same list on all of them."""
         if self.world == 1:
             return sorted(names)
-        gathered: list[list[str]] = [[] for _ in range(self.world)]
+        gathered = [list[str]()] * self.world
         with self._naming_lost_ranks():
             dist.all_gather_object(gathered, sorted(names))
-        return sorted({name for some in gathered for name in some})
+        return sorted(set().union(*gathered))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.world > 1:
-            with self._naming_lost_ranks():
-                dist.barrier()
+        self.sum([0.0])
 
     def exchanging(self) -> contextlib.AbstractContextManager[None]:
         """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
@@ -109,10 +103,9 @@ class Ranks:
         except RuntimeError as error:
             if self.world == 1 or not any(word in str(error).lower() for word in words):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RankLost(
-                f"another rank ended while rank {self.rank} was {activity}, or it hangs: {reason}; run the same command "
-                f"again, which continues at the last checkpoint"
+                f"another rank ended while rank {self.rank} was {activity}, or it hangs: {first_line(error)}; "
+                f"run the same command again, which continues at the last checkpoint"
             ) from error
 
     def leave(self) -> None:
@@ -128,10 +121,9 @@ def share_cores(threads: int | None) -> int:
     return local_rank
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return any other tensor unchanged."""
-    gather: Any = getattr(tensor, "full_tensor", None)
-    gathered: Tensor = gather() if gather else tensor
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
@@ -141,15 +133,14 @@ def local_part(tensor: Any) -> Tensor:
     return local_tensor
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
     """Move a full tensor to the device of `like`; where `like` is sharded, return this rank's shard."""
     tensor = tensor.to(like.device)
-    sharded: Any = like
     if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -46,7 +46,7 @@ def fuse(model: nn.Module) -> None:
 def _norm(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or hidden.dtype != torch.float32:
         return type(self).forward(self, hidden)
-    dtype = autocast_dtype(hidden.device, hidden.dtype)
+    dtype = autocast_dtype(hidden)
     return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -139,7 +139,7 @@ def _rotary_attention(
         inputs = hidden_states, position_embeddings, attention_mask
         return type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
 
-    records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states.device, hidden_states.dtype)
+    records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states)
     dropout = self.attention_dropout if self.training else 0.0
     if records is None or past_key_values is not None or dropout:
         return of_transformers()

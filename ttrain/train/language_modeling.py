@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
 
-from ttrain.config import Training
+from ttrain.config import Runtime, Training
 from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import UsageError
-from ttrain.train import attention, moe, optim, schedules, varlen
-from ttrain.train.attention import segment_mask
-from ttrain.train.distributed import on_device
+from ttrain.train import attention, moe, varlen
+from ttrain.train.attention import Inputs, segment_mask
+from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import (
     count_hits,
@@ -30,7 +29,7 @@ from ttrain.train.losses import (
 )
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.precision import autocast_dtype
-from ttrain.train.task import LossSum, TrainingTask
+from ttrain.train.task import LossSum, Metrics, Sums, TrainingTask
 from ttrain.train.varlen import Spans
 
 # Architectures whose logits are just the hidden states times the weight of the output embedding.
@@ -39,7 +38,7 @@ PLAIN_HEADS = frozenset({
     "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM",
 })  # fmt: skip
 
-LossTerms = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # total, its parts, other sums
+LossTerms = tuple[Tensor, Tensors, Tensors]  # total, its parts, other sums
 
 
 class PackedTensors(NamedTuple):
@@ -61,7 +60,7 @@ log = logging.getLogger("ttrain")
 class CausalTask(TrainingTask):
     """A task on the next-token losses of a causal language model.
 
-    `chunk_tokens` and `attention`: as in `NextTokenLoss.configure`.
+    `chunk_tokens` and `attention`: as in `NextTokenLoss`.
     `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174); the gradients are the same to the last bit.
     """
@@ -76,32 +75,33 @@ class CausalTask(TrainingTask):
         gradient_checkpointing: bool = False,
     ) -> None:
         self.config = config
-        self._model = NextTokenLoss(model, self.build_criterion(), chunk_tokens, attention)
+        self._model = NextTokenLoss(model, chunk_tokens, attention)
         if gradient_checkpointing:
             if count(model):
                 raise UsageError(
                     "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed "
                     "layer does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
                 )
-            causal: Any = self._model.causal
-            causal.activation_checkpointing_enable({"use_reentrant": False})
+            self._model.causal.activation_checkpointing_enable({"use_reentrant": False})
+
+    @classmethod
+    def of(cls, config: Any, model: nn.Module, runtime: Runtime) -> Self:
+        """The task of a stage with these settings; those of `runtime` change only the order of summation."""
+        return cls(
+            config,
+            model,
+            chunk_tokens=runtime.loss_chunk_tokens,
+            attention=runtime.attention,
+            gradient_checkpointing=runtime.gradient_checkpointing,
+        )
 
     def build_model(self) -> NextTokenLoss:
         return self._model
 
-    def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
-        return optim.build(model, self.config.optim)
-
-    def build_scheduler(self, steps: int) -> Callable[[int], float]:
-        return schedules.schedule(self.config.schedule, steps)
-
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return token_loss_sum
-
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+    def after_step(self, sums: Sums) -> None:
         self._model.move_biases(sums)
 
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+    def figures(self, sums: Sums) -> Metrics:
         return moe.figures(sums)
 
 
@@ -121,11 +121,11 @@ class LanguageModeling(CausalTask):
             total, _, sums = model(*_arrays(batch, device), next_only=True, spans=spans)
         return LossSum(total, batch.live_tokens, sums=sums)
 
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+    def figures(self, sums: Sums) -> Metrics:
         hits, targets = sums.get(HITS, (0.0, 0.0))
         return {**super().figures(sums), **({"accuracy": hits / targets} if targets else {})}
 
-    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
+    def derived(self, losses: Metrics) -> Metrics:
         """The two parts of the loss: cross entropy of the next tokens, and everything added to it."""
         if "loss" not in losses:
             return {}
@@ -151,60 +151,47 @@ class NextTokenLoss(nn.Module):
     ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, where all are divided by the targets of the first head.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        chunk_tokens: int | None = None,
-        attention: str = "auto",
-    ) -> None:
-        super().__init__()
-        self.model, self._criterion = model, criterion
-        head = self.get_output_embeddings()
-        self._plain = type(self.causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
-        self.configure(chunk_tokens, attention)
-        if self._plain:
-            fuse(self.causal)
-        else:
-            warn_unchunked_logits(type(self.causal).__name__)
-        moe.group(self.causal)
-        self._routers = Routers(self.causal)
-        self._balancing = Balancing.of(self.causal, self._routers)
-
-    def configure(self, chunk_tokens: int | None, attention: str) -> None:
-        """Set how it is computed; results are equal up to the order of summation.
+    def __init__(self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto") -> None:
+        """Results are equal up to the order of summation, however they are computed.
 
         `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
         `attention`: as `runtime.attention`.
         """
+        super().__init__()
+        self.model = model
+        causal, head = self.causal, self.get_output_embeddings()
+        self._plain = type(causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
         self._chunked = self._plain and chunk_tokens != 0
+        if self._plain:
+            fuse(causal)
+        else:
+            warn_unchunked_logits(type(causal).__name__)
+        moe.group(causal)
+        self._routers = Routers(causal)
+        self._balancing = Balancing.of(causal, self._routers)
 
     def spans(self, batch: Batch, device: torch.device) -> Spans | None:
         """Where the records of a batch begin, if attention is computed from that on this device, else None."""
-        config: Any = self.causal.config
+        config = self.causal.config
         if not (self._plain and self._by_records) or count(self.model) or device.type != varlen.DEVICE:
             return None
-        parameter = next(self.parameters())
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dropout = (getattr(config, "attention_dropout", 0.0) or 0.0) if self.training else 0.0
-        if not varlen.is_usable(device, autocast_dtype(device, parameter.dtype), width, dropout):
+        if not varlen.is_usable(device, autocast_dtype(next(self.parameters())), width, dropout):
             return None
         if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
             return None
         return varlen.spans_of(batch.segments_BT, device)
 
     @property
-    def causal(self) -> nn.Module:
+    def causal(self) -> Any:
         """The model of transformers, within PEFT's where there is one."""
-        inner = getattr(self.model, "get_base_model", None)
-        causal_model: nn.Module = self.model if inner is None else inner()
-        return causal_model
+        return getattr(self.model, "get_base_model", lambda: self.model)()
 
     def get_output_embeddings(self) -> nn.Module:
         """The output head, as transformers' models name it."""
-        causal: Any = self.causal
-        head: nn.Module = causal.get_output_embeddings()
+        head: nn.Module = self.causal.get_output_embeddings()
         return head
 
     def get_second_head(self) -> nn.Module | None:
@@ -238,7 +225,7 @@ class NextTokenLoss(nn.Module):
         with self._routers.watched() as choices:
             hidden_BTD, loss = self._first_head(rows)
         parts: dict[str, Tensor] = {} if branches_BT is not None else {"ce1": loss}
-        sums: dict[str, Tensor] = {}
+        sums: Tensors = {}
         second: Any = self.get_second_head() if branches_BT is None else None
         if second is not None:
             parts["ce2"] = self._second_head(second, hidden_BTD, labels_after_next(labels_BT, segments_BT))
@@ -252,12 +239,12 @@ class NextTokenLoss(nn.Module):
                 loss = loss if branches_BT is not None else loss + self.balance_of(parts)
         return loss, {} if [*parts] == ["ce1"] else parts, sums
 
-    def balance_of(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def balance_of(self, parts: Tensors) -> Tensor:
         """What the balance terms among the parts add to the loss."""
         balancing = self._balancing
         return balancing.balance * parts["balance"] + balancing.z_loss * parts.get("z", 0.0)
 
-    def move_biases(self, sums: Mapping[str, Sequence[float]]) -> None:
+    def move_biases(self, sums: Sums) -> None:
         """Update the routers' balancing biases after a step, if experts are balanced without a loss."""
         if self._balancing.bias_rate:
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
@@ -267,22 +254,20 @@ class NextTokenLoss(nn.Module):
 
         `hits`: to which the labels with the largest logit are added.
         """
-        model: Any = self.causal
-        inputs = self._inputs(rows)
+        model, inputs = self.causal, self._inputs(rows)
         if not self._chunked:
-            criterion = self._criterion if rows.branches_BT is None else token_losses
-            return self._head_as_it_is(inputs, rows.labels_BT, criterion, hits)
+            return self._head_as_it_is(inputs, rows, hits)
         hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         weight_VD = model.get_output_embeddings().weight
         if rows.branches_BT is not None:
             return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens)
         return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
 
-    def _inputs(self, rows: PackedTensors) -> dict[str, Any]:
+    def _inputs(self, rows: PackedTensors) -> Inputs:
         """What the model of transformers is called with, so that records and branches do not see each other."""
-        model: Any = self.causal
-        inputs: dict[str, Any] = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
-        arguments: dict[str, Any] = {} if rows.spans is None else {"spans": rows.spans}
+        model = self.causal
+        inputs: Inputs = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
+        arguments: Inputs = {} if rows.spans is None else {"spans": rows.spans}
         if self._chunked and rows.spans is None and self._by_records and not count(self.model):  # which cover no prefix
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
         if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
@@ -290,24 +275,18 @@ class NextTokenLoss(nn.Module):
         inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(rows.segments_BT, rows.branches_BT)})
         return attention.with_attention_mask(model, inputs)
 
-    def _head_as_it_is(
-        self,
-        inputs: dict[str, Any],
-        labels_BT: Tensor,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        hits: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def _head_as_it_is(self, inputs: Inputs, rows: PackedTensors, hits: Tensor | None) -> tuple[Tensor, Tensor]:
         """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
-        model: Any = self.causal
+        model = self.causal
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
             lambda head, head_inputs: hidden_states.append(head_inputs[0])
         )
         try:
             logits_BTV = model(**inputs, use_cache=False).logits
-            loss = criterion(logits_BTV, labels_BT)
+            loss = (token_loss_sum if rows.branches_BT is None else token_losses)(logits_BTV, rows.labels_BT)
             if hits is not None:
-                hits += count_hits(logits_BTV.flatten(0, 1), labels_BT.flatten())
+                hits += count_hits(logits_BTV.flatten(0, 1), rows.labels_BT.flatten())
         finally:
             hook.remove()
         return hidden_states[0], loss
@@ -323,10 +302,10 @@ class NextTokenLoss(nn.Module):
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         if self._chunk_tokens == 0 or head.bias is not None:
-            return self._criterion(head(hidden_BTD), labels_BT)
+            return token_loss_sum(head(hidden_BTD), labels_BT)
         return self._loss_in_chunks(hidden_BTD, head.weight, labels_BT)
 
-    def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> dict[str, Tensor]:
+    def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> Tensors:
         """Balance terms of the routers, unweighted."""
         balancing = self._balancing
         with torch.set_grad_enabled(torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0):
@@ -340,7 +319,7 @@ def count(model: nn.Module) -> int:
     return int(settings.num_virtual_tokens) if settings is not None and settings.is_prompt_learning else 0
 
 
-def prepend(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def prepend(model: Any, inputs: Inputs) -> Inputs:
     """Add the prefix of a PEFT model, if it has one, to the causal model's inputs, as if each record stood alone.
 
     The keys and values of P virtual tokens stand once before the row. The mask, [B, 1, T, T], is widened to [B, 1, T, P + T]

@@ -29,7 +29,7 @@ def check(objective: nn.Module, config: Training, *, branches: bool = False) -> 
     try:
         with torch.no_grad():
             future, neighbour, answer = _shifts(objective, branches=branches)
-    except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError) as error:
+    except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
             f"{name} cannot be called with the mask and the positions of packed rows: {message}; choose another "

@@ -100,7 +100,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         hits: Tensor | None,
     ) -> Tensor:
         kind = hidden_ND.device.type
-        dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
+        dtype = autocast_dtype(hidden_ND)
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
         grad_dtype = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype  # the loss scale is applied later
@@ -111,7 +111,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         score = _compiled_score() if compiled and kind == "cuda" else _score
         with torch.autocast(kind, enabled=False):
-            for rows in _parts(rows_N, chunk_tokens):
+            for rows in torch.split(rows_N, chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)
                 labels = labels_N.index_select(0, rows)
                 logits = hidden @ weight.T
@@ -143,9 +143,9 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
     hidden_ND, weight_VD, labels_N, chunk_tokens, gradients = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
     rows_N = live_rows(labels_N)
     keeps_slopes = len(rows_N) * len(weight_VD) <= KEPT_ENTRIES or not gradients
-    dtype = torch.promote_types(autocast_dtype(hidden_ND.device, hidden_ND.dtype), torch.float32)
+    dtype = torch.promote_types(autocast_dtype(hidden_ND), torch.float32)
     losses_N = torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device)
-    for rows in _parts(rows_N, chunk_tokens) or [rows_N]:  # also without a target: its gradient is 0, on some rank
+    for rows in torch.split(rows_N, chunk_tokens):  # one part also without a target: its gradient is 0, on some rank
         arguments = hidden_ND.index_select(0, rows), weight_VD, labels_N.index_select(0, rows), gradients
         if keeps_slopes:
             losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
@@ -158,7 +158,7 @@ def linear_token_losses(hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor
 class _ChunkLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:
-        dtype = autocast_dtype(hidden_CD.device, hidden_CD.dtype)
+        dtype = autocast_dtype(hidden_CD)
         ctx.scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         with torch.autocast(hidden_CD.device.type, enabled=False):
             logits_CV = hidden_CD.to(dtype) @ weight_VD.to(dtype).T
@@ -253,11 +253,6 @@ def live_rows(labels_N: Tensor) -> Tensor:
     order = (labels_N == IGNORE).to(torch.uint8).argsort(stable=True)
     live = int((labels_N != IGNORE).sum())
     return order[: -(-live // FEW_ROWS) * FEW_ROWS]
-
-
-def _parts(tensor: Tensor, most: int) -> list[Tensor]:
-    """Consecutive parts of at most `most` rows; none for an empty tensor."""
-    return [tensor[start : start + most] for start in range(0, len(tensor), most)]
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:

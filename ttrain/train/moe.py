@@ -7,16 +7,14 @@ bf16, 400 in fp32.
 Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D width, F inner width.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,25 +22,25 @@ from torch.nn import functional as F
 
 from ttrain.config.model import Moe
 from ttrain.errors import UsageError
-from ttrain.train.distributed import shard_like
+from ttrain.train.distributed import Tensors, shard_like
 from ttrain.train.kernels import SILUS
 from ttrain.train.precision import autocast_dtype, is_ampere
+from ttrain.train.task import Metrics, Sums
 
 NAME = "ttrain"  # among the experts implementations of transformers
 ALIGNED = 8  # what widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16
 
 
-def group(model: nn.Module) -> None:
+def group(model: Any) -> None:
     """Let the experts of a transformers model compute here; results are the same up to rounding."""
-    transformers_model: Any = model
     experts: list[Any] = [module for module in model.modules() if _is_plain(module)]
-    if not experts or transformers_model.config._experts_implementation == NAME:
+    if not experts or model.config._experts_implementation == NAME:
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
     is_aligned = all(size % ALIGNED == 0 for module in experts for size in module.down_proj.shape[1:])
-    transformers_model.set_experts_implementation(NAME if is_aligned else "eager")
+    model.set_experts_implementation(NAME if is_aligned else "eager")
 
 
 def _is_plain(module: Any) -> bool:
@@ -59,7 +57,7 @@ def _is_plain(module: Any) -> bool:
 
 def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Any:
     """Weighted sum of the expert outputs of each token, [N, D]; the signature is transformers'."""
-    dtype = autocast_dtype(hidden_ND.device, hidden_ND.dtype)
+    dtype = autocast_dtype(hidden_ND)
     if torch.compiler.is_compiling() or not _is_plain(self) or not _has_products(hidden_ND.device, dtype):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -116,8 +114,8 @@ class Routers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [module for module in model.modules() if type(module).__name__.endswith("Router")]
-        self.modules = [module for module in self.modules if type(module).__name__ not in UNLIKE]
+        names = {module: type(module).__name__ for module in model.modules()}
+        self.modules = [module for module, name in names.items() if name.endswith("Router") and name not in UNLIKE]
         self._scored_independently = [_scores_apart(module) for module in self.modules]
         self._open: list[RouterCall] | None = None
         for number, module in enumerate(self.modules):
@@ -132,8 +130,8 @@ class Routers:
     @property
     def biases(self) -> list[Tensor | None]:
         """The balancing bias of each router, which no gradient trains."""
-        tensors_by_name = ({**dict(module.named_buffers()), **dict(module.named_parameters())} for module in self.modules)
-        return [next((t for name, t in some.items() if name.rpartition(".")[2] == BIAS), None) for some in tensors_by_name]
+        named_tensors = ((*module.named_buffers(), *module.named_parameters()) for module in self.modules)
+        return [next((tensor for name, tensor in named if name.endswith(BIAS)), None) for named in named_tensors]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[RouterCall]]:
@@ -183,7 +181,7 @@ class Balancing:
     bias_rate: float = 0.0
 
     @classmethod
-    def of(cls, model: nn.Module, routers: Routers) -> Balancing:
+    def of(cls, model: nn.Module, routers: Routers) -> Self:
         """The settings in the config; all zero if routers are frozen. Raises UsageError if that is impossible."""
         config: Any = getattr(model, "config", None)
         balancing = cls(**{setting: float(getattr(config, name, None) or 0.0) for name, setting in Moe.IN_CONFIG.items()})
@@ -235,14 +233,14 @@ def row_losses(
 
 
 @torch.no_grad()
-def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> dict[str, Tensor]:
+def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> Tensors:
     """Sums over the tokens marked True: their number, each expert's load, the scores' entropy in nats.
 
     The load of each call has its number and its router's in the name. Loads and tokens are whole numbers, so that they are
     the same in whatever order they are summed.
     """
     inside_N = tokens_BT.flatten()
-    loads: dict[str, Tensor] = {}
+    loads = dict[str, Tensor]()
     entropies = []
     for number, choice in enumerate(choices):
         counts_NE = torch.zeros_like(choice.logits_NE, dtype=torch.int64).scatter_(1, choice.experts_Nk, 1)
@@ -252,7 +250,7 @@ def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> 
 
 
 @torch.no_grad()
-def move_biases(routers: Routers, step_sums: Mapping[str, Sequence[float]], rate: float) -> None:
+def move_biases(routers: Routers, step_sums: Sums, rate: float) -> None:
     """Lower the biases of overloaded experts: b_e += rate * sign(mean load - load_e) (arXiv:2408.15664, algorithm 1).
 
     `step_sums`: the sums of a whole step, over its micro-batches and all ranks.
@@ -269,7 +267,7 @@ def move_biases(routers: Routers, step_sums: Mapping[str, Sequence[float]], rate
         bias.add_(shard_like(change, bias))
 
 
-def figures(window_sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def figures(window_sums: Sums) -> Metrics:
     """Metrics for the log from the sums since the last line; {} if nothing was counted.
 
     moe_max_load                     the fullest expert of any layer, as a multiple of the mean
@@ -298,7 +296,7 @@ def figures(window_sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def _loads(named_sums: Mapping[str, Sequence[float]]) -> list[tuple[int, int, Sequence[float]]]:
+def _loads(named_sums: Sums) -> list[tuple[int, int, Sequence[float]]]:
     """(number of the call, its router, load of each expert), in the order of the calls."""
     loads = [(name.split("/"), load) for name, load in named_sums.items() if name.startswith(f"{LOAD}/")]
     return sorted((int(call), int(router), load) for (_, call, router), load in loads)

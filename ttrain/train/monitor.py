@@ -47,7 +47,7 @@ class PerformanceMonitor(Callback):
         self._steps_per_epoch = steps_per_epoch
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._steps, self._tokens, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0  # since the last log
+        self._window: list[StepRecord] = []  # since the last log
         self._all_steps, self._all_seconds = 0, 0.0
         self._began = self._logged = 0.0
 
@@ -56,26 +56,26 @@ class PerformanceMonitor(Callback):
 
     def step_end(self, record: StepRecord) -> None:
         self._recent.append(record.seconds)
-        self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
-        self._seconds, self._all_seconds = self._seconds + record.seconds, self._all_seconds + record.seconds
-        self._data_seconds += record.data_seconds
-        self._tokens += record.tokens
+        self._window.append(record)
+        self._all_steps += 1
+        self._all_seconds += record.seconds
 
     def figures(self, record: StepRecord) -> Mapping[str, float]:
-        now = self._clock()
-        rate = self._tokens / max(now - self._logged, 1e-9)
+        now, window = self._clock(), self._window
+        seconds, steps = sum(step.seconds for step in window), max(1, len(window))
+        rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
         between_steps = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)  # of this whole run
         metrics = {
             "tokens_per_second": rate,
-            "step_seconds": self._seconds / max(1, self._steps),
-            "data_wait_fraction": self._data_seconds / max(self._seconds, 1e-9),
+            "step_seconds": seconds / steps,
+            "data_wait_fraction": sum(step.data_seconds for step in window) / max(seconds, 1e-9),
             "memory_bytes": float(peak_memory(self._device)),
             "eta_seconds": (record.steps - record.step) * (trimmed_mean(self._recent) + between_steps),
-            "epoch_time": self._steps_per_epoch * (now - self._logged) / max(1, self._steps),
+            "epoch_time": self._steps_per_epoch * (now - self._logged) / steps,
         }
         if self._peak_flops:
             metrics["mfu"] = rate * self._flops_per_token / self._peak_flops
-        self._logged, self._steps, self._tokens, self._seconds, self._data_seconds = now, 0, 0, 0.0, 0.0
+        self._logged, self._window = now, []
         return metrics
 
 
@@ -169,10 +169,9 @@ def flops_per_token(model: nn.Module, positions: float) -> float:
     return float(weights + 12 * config.num_hidden_layers * width * positions)
 
 
-def looked_up_weights(model: nn.Module) -> set[str]:
+def looked_up_weights(model: Any) -> set[str]:
     """Names of the embeddings, of tokens or positions, that are not the output head's weight as well."""
-    causal_model: Any = model
-    head = causal_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = None if head is None else head.weight
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in tables and p is not multiplied}

@@ -232,15 +232,18 @@ class Attention(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _arguments(tensors: Any, others: Any) -> tuple[list[_States], _Records]:
     query, key, value, query_weight, key_weight, *_ = tensors
     query_epsilon, key_epsilon, angles, (starts, lengths, branches), scale = others
     norms = (query_weight, query_epsilon), (key_weight, key_epsilon), (None, 0.0)
     states = [
-        _States(tensor.data_ptr(), None if weight is None else weight.data_ptr(), epsilon, tensor.shape[2])
+        _States(_pointer(tensor), _pointer(weight), epsilon, tensor.shape[2])
         for tensor, (weight, epsilon) in zip((query, key, value), norms, strict=True)
     ]
-    turns = [None, None] if angles is None else [angle.data_ptr() for angle in angles]
+    pointers = map(_pointer, (*(angles or (None, None)), starts, lengths, branches))
     size = len(starts), int(lengths[0]), query.shape[3]
-    places = starts.data_ptr(), lengths.data_ptr(), None if branches is None else branches.data_ptr()
-    return states, _Records(*turns, *places, *size, scale, torch.get_num_threads())
+    return states, _Records(*pointers, *size, scale, torch.get_num_threads())

@@ -1,7 +1,7 @@
 """Optimizers with their parameter groups, and state that is saved without pickle."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ttrain.config import Optim
 from ttrain.errors import ArtifactError
 from ttrain.train import native
-from ttrain.train.distributed import Ranks, full_tensor, local_part, shard_like
+from ttrain.train.distributed import Ranks, Tensors, full_tensor, local_part, shard_like
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})  # where torch's fused kernels were run and are faster
 
@@ -24,18 +24,18 @@ class Optimizers:
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
         self.names = names
-        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        for _, group in self._groups():
+            group["initial_lr"] = group["lr"]  # as torch's own schedulers name the peak
 
     @property
     def parameters(self) -> list[Tensor]:
         """All parameters that are trained."""
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return [parameter for _, group in self._groups() for parameter in group["params"]]
 
     def set_factor(self, factor: float) -> None:
         """Learning rate of each group: its peak times the factor."""
-        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+        for _, group in self._groups():
+            group["lr"] = group["initial_lr"] * factor
 
     def learning_rates(self) -> dict[str, float]:
         """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
@@ -77,17 +77,16 @@ class Optimizers:
         return [
             {
                 "optimizer": type(optimizer).__name__,
-                "lr": peak,
+                "lr": group["initial_lr"],
                 "weight_decay": group["weight_decay"],
                 "tensors": len(group["params"]),
                 "parameters": sum(p.numel() for p in group["params"]),
                 "names": [self.names[p] for p in group["params"][:SHOWN_NAMES]],
             }
-            for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True)
+            for optimizer, group in self._groups()
         ]
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Tensors:
         """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}."""
         tensors = {}
         for optimizer in self.optimizers:
@@ -98,18 +97,22 @@ class Optimizers:
                         tensors[f"{key}|{self.names[parameter]}"] = plain
         return tensors
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: Tensors) -> None:
         """Restore what `state()` returned. Raises ArtifactError if a name is unknown."""
-        parameters = {name: p for p, name in self.names.items()}
-        owner = {id(p): o for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        owners = {self.names[p]: (p, optimizer) for optimizer, group in self._groups() for p in group["params"]}
         for name, tensor in tensors.items():
             key, _, parameter_name = name.partition("|")
-            parameter = parameters.get(parameter_name)
-            if parameter is None or id(parameter) not in owner:
+            if parameter_name not in owners:
                 raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
-            optimizer = owner[id(parameter)]
+            parameter, optimizer = owners[parameter_name]
             stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
             optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
+
+    def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """All parameter groups, each with its optimizer."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield optimizer, group
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:

@@ -1,22 +1,24 @@
 """Data parallelism over ranks: replicated or sharded models, and how gradients are summed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ttrain.train.compiling import CompiledLayers, layers_of
-from ttrain.train.distributed import Ranks, full_tensor, shard_like
+from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 
 
 class Parallel:
-    """The module that training calls, and what happens around its backward passes."""
+    """The module that training calls, and what happens around its backward passes; here those of a single rank."""
 
-    module: nn.Module
     loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def before_backward(self, *, last: bool) -> None:
         """Called before the forward pass of each micro-batch; `last`: the step's last one on this rank."""
@@ -24,11 +26,11 @@ class Parallel:
     def finish(self) -> None:
         """Called after the last micro-batch; afterwards the parameters hold the gradients of the whole step."""
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Tensors) -> Tensors:
         """The full tensors, as a single rank would have them; all ranks must call this."""
         return dict(tensors)
 
-    def load(self, own_tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    def load(self, own_tensors: Tensors, weights: Tensors) -> None:
         """Load full weights into the model's own tensors."""
         with torch.no_grad():
             for name, tensor in own_tensors.items():
@@ -40,58 +42,44 @@ class Replicated(Parallel):
     """Every rank has the whole model; DDP sums gradients over ranks while the last backward pass still runs."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        self._ddp: nn.parallel.DistributedDataParallel | None = None
-        self._bare, self._saved_buffers = module, list[str]()
-        if ranks.world > 1:
-            # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
-            self._ddp = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
-            self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
-            self.loss_factor = float(ranks.world)
-        self.module = self._ddp or module
+        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
+        super().__init__(
+            nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        )
+        self._bare = module
+        self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
+        self.loss_factor = float(ranks.world)
 
     def before_backward(self, *, last: bool) -> None:
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = last
+        self.module.require_backward_grad_sync = last
 
+    @torch.no_grad()
     def finish(self) -> None:
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
-        broadcast([self._bare.get_buffer(name) for name in self._saved_buffers])
+        for buffer in map(self._bare.get_buffer, self._saved_buffers):
+            contiguous = buffer.detach().contiguous()  # gloo takes a tensor with gaps in memory for one without
+            dist.broadcast(contiguous, 0)
+            buffer.copy_(contiguous)
 
 
 def place(
     module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
-) -> tuple[Parallel, CompiledLayers | None]:
+) -> tuple[Parallel, CompiledLayers]:
     """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
 
     It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
     layers can be tried only where they are.
     """
-    layers = None if attempt is None else CompiledLayers(module)
-    sharded = parallel == "fsdp" and ranks.world > 1
-    if layers and attempt and not sharded and not layers.keep(partial(attempt, module), ranks, sharded=False):
-        layers = None
-    placed = parallelize(module, ranks, parallel)
-    if layers and attempt and sharded and not layers.keep(partial(attempt, placed.module), ranks, sharded=True):
-        layers = None
-    return placed, layers
-
-
-def parallelize(module: nn.Module, ranks: Ranks, parallel: str) -> Parallel:
-    """Distribute a module over the ranks as the settings say."""
+    layers = CompiledLayers(module if attempt else None)
     if parallel == "fsdp" and ranks.world > 1:
-        return Sharded(module, ranks)
+        placed: Parallel = Sharded(module, ranks)
+        if attempt:
+            layers.keep(partial(attempt, placed.module), ranks, sharded=True)
+        return placed, layers
+    if attempt:
+        layers.keep(partial(attempt, module), ranks, sharded=False)
     with ranks.exchanging():
-        return Replicated(module, ranks)
-
-
-@torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks the numbers that rank 0 has. gloo takes a tensor with gaps in memory for one without."""
-    for tensor in tensors:
-        contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, 0)
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.copy_(contiguous)
+        return Replicated(module, ranks) if ranks.world > 1 else Parallel(module), layers
 
 
 @final
@@ -102,22 +90,21 @@ class Sharded(Parallel):
         from torch.distributed.device_mesh import init_device_mesh  # 0.5 s of imports that other runs need not pay
         from torch.distributed.fsdp import fully_shard
 
-        self._first = ranks.first
+        self._is_first = ranks.first
         mesh = init_device_mesh(ranks.device.type, (ranks.world,))
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
-        self._sharded = fully_shard(module, mesh=mesh)
-        self.module = module
+        super().__init__(fully_shard(module, mesh=mesh))
         self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way
 
     def before_backward(self, *, last: bool) -> None:
-        self._sharded.set_requires_gradient_sync(last)
+        self.module.set_requires_gradient_sync(last)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Tensors) -> Tensors:
         """Gather the full tensors one at a time into rank 0's CPU memory; other ranks return {}."""
         full_tensors = {}
         for name, tensor in tensors.items():
             gathered = full_tensor(tensor)
-            if self._first:
+            if self._is_first:
                 full_tensors[name] = gathered.detach().to("cpu")
         return full_tensors

@@ -29,23 +29,21 @@ class PeriodicEvaluation(Callback):
     """
 
     def __init__(
-        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._model, self._measure, self._writers = model, measure, writers
-        self._every, self._clock = every, clock
+        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int
+    ) -> None:
+        self._model, self._measure, self._writers, self._every = model, measure, writers, every
         self._began = self._spent = 0.0
 
     def start(self, step: int, steps: int) -> None:
-        self._began = self._clock()
+        self._began = time.monotonic()
 
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every and record.step != record.steps:
             return
-        began = self._clock()
+        began = time.monotonic()
         with preserve_rng_and_modes(self._model):
             figures = {PREFIX + name: value for name, value in self._measure(record.step).items()}
-        now = self._clock()
+        now = time.monotonic()
         self._spent += now - began
         share = self._spent / max(now - self._began, 1e-9)
         figures |= dict(zip(TIMED, (now - began, share), strict=True))
@@ -84,16 +82,13 @@ def _as_text(sample: Mapping[str, str]) -> str:
 def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
     """Disable gradients inside; afterwards restore the random state and each module's training mode."""
     modes = [(module, module.training) for module in model.modules()]
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for module, training in modes:
             module.training = training
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

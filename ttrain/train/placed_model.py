@@ -4,7 +4,6 @@ The gradient is the sum over all targets of the step, divided once by their numb
 is a function of (seed, step, micro-batch), so that a run continues bit for bit from any checkpoint.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from ttrain.train.distributed import Ranks
 from ttrain.train.parallel import place
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import MicroBatchSums, measure
-from ttrain.train.task import TrainingTask
+from ttrain.train.task import Metrics, TrainingTask
 from ttrain.train.training_options import Speed
 
 
@@ -25,13 +24,7 @@ class PlacedModel:
     """The task's model, distributed over the ranks and perhaps compiled, its optimizers and the average of its weights."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        task: TrainingTask,
-        loader: Loader,
-        ranks: Ranks,
-        precision: Precision,
-        speed: Speed,
+        self, module: nn.Module, task: TrainingTask, loader: Loader, ranks: Ranks, precision: Precision, speed: Speed
     ) -> None:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1
@@ -50,9 +43,9 @@ class PlacedModel:
     @property
     def compiled(self) -> bool:
         """Whether training passes are compiled."""
-        return self._compiled_layers is not None
+        return self._compiled_layers.any
 
-    def measure(self, batches: Sequence[Any]) -> tuple[float, dict[str, float]]:
+    def measure(self, batches: Sequence[Any]) -> tuple[float, Metrics]:
         """Mean loss per target over the batches, split over the ranks, NaN if there are none; the figures of the task."""
         with self.average.as_weights():
             return measure(self.task, self.bare, batches, self.ranks, self.precision)
@@ -67,7 +60,7 @@ class PlacedModel:
             # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
             (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed % (1 << 63))
             self.parallel.before_backward(last=micro is micro_batches[-1])
-            with self._compiled_layers.used() if self._compiled_layers else contextlib.nullcontext():
+            with self._compiled_layers.used():
                 with self.precision.autocast():
                     loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor

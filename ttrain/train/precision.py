@@ -114,9 +114,10 @@ def has_bf16(device: torch.device) -> bool:
     return False
 
 
-def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The number format of products on a device: that of autocast, where it is on, else `dtype`."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The number format of products with a tensor: that of autocast, where it is on, else its own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def is_ampere(device: torch.device) -> bool:

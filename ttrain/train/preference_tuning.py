@@ -4,7 +4,6 @@ Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k
 one of a pair.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -16,14 +15,15 @@ from ttrain.config.training import Dpo
 from ttrain.data.packing import Array, Rows
 from ttrain.data.pair_rows import PairBatch
 from ttrain.errors import UsageError
-from ttrain.train.distributed import on_device
+from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.language_modeling import CausalTask
-from ttrain.train.task import LossSum
+from ttrain.train.task import LossSum, Metrics, Sums
 
 CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sums of a step
 
 
 Count = TypeVar("Count", int, Array)
+Scores = tuple[Tensor, Tensor]  # log-probability and number of the tokens of each answer, both [A]
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,15 @@ def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 # --- the task -----------------------------------------------------------------------------------------------------------
 
 
-def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probability and number of the tokens of each answer, both [A], in one forward pass. `model`: NextTokenLoss.
+def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> Scores:
+    """The scores of the answers, in one forward pass. `model`: NextTokenLoss.
 
     In fp64 where the device has it: the sums of two passes then differ by the rounding of their terms alone.
     """
     return _scored(model, batch, device, next_only=True)[0]
 
 
-def _scored(
-    model: nn.Module, batch: PairBatch, device: torch.device, **options: Any
-) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _scored(model: nn.Module, batch: PairBatch, device: torch.device, **options: Any) -> tuple[Scores, Tensors, Tensors]:
     """The scores of the answers, the balance terms of routers, and sums over their choices; options of NextTokenLoss."""
     arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT, batch.branches_BT)
     *inputs, branches_BT = on_device(arrays, device)
@@ -172,7 +170,7 @@ class PreferenceTuning(CausalTask):
                 f"rated one; set dpo.loss=kto, or bring pairs"
             )
 
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:
+    def after_step(self, sums: Sums) -> None:
         super().after_step(sums)
         answers, _, score = sums[RATIOS]
         self._reference_point = max(0.0, score / max(1.0, answers))
@@ -180,10 +178,10 @@ class PreferenceTuning(CausalTask):
     def state(self) -> dict[str, float]:
         return {"reference_point": self._reference_point}
 
-    def load_state(self, state: Mapping[str, float]) -> None:
+    def load_state(self, state: Metrics) -> None:
         self._reference_point = float(state.get("reference_point", 0.0))
 
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+    def figures(self, sums: Sums) -> Metrics:
         """Means over answers and pairs: log-probabilities, rewards, tokens, share of pairs in which the chosen one leads."""
         means = dict(super().figures(sums))
         for name in (CHOSEN, REJECTED):
@@ -201,7 +199,7 @@ class PreferenceTuning(CausalTask):
             means["reference_point"] = self._reference_point
         return means
 
-    def _loss(self, scores: tuple[Tensor, Tensor], batch: PairBatch, device: torch.device) -> LossSum:
+    def _loss(self, scores: Scores, batch: PairBatch, device: torch.device) -> LossSum:
         log_probs_A, tokens_A = scores
         [ratings_A] = on_device([batch.ratings_A], device)
         reference_A = torch.zeros_like(log_probs_A)
@@ -213,7 +211,7 @@ class PreferenceTuning(CausalTask):
         sums = self._sums(answers, paired=is_paired(batch.answer_ids_A))
         return LossSum(total, loss_count(self.config, len(batch.answer_ids_A)), sums=sums)
 
-    def _sums(self, answers: Answers, *, paired: bool) -> dict[str, Tensor]:
+    def _sums(self, answers: Answers, *, paired: bool) -> Tensors:
         log_probs_A, ratios_A = answers.log_probs_A.detach(), answers.ratios_A.detach()
         rewards_A = self.config.beta * log_ratios(self.config, answers).detach()  # implicit; without a reference beta log pi
         sums = dict[str, Tensor]()

@@ -1,6 +1,5 @@
 """Example of a user-defined task: a small network learns a function of two numbers, in seconds."""
 
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ttrain.config import Optim, TaskConfig
-from ttrain.train import optim, schedules
-from ttrain.train.task import LossSum, UserTask
+from ttrain.train.task import Criterion, LossSum, UserTask
 
 
 @final
@@ -36,13 +34,7 @@ class Regression(UserTask):
         hidden = self.config.hidden
         return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
-    def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
-        return optim.build(model, self.config.optim)
-
-    def build_scheduler(self, steps: int) -> Callable[[int], float]:
-        return schedules.schedule(self.config.schedule, steps)
-
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def build_criterion(self) -> Criterion:
         return nn.MSELoss(reduction="sum")
 
     def train_step(self, model: nn.Module, batch: list[Tensor], device: torch.device) -> LossSum:

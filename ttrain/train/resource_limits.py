@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from ttrain.config import Night, Runtime
+from ttrain.core.text import first_line
 from ttrain.errors import TTrainError, UsageError
 
 GB = 1e9
@@ -60,19 +61,13 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
 
 
-def _container_limit() -> float:
-    """Bytes that the container may use; infinite without a limit, or without cgroups of version 2."""
-    file = CGROUP / "memory.max"
-    text = file.read_text().strip() if file.exists() else "max"
-    return math.inf if text == "max" else int(text)
-
-
 def available_bytes(device: torch.device) -> float:
     """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, limit = float(psutil.virtual_memory().available), _container_limit()
-    return min(free, limit - int((CGROUP / "memory.current").read_text())) if limit < math.inf else free
+    free, file = float(psutil.virtual_memory().available), CGROUP / "memory.max"  # of cgroups of version 2
+    limit = file.read_text().strip() if file.exists() else "max"
+    return free if limit == "max" else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
 
 
 def data_bytes() -> int:
@@ -91,9 +86,7 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
             raise
         smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
         fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
-        raise TTrainError(
-            f"out of memory: {fix}. {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+        raise TTrainError(f"out of memory: {fix}. {type(error).__name__}: {first_line(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

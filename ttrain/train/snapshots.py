@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ttrain.train.distributed import Tensors
+
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
-Tensors = Mapping[str, Tensor]
 Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
 
 
@@ -58,7 +59,7 @@ def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
 def needed_bytes(snapshot: Snapshot) -> int:
     """Disk space of one checkpoint in bytes, slightly overestimated."""
     tensors = [*snapshot.weights.values(), *snapshot.optimizer.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + HEADERS_BYTES
+    return sum(tensor.nbytes for tensor in tensors) + HEADERS_BYTES
 
 
 def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:

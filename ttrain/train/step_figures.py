@@ -12,55 +12,55 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from ttrain.config import Loop
 from ttrain.core.text import first_of
+from ttrain.data.packing import Array
 from ttrain.errors import TTrainError
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import Precision
-from ttrain.train.task import LossSum, TrainingTask
+from ttrain.train.task import LossSum, Metrics, TrainingTask
 
 PART = "part/"  # before the name of a part of the loss, among the names of sums
 
 
 @dataclass
 class MicroBatchSums:
-    """Sums over the micro-batches of a step on one rank: of their targets, losses, parts of these and other vectors."""
+    """Sums over the micro-batches of a step on one rank: of their targets, their losses, and vectors by name."""
 
     live: int = 0
     losses: dict[int, Tensor] = field(default_factory=dict)  # by the number of the micro-batch, on the device
-    parts: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[str, Tensor] = field(default_factory=dict)  # parts of the loss, of length 1, and other sums
 
     def add(self, number: int, loss: LossSum) -> None:
         """Add a micro-batch."""
         self.live += loss.count
         self.losses[number] = loss.total.detach()
-        for name, value in loss.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value.detach()
-        for name, vector in loss.sums.items():
-            self.others[name] = vector.detach().flatten() + self.others.get(name, 0)
+        parts = {f"{PART}{name}": value for name, value in loss.parts.items()}
+        for name, value in {**parts, **loss.sums}.items():
+            self.vectors[name] = value.detach().flatten() + self.vectors.get(name, 0)
 
-    def read(self) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """The parts and the other vectors as numbers, for which the host waits for the device."""
-        parts = {name: float(value) for name, value in self.parts.items()}
-        return parts, {name: vector.tolist() for name, vector in self.others.items()}
+    @property
+    def only_parts(self) -> bool:
+        """Whether all vectors are parts of the loss."""
+        return all(name.startswith(PART) for name in self.vectors)
+
+    def read(self) -> dict[str, list[float]]:
+        """The vectors as numbers, for which the host waits for the device."""
+        return {name: vector.tolist() for name, vector in self.vectors.items()}
 
 
 class ReducedSums:
-    """Packs the parts of the loss and other sums into one list of numbers. The first step fixes the names."""
+    """Packs named vectors into one list of numbers. The first step fixes the names."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._lengths: dict[str, int] | None = None  # of all vectors; a part of the loss is one of length 1
+        self._lengths: dict[str, int] | None = None
 
-    def flat(self, parts: Mapping[str, float], sums: Mapping[str, Sequence[float]]) -> list[float]:
+    def flat(self, vectors: Mapping[str, Any]) -> list[Any]:
         """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
-        vectors = {**{f"{PART}{name}": [value] for name, value in parts.items()}, **sums}
         if self._lengths is None:
             agreed = self._ranks.union([f"{name}|{len(vector)}" for name, vector in vectors.items()])
             self._lengths = {name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)}
@@ -72,7 +72,7 @@ class ReducedSums:
         return [number for name, length in self._lengths.items() for number in vectors.get(name, [0.0] * length)]
 
     def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """Unpack a list made by `flat`: the parts, and the other sums."""
+        """Unpack a list made by `flat`: the parts of the loss, and the other sums."""
         assert self._lengths is not None, "flat() comes first"
         numbers = iter(values)
         vectors = {name: [*islice(numbers, length)] for name, length in self._lengths.items()}
@@ -149,7 +149,7 @@ class DeferredSteps:
 
 def measure(
     task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, Metrics]:
     """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
     was_training, total, sums = model.training, 0.0, MicroBatchSums()
     model.eval()
@@ -162,7 +162,7 @@ def measure(
         sums.add(number, loss)
     model.train(was_training)
     packed = ReducedSums(ranks)
-    total, live, *values = ranks.sum([total, float(sums.live), *packed.flat({}, sums.read()[1])])
+    total, live, *values = ranks.sum([total, float(sums.live), *packed.flat(sums.read())])
     _, others = packed.named(values)
     return total / live if live else math.nan, dict(task.figures(others)) if others else {}
 
@@ -192,7 +192,7 @@ class NonFinite(TTrainError):
         )
 
 
-def rows_to_blame(parts: Sequence[npt.NDArray[np.int64]], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
+def rows_to_blame(parts: Sequence[Array], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
     """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
     bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
     blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]

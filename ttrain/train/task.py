@@ -15,8 +15,12 @@ from torch.utils.data import default_collate
 from ttrain.config import TaskConfig, Training
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
-from ttrain.train import optim
+from ttrain.train import optim, schedules
 from ttrain.train.callbacks import Callback
+
+Metrics = Mapping[str, float]
+Sums = Mapping[str, Sequence[float]]  # of vectors
+Criterion = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -41,17 +45,13 @@ class TrainingTask(ABC):
     def build_model(self) -> nn.Module:
         """The model, in fp32, on the CPU."""
 
-    @abstractmethod
     def build_optimizer(self, model: nn.Module) -> optim.Optimizers:
         """The optimizers of the model's trainable parameters."""
+        return optim.build(model, self.config.optim)
 
-    @abstractmethod
     def build_scheduler(self, steps: int) -> Callable[[int], float]:
         """Factor of the learning rate at a step, counted from 0."""
-
-    @abstractmethod
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Summed loss of outputs and targets."""
+        return schedules.schedule(self.config.schedule, steps)
 
     @abstractmethod
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
@@ -64,7 +64,7 @@ class TrainingTask(ABC):
     def check_rows(self, rows: Rows) -> None:  # noqa: B027  # most tasks learn from any rows
         """Raise UsageError where the task cannot learn from rows of this kind."""
 
-    def after_step(self, sums: Mapping[str, Sequence[float]]) -> None:  # noqa: B027  # most tasks have nothing to do
+    def after_step(self, sums: Sums) -> None:  # noqa: B027  # most tasks have nothing to do
         """Update tensors that the optimizers do not train, after an optimizer step.
 
         `sums`: the sums of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
@@ -74,14 +74,14 @@ class TrainingTask(ABC):
         """What the task remembers from one step to the next, for a checkpoint."""
         return {}
 
-    def load_state(self, state: Mapping[str, float]) -> None:  # noqa: B027  # most tasks remember nothing
+    def load_state(self, state: Metrics) -> None:  # noqa: B027  # most tasks remember nothing
         """Restore the state of a checkpoint."""
 
-    def figures(self, sums: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+    def figures(self, sums: Sums) -> Metrics:
         """Figures for the log, from the sums since the last logging step."""
         return {}
 
-    def derived(self, losses: Mapping[str, float]) -> Mapping[str, float]:
+    def derived(self, losses: Metrics) -> Metrics:
         """Figures for the log, from the means of the loss and its parts (`loss`, `loss_NAME`) since the last one."""
         return {}
 
@@ -137,6 +137,10 @@ class UserTask(TrainingTask):
         self.config = config
 
     @abstractmethod
+    def build_criterion(self) -> Criterion:
+        """Summed loss of outputs and targets."""
+
+    @abstractmethod
     def rows(self) -> MapStyle:
         """The rows to learn from."""
 
@@ -153,6 +157,6 @@ class UserTask(TrainingTask):
         return ()
 
     @cached_property
-    def criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def criterion(self) -> Criterion:
         """The result of `build_criterion`, cached."""
         return self.build_criterion()

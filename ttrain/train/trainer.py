@@ -9,8 +9,7 @@ import json
 import logging
 import math
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from ttrain.train.step_figures import (
     ReducedSums,
     rows_to_blame,
 )
-from ttrain.train.task import TrainingTask
+from ttrain.train.task import Metrics, TrainingTask
 from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, FitResult, TrainerOptions
 
 QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
@@ -52,18 +51,14 @@ class Trainer:
     """Trains the task's model on the loader's rows."""
 
     def __init__(
-        self,
-        task: TrainingTask,
-        loader: Loader,
-        options: TrainerOptions,
-        callbacks: Sequence[Callback] = (),
+        self, task: TrainingTask, loader: Loader, options: TrainerOptions, callbacks: Sequence[Callback] = ()
     ) -> None:
         """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
         self.task, self.loader = task, loader
         self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
         self.checkpoints, self.validation, self.cadence = options.checkpoints, options.validation, options.cadence
-        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, dict(options.origin.identity)
-        self.callback_list = CallbackList(callbacks, self.ranks, loader.order)
+        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, options.origin.identity
+        self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
         self._quick_steps = spread_steps(self.steps, self.cadence.quick_validations if self.validation.quick else 0)
         newest = self.checkpoints.newest() if self.checkpoints else None
@@ -72,7 +67,7 @@ class Trainer:
         bare = task.build_model()
         self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
-            self.weights.load(dict(tensors.weights))
+            self.weights.load(tensors.weights)
         self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
         self.bare, self.parallel, self.loss_scale = self.model.bare, self.model.parallel, self.model.loss_scale
@@ -174,11 +169,11 @@ class Trainer:
         self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
             sums = self.model.backward(step, micro_batches)
-            if self._deferred is not None and step > self.first and not sums.others:  # the first one names the parts
+            if self._deferred is not None and step > self.first and sums.only_parts:  # the first one names the parts
                 self._defer_step(self._deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
-            figures = [math.fsum(losses), *self._totals.flat(*sums.read())]
+            figures = [math.fsum(losses), *self._totals.flat(sums.read())]
         live, (total, *others) = self._agree(step, sums.live, figures)
         factor, norm = self.model.norm(live)
         whole_norm = float(full_tensor(norm))
@@ -195,7 +190,7 @@ class Trainer:
     ) -> None:
         """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
         live, _ = self._agree(step, sums.live)
-        figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.parts, {})))
+        figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.vectors)))
         factor, norm = self.model.norm(live)
         self.model.update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
         deferred.add(partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began)
@@ -221,16 +216,17 @@ class Trainer:
 
     def _account(self, finished: FinishedStep) -> None:
         """Count a step that is done, or was skipped, and pass it to the callbacks."""
-        self.counters.skipped_in_a_row = 0 if finished.finite else self.counters.skipped_in_a_row + 1
-        if not finished.finite:
-            self.counters.skipped += 1
-            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
-                self._not_finite(finished)
-        self.loss_scale.update(finished.finite)
         if finished.finite:
             parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
+            self.counters.skipped_in_a_row = 0
             self.counters.add(finished.total, finished.live, finished.norm, parts, sums)
+        else:
+            self.counters.skipped += 1
+            self.counters.skipped_in_a_row += 1
+            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
+                self._not_finite(finished)
+        self.loss_scale.update(finished.finite)
         tokens = self.loader.order.step_tokens(finished.step)
         self.counters.live_tokens += int(finished.live)
         self.counters.tokens += tokens
@@ -263,7 +259,7 @@ class Trainer:
         """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
         self._log(self.step, _quick_metrics(*self.model.measure(self.validation.quick)))
 
-    def _validated(self, loss: float, figures: Mapping[str, float]) -> bool:
+    def _validated(self, loss: float, figures: Metrics) -> bool:
         """Record and log a validation loss; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
         self.callback_list.dispatch("validated", self.step, loss)
@@ -289,7 +285,7 @@ class Trainer:
             metrics["loss_scale"] = self.loss_scale.scale
         self._log(record.step, metrics | self.callback_list.figures("figures", record))
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _log(self, step: int, metrics: Metrics) -> None:
         self.callback_list.dispatch("log", LogRecord(step, self.steps, self.counters.tokens, metrics))
 
     def _due(self, every: int, step: int) -> bool:
@@ -388,8 +384,7 @@ class Trainer:
     def _check_ranks(self, snapshot: Snapshot | None) -> None:
         """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
         state = json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True) if snapshot else ""
-        fingerprint = [float(self.first), float(zlib.crc32(state.encode()))]  # whose sums are exact in fp64
-        if self.ranks.sum(fingerprint) != [value * self.ranks.world for value in fingerprint]:
+        if len(self.ranks.union([state])) > 1:
             raise ArtifactError(
                 f"the ranks start at different steps, rank {self.ranks.rank} at step {self.first}; all ranks must be able "
                 f"to read the checkpoints"
@@ -406,12 +401,10 @@ class Trainer:
 
     def _restore_best(self) -> tuple[int, Counters]:
         """Load the checkpoint with the lowest validation loss on all ranks; its step, and its losses among its counters."""
-        if self.checkpoints is None:
-            return self.step, self.counters
-        if self.ranks.first:
+        if self.checkpoints and self.ranks.first:
             self.checkpoints.wait()
         self.ranks.barrier()
-        best = self.checkpoints.best()
+        best = self.checkpoints.best() if self.checkpoints else None
         if best is None:
             return self.step, self.counters
         log.info("keeping the weights of step %d, which had the lowest validation loss", best.step)
@@ -419,7 +412,7 @@ class Trainer:
         return best.step, Counters.of(best.state["counters"])
 
 
-def _quick_metrics(loss: float, figures: Mapping[str, float]) -> dict[str, float]:
+def _quick_metrics(loss: float, figures: Metrics) -> Metrics:
     """A validation under the names of the quick one."""
     accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
     return {QUICK: loss, **accuracy}

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from ttrain.train.checkpoint import Checkpoints
-from ttrain.train.distributed import Ranks
+from ttrain.train.distributed import Ranks, Tensors
 from ttrain.train.precision import Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.snapshots import Snapshot
@@ -18,9 +16,9 @@ COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a call
 class Weights(Protocol):
     """Reads the trained weights of a model and loads them."""
 
-    def state(self) -> dict[str, Tensor]: ...
+    def state(self) -> Tensors: ...
 
-    def load(self, weights: dict[str, Tensor]) -> None: ...
+    def load(self, weights: Tensors) -> None: ...
 
 
 @dataclass(frozen=True)

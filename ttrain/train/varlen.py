@@ -34,16 +34,20 @@ class Spans(NamedTuple):
     longest: Tensor
 
 
+def record_starts(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The number of each record's first token among the B * T. Padding of a row is a record."""
+    begins_BT = np.ones(segments_BT.shape, bool)
+    np.not_equal(segments_BT[:, 1:], segments_BT[:, :-1], out=begins_BT[:, 1:])
+    return np.flatnonzero(begins_BT)
+
+
 def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     """Where each record begins among the B * T tokens, and their end: [N + 1], as the kernel wants it.
 
-    Padding of a row is a record. Empty records at the end make N a power of two, so that a compiled model meets few shapes.
+    Empty records at the end make N a power of two, so that a compiled model meets few shapes.
     """
-    B, T = segments_BT.shape
-    begins_BT = np.ones((B, T), bool)
-    np.not_equal(segments_BT[:, 1:], segments_BT[:, :-1], out=begins_BT[:, 1:])
-    starts = np.flatnonzero(begins_BT)
-    spans = np.full((1 << (len(starts) - 1).bit_length()) + 1, B * T, np.int32)
+    starts = record_starts(segments_BT)
+    spans = np.full((1 << (len(starts) - 1).bit_length()) + 1, segments_BT.size, np.int32)
     spans[: len(starts)] = starts
     return spans
 
