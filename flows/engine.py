@@ -10,18 +10,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from ttrain.core.files import JsonObject
 from ttrain.core.terminal import print_plain, table
 from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun, screen
-from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan
 from ttrain.errors import UsageError
 from ttrain.flows import servers
 from ttrain.nightly import notify
@@ -43,7 +43,7 @@ class RunOptions:
     in_flow: bool = False
     night: str = ""
     stop_at: float | None = None
-    labels: Labels = NO_LABELS
+    labels: JsonObject = field(default_factory=dict)
     display: StageDisplay | None = None
 
 
@@ -71,14 +71,11 @@ def run_pipeline(
     with screen(console, settings.runtime.log_level, options.display) as shown_on:
         if engine == "prefect" and not options.in_flow:
             begin(store.root)
-        part_of = {"night": options.night} if options.night else {}
-        execution = PipelineRun(plan, shown_on, part_of=part_of, labels=options.labels)
+        night = {"night": options.night} if options.night else {}
+        execution = PipelineRun(plan, shown_on, facts={**options.labels, **night})
         track(execution)
         try:
             with execution.recorded():
-                for planned in plan.stages:
-                    if planned.reused:
-                        execution.note_reused(planned)
                 on_begin(execution)
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from ttrain.config import Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.engine.graph import Graph, Planned, Source
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Graph, Plan, Planned, Source
 from ttrain.engine.planner import plan
 from ttrain.errors import NothingNew, UsageError
 from ttrain.evaluate import promotion

@@ -94,14 +94,14 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
 
 def tags_of(execution: PipelineRun) -> list[str]:
     """The tags of the flow run: ttrain's own, the setting `name`, and the user's."""
-    own = {"name": execution.settings.name, **execution.labels.tags}
-    return [TAG, *(f"{key}={value}" for key, value in own.items())]
+    tags = {"name": execution.settings.name, **execution.record.snapshot().get("tags", {})}
+    return [TAG, *(f"{key}={value}" for key, value in tags.items())]
 
 
 def _run_stages(execution: PipelineRun) -> list[State[Any]]:
     """Submit every stage of the plan to the current flow run, report the results; returns their states."""
     futures: dict[str, PrefectFuture[Any]] = {}
-    stages = {row.stage.name: row for row in execution.plan.stages if not row.reused}
+    stages = {planned.name: planned for planned in execution.plan.stages}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.record.note(prefect={"flow_run_id": str(flow_run.id), "url": url})

@@ -107,7 +107,7 @@ FLOWS = {"full": full, "nightly": nightly}
 
 
 def _run_full(home: Path, settings: Settings) -> State[Any]:
-    from ttrain.engine.plan import Plan
+    from ttrain.engine.graph import Plan
     from ttrain.engine.planner import plan
     from ttrain.flows.full import full as full_graph
 

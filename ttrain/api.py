@@ -23,8 +23,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.display import StageDisplay
-from ttrain.engine.graph import Planned, Rerun, Selection
-from ttrain.engine.plan import Plan, record_cached
+from ttrain.engine.graph import Plan, Planned, Rerun, Selection
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store import runs as run_records
@@ -217,9 +216,9 @@ def run(
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
     `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server
-    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints,
-    in a notebook as bars in the cell; a function is called with (stage, event, data), the events
-    being started, progressed, ended, failed and message. `selection`: as for `plan`.
+    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints;
+    a function is called with (stage, event, data), the events being started, progressed, ended,
+    failed and message. `selection`: as for `plan`.
     Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
     KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
     """
@@ -228,7 +227,7 @@ def run(
     from ttrain.core.signals import without_signal_handlers
     from ttrain.core.terminal import console
     from ttrain.engine.labels import labels_of
-    from ttrain.engine.notebook_display import notebook_display
+    from ttrain.engine.planner import record_cached
 
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
@@ -244,7 +243,7 @@ def run(
     with without_signal_handlers():
         try:
             screen = console() if progress is True else Console(quiet=True)
-            display = progress if callable(progress) else notebook_display() if progress else None
+            display = progress if callable(progress) else None
             execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None

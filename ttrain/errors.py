@@ -125,7 +125,7 @@ class NothingBuilt(ArtifactError):
 
 
 class DamagedFile(ArtifactError):
-    """The bytes of a file are not those that were published; the message has both digests, or tells the bytes."""
+    """The bytes of a file are not those that were published; the message has both digests."""
 
     fix = "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so that the next run builds it anew"
     is_mistake = True  # a second try reads the same bytes

@@ -99,9 +99,8 @@ def test_a_device_that_is_not_there_is_refused_before_any_stage(
 def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)
     record = RunRecord(home, "full", ["tokenizer", "sft"], {})
-    log = runs.RunLog(record.path.with_suffix(".log"))
-    log.add("tokenizer", "first")
-    log.add("sft", "second \x1b[2J")
+    record.log("tokenizer", "first")
+    record.log("sft", "second \x1b[2J")
     lines = run("pipeline", "logs", record.run).out.splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["tokenizer: first", "sft: second \\x1b[2J"]
     assert run("pipeline", "logs", "latest", "tokenizer").out.count("\n") == 1
@@ -116,11 +115,11 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Ru
     thread = threading.Thread(target=follow)
     thread.start()
     assert first_seen.wait(30)
-    log.add("sft", "third")
+    record.log("sft", "third")
     record.finish("completed", {})
     thread.join(30)
     assert [line.rpartition(" ")[2] for line in collected] == ["first", "\\x1b[2J", "third"]
-    log.path.unlink()
+    record.path.with_suffix(".log").unlink()
     done = run("pipeline", "logs", "latest")
     assert done.code == 2 and f"the run {record.run} has no log" in done.err
 

@@ -26,8 +26,7 @@ from ttrain.doctor import model, run
 from ttrain.doctor.data import Data
 from ttrain.doctor.inputs import missing_data, paths_of
 from ttrain.doctor.parts import with_references
-from ttrain.engine.graph import Graph, Planned
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Graph, Plan, Planned
 from ttrain.errors import DataError
 from ttrain.flows.full import full
 from ttrain.store.artifacts import ArtifactStore

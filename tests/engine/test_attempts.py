@@ -12,8 +12,7 @@ from support.waiting import stopwatch
 from ttrain.config.loading import load
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import Graph
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import Interrupted
 from ttrain.lineage import lookup
 from ttrain.store.artifacts import ArtifactStore

@@ -14,6 +14,7 @@ from ttrain.cli.main import app
 from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
 from ttrain.engine.estimate import Estimate, StageEstimate, estimate
+from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
 from ttrain.tasks import PRETRAIN
@@ -28,8 +29,9 @@ def cpu_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def estimated(house: House, *overrides: str) -> dict[str, StageEstimate]:
-    settings, planned = house.settings(*overrides), list(house.plan(*overrides).values())
-    return {each.stage: each for each in estimate(planned, settings, house.store).stages}
+    stages = list(house.plan(*overrides).values())
+    plan = Plan("full", house.settings(*overrides), house.store, Graph(), stages)
+    return {each.stage: each for each in estimate(plan).stages}
 
 
 @pytest.fixture

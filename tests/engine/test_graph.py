@@ -5,6 +5,7 @@ from textwrap import dedent
 import pytest
 
 from ttrain.config.loading import load, profile_names
+from ttrain.engine.graph import Graph
 from ttrain.flows.full import full
 
 USUAL = """
@@ -41,15 +42,21 @@ CHATS_ALONE = """
 """
 
 
+def in_words(graph: Graph) -> str:
+    """A line for each stage: its name, and what it reads."""
+    lines = (f"{name} <- {', '.join(map(str, node.sources.values()))}" for name, node in graph.items())
+    return "\n".join(line.removesuffix(" <- ") for line in lines)
+
+
 @pytest.mark.parametrize("profile", profile_names())
 def test_the_graph_of_a_profile_is_this(profile: str) -> None:
     graph = full(load([], profiles=(profile,), environment={}).settings)
-    assert str(graph) == dedent(PREFERENCES if profile == "preferences" else USUAL).strip()
+    assert in_words(graph) == dedent(PREFERENCES if profile == "preferences" else USUAL).strip()
 
 
 def test_a_stage_that_starts_from_no_model_gets_a_new_one_and_nothing_that_no_stage_needs_is_there() -> None:
     settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
-    assert str(full(settings)) == dedent(CHATS_ALONE).strip()
+    assert in_words(full(settings)) == dedent(CHATS_ALONE).strip()
 
 
 def test_what_reads_a_replaced_stage_reads_what_replaces_it() -> None:

@@ -13,24 +13,24 @@ from ttrain.engine import display as displays
 from ttrain.engine import stage_worker
 from ttrain.engine.display import Display
 from ttrain.reports import summary
-from ttrain.store.runs import RunLog
+from ttrain.store.runs import RunRecord
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+): (.*)")
 
 
 def test_a_line_has_the_time_that_it_says_itself_or_that_it_is(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "full-1.log")
-    log.add("pretrain", "2026-11-21 22:59:54,854 rank 1: step 5/40")
-    log.add("pretrain", "a library's own line")
-    first, second = log.path.read_text().splitlines()
+    record = RunRecord(tmp_path, "full", [], {})
+    record.log("pretrain", "2026-11-21 22:59:54,854 rank 1: step 5/40")
+    record.log("pretrain", "a library's own line")
+    first, second = record.path.with_suffix(".log").read_text().splitlines()
     assert first == "2026-11-21 22:59:54 pretrain: rank 1: step 5/40"
     assert LINE.fullmatch(second) and second.endswith(" pretrain: a library's own line")
 
 
 def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "full-1.log")
-    log.add("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
-    (line,) = log.path.read_text(encoding="utf-8").split("\n")[:-1]
+    record = RunRecord(tmp_path, "full", [], {})
+    record.log("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
+    (line,) = record.path.with_suffix(".log").read_text(encoding="utf-8").split("\n")[:-1]
     assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
 
 

@@ -11,8 +11,7 @@ from support.tiny_stages import Home
 
 from ttrain.config.loading import load
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import Graph
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Graph, Plan
 from ttrain.engine.planner import plan
 from ttrain.errors import NothingNew
 from ttrain.flows.engine import RunOptions, run_pipeline

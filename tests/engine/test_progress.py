@@ -18,7 +18,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     run = RunRecord(tmp_path, "full", ["pretrain", "sft"], {})
     run.stage("pretrain", outcome="completed", key="p", seconds=3.0)
     run.stage("sft", outcome="running", key="s")
-    run.progressed("sft", done=3000, total=9000, unit="tokens", first=1000, seconds=10.0)
+    run.stage("sft", progress={"done": 3000, "total": 9000, "unit": "tokens", "first": 1000, "seconds": 10.0})
     return run
 
 

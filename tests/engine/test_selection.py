@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from ttrain import api
 from ttrain.cli.main import app
 from ttrain.config import Tracking
-from ttrain.engine.graph import Graph, Planned, Rerun, Selection
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Graph, Plan, Planned, Rerun, Selection
 from ttrain.engine.planner import plan
 from ttrain.errors import TooFewRows, UsageError
 from ttrain.flows.engine import RunOptions, run_pipeline
@@ -47,7 +46,7 @@ def test_a_selection_builds_its_stages_takes_what_they_need_and_leaves_out_the_r
     for selection, built_, taken in CASES:
         assert selection.of(graph) == (built_, taken)
         stages = built.plan("pretrain.seed=1", selection=selection)
-        assert {name for name, planned in stages.items() if planned.reused} == taken
+        assert {name for name, planned in stages.items() if planned.why[0].startswith("taken from the store")} == taken
         assert {*stages} == built_ | taken and running(stages) == set()
 
 
@@ -79,7 +78,7 @@ def test_a_selection_that_cannot_be_is_refused(built: House) -> None:
 def test_forcing_what_is_selected_leaves_what_is_taken_as_it_is(built: House) -> None:
     stages = built.plan(force=frozenset({"tokenizer"}), selection=only("tokenizer", "sft"))
     assert {name for name, planned in stages.items() if planned.forced} == running(stages) == {"tokenizer"}
-    assert stages["pretrain"].reused and stages["sft"].state == "cached"
+    assert stages["pretrain"].state == stages["sft"].state == "cached"
     part = built.plan("sft.seed=2", selection=Selection(since="sft", until="lora"))
     assert part["sft"].inputs == {"base": part["pretrain"].artifact, "shards": part["shards-sft"].artifact}
     assert part["lora"].sources == {"base": "sft", "shards": "shards-lora"} and not part["lora"].inputs
@@ -102,12 +101,12 @@ def test_a_training_whose_shards_are_taken_and_too_few_is_refused_before_it_begi
     home = Home.make(tmp_path)
     settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
     settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
-    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer, reused=True)
+    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer)
     inputs = {"tokenizer": home.tokenizer}
     counts = {"rows": 60, "tokens": 900}
     result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
     documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
-    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, sources=inputs, reused=True)
+    shards = Planned(SHARDS_PRETRAIN, "cached", (), documents.key, documents, inputs=inputs, sources=inputs)
     sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
     stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
     with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step is 256000, 8000 rows of 32 tokens"):

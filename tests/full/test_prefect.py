@@ -10,7 +10,6 @@ import pytest
 from support.pipeline_home import Cli
 
 from ttrain.engine.graph import Planned
-from ttrain.engine.labels import Labels
 from ttrain.errors import StageFailed
 from ttrain.tasks import EVALUATE
 
@@ -85,6 +84,6 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
 def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:
     from ttrain.flows.prefect_run import tags_of
 
-    labels = Labels("", {"purpose": "baseline"})
-    execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), labels=labels)
+    record = SimpleNamespace(snapshot=lambda: {"tags": {"purpose": "baseline"}})
+    execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), record=record)
     assert tags_of(execution) == ["ttrain", "name=mine", "purpose=baseline"]

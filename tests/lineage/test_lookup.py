@@ -222,7 +222,7 @@ def test_the_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_on
 )  # fmt: skip
 def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
     for taken in ("mine", "mine-2"):
-        RunRecord(runs_home.store.root, "full", [], {}, labels={"run_name": taken}).finish("completed", {})
+        RunRecord(runs_home.store.root, "full", [], {}, {"run_name": taken}).finish("completed", {})
     with pytest.raises(UsageError, match=fix):
         new_run_name(runs_home.store.root, name)
     assert new_run_name(runs_home.store.root, "mine-3") == "mine-3" and new_run_name(runs_home.store.root, None) == ""
@@ -231,9 +231,9 @@ def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(run
 def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(runs_home: Home) -> None:
     root = runs_home.store.root
     for outcome in ("interrupted", "failed"):
-        RunRecord(root, "full", [], {}, labels={"run_name": "mine"}).finish(outcome, {})
+        RunRecord(root, "full", [], {}, {"run_name": "mine"}).finish(outcome, {})
         assert new_run_name(root, "mine") == "mine"
-    last = RunRecord(root, "full", [], {}, labels={"run_name": "mine"})
+    last = RunRecord(root, "full", [], {}, {"run_name": "mine"})
     assert lookup.need_run(root, "mine")["run"] == last.run, "the newest"
     with pytest.raises(UsageError, match="try --run-name mine-2"):
         new_run_name(root, "mine")

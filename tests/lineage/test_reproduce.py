@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given += [f"runtime.{setting}" for setting in ("threads=1", "rows_per_device=4", "workers=1")]
     settings = load(given, environment={}).settings
     remember_modules(root / "home")
-    processes.warm_up(settings, [TOKENIZER])  # so that most of the stages are forked
+    processes.warm_up(settings)  # so that most of the stages are forked
     store = ArtifactStore(root / "home")
     tokenizer = build_stage(TOKENIZER, settings, store, {}, Watcher()).artifact
     build_stage(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())

@@ -1,15 +1,13 @@
 """No stage computes from bytes that were not published: weights, shards, tokenizers, whatever a disk makes of them."""
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from core.test_hashing import LONG_AGO, read_bytes
+from core.test_hashing import LONG_AGO
 from support.comparing import flip_bit
 from support.tiny_stages import Home, Watcher, build_stage, run_of, stage_settings
 
@@ -21,7 +19,7 @@ from ttrain.errors import ArtifactError, DamagedFile, StageFailed
 from ttrain.inference import loading
 from ttrain.lineage import lookup
 from ttrain.store import integrity
-from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import PRETRAIN, SFT, SHARDS, Stage
 
@@ -101,7 +99,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Ho
 
 
 def publish_file(store: ArtifactStore, size: int, key: str = "k" * 64) -> Artifact:
-    """An artifact with one file of bytes that differ from piece to piece."""
+    """An artifact with one file."""
     output = store.work("pretrain", key) / "output"
     output.mkdir(parents=True)
     megabytes = [number.to_bytes(4, "big") * (1 << 18) for number in range(-(-size >> 20))]
@@ -109,77 +107,19 @@ def publish_file(store: ArtifactStore, size: int, key: str = "k" * 64) -> Artifa
     return store.publish("pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}})
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "LARGE_BYTES", 4 << 20)
-    monkeypatch.setattr(integrity, "PIECE_BYTES", 2 << 20)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_a_large_file_is_read_once_with_digests_of_its_pieces(store: ArtifactStore, request: pytest.FixtureRequest) -> None:
-    size = (4 << 20) + 5
-    small = publish_file(store, size)
-    assert small.manifest["files"]["weights"].keys() == {"bytes", "sha256", "mtime_ns"}
-    request.getfixturevalue("small_pieces")
-    before = read_bytes()
-    artifact = publish_file(store, size, key="l" * 64)
-    assert size <= read_bytes() - before < 1.1 * size
-    assert artifact.content == small.content
-    entry = artifact.manifest["files"]["weights"]
-    data = (artifact.path / "weights").read_bytes()
-    digests = [blake2b(data[at : at + (2 << 20)], digest_size=32).hexdigest() for at in range(0, size, 2 << 20)]
-    assert entry["pieces"] == {"bytes": 2 << 20, "blake2b": digests} and entry["sha256"] == sha256(data).hexdigest()
-    before = read_bytes()
-    integrity.verify_entries([(artifact.path / "weights", entry)], None)
-    assert size <= read_bytes() - before < 1.1 * size
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_flipped_bit_of_a_large_file_is_told_by_the_bytes_of_its_piece(store: ArtifactStore) -> None:
+def test_a_flipped_bit_of_a_file_that_was_copied_is_found_by_its_digest(store: ArtifactStore) -> None:
     artifact = publish_file(store, 5 << 20)
     integrity.verify_artifact(artifact)
     os.utime(artifact.path / "weights", ns=(LONG_AGO, LONG_AGO))  # as in a copied home
     assert store.damage(artifact) is None
     flip_bit(artifact.path / "weights")
     assert store.damage(artifact) == "weights was altered after it was published"
-    with pytest.raises(DamagedFile, match=r"weights is damaged: its bytes 2,097,152 to 4,194,303 are not those that"):
+    with pytest.raises(DamagedFile, match=r"weights is damaged: its sha256 is"):
         integrity.verify_artifact(artifact)
     assert artifact_commands.verify(artifact) == [
         "manifest.json says that it was made of other things than its key does",
         "weights was altered after it was published",
     ]
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_large_file_that_is_cut_while_it_is_read_is_damaged(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, stat_of = publish_file(store, 5 << 20).path / "weights", os.fstat
-    entry = integrity.measure(path) | {"bytes": 5 << 20}
-
-    def cut_after_its_size_was_read(descriptor: int) -> os.stat_result:
-        stat = stat_of(descriptor)
-        os.truncate(path, 3 << 20)
-        return stat
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fstat", cut_after_its_size_was_read)
-        with pytest.raises(DamagedFile, match="damaged: it ended at byte 3,145,728 while it was read"):
-            integrity.verify_entries([(path, entry)], None)
-    with pytest.raises(DamagedFile, match="damaged: it has 3,145,728 bytes, but 5,242,880 were published"):
-        integrity.verify_entries([(path, entry)], None)
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_large_file_whose_pieces_are_not_recorded_is_compared_by_its_sha256(store: ArtifactStore) -> None:
-    artifact = publish_file(store, 5 << 20)
-    path, entry = artifact.path / "weights", artifact.manifest["files"]["weights"]
-    of_others = ({"bytes": 0, "blake2b": []}, {"bytes": 2 << 20, "blake2b": ["0" * 64]}, {"bytes": "2", "blake2b": [1]})
-    entries = [{**entry, "pieces": pieces} for pieces in (None, [], *of_others)]
-    for entry in entries:
-        integrity.verify_entries([(path, entry)], None)
-    flip_bit(path)
-    for entry in entries:
-        with pytest.raises(DamagedFile, match="damaged: its sha256 is"):
-            integrity.verify_entries([(path, entry)], None)
 
 
 def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(store: ArtifactStore) -> None:
@@ -197,7 +137,7 @@ def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_ane
 
     elsewhere = ArtifactStore(store.root, Copies())
     flip_bit(base.path / "weights")
-    set_aside(store, [DamagedArtifact(base.path, "damaged", base)])
+    assert store.set_damaged_aside(base.path, base)
     assert elsewhere.find("pretrain", base.key) is None
     base = replace(base, manifest={**base.manifest, "published": base.manifest["published"] + 60})
     assert elsewhere.find("pretrain", base.key)

@@ -2,8 +2,6 @@
 
 import errno
 import itertools
-import os
-import platform
 import subprocess
 import time
 from collections.abc import Mapping
@@ -18,8 +16,7 @@ from ttrain.errors import with_fix
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import run_views, runs
-from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.runs import RunLog, RunRecord, history
+from ttrain.store.runs import RunRecord, history
 
 
 def record(home: Path, started: float = 0.0, **notes: object) -> RunRecord:
@@ -87,21 +84,14 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
     assert maker(tmp_path, {"tokenizer": "a"}) is None
 
 
-def test_who_builds_a_key_is_told_by_its_process(tmp_path: Path) -> None:
-    store = ArtifactStore(tmp_path)
-    assert runs.builder(store, "pretrain", "f00d") == "another run"
-    with store.lock("pretrain", "f00d"):
-        assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()} on {platform.node()}"
-
-
 def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made, log = record(tmp_path), RunLog(tmp_path / "gone" / "full-1.log")
+    made = record(tmp_path)
     with full_disk(10):
-        log.add("sft", "line"), log.add("sft", "line")
+        made.log("sft", "line")
         made.stage("pretrain", outcome="running", key="k")
         made.note(error="x")
     told = [entry.message for entry in caplog.records if "cannot be written" in entry.message]
-    assert len(told) == 2 and f"the run's log {log.path}" in told[0], "once each"
+    assert len(told) == 1 and f"the run's record {made.path}" in told[0], "once"
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "pending"}
     made.finish("completed", {})
     assert history(tmp_path)[0]["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}, "nothing is lost"
@@ -124,7 +114,7 @@ def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
     """Also who serves."""
     nights = Nights(tmp_path, "mine")
     made = record(tmp_path)
-    RunLog(made.path.with_suffix(".log")).add("sft", "a line")
+    made.log("sft", "a line")
     with nights.lock():
         nights.begin(InputSnapshot({}, {}), None)
     nights.skipped(None, "a reason")

@@ -53,7 +53,7 @@ def test_verify_names_each_kind_of_damage_and_sets_it_aside(user_home: Home, cap
     (missing.path / weights).unlink()
     (short.path / weights).write_bytes(b"x")
     os.truncate(cut.path / "manifest.json", 40)
-    problems = ("was altered after it was published", "cannot be read: No such file or directory", "has 1 bytes where")
+    problems = ("was altered after it was published", "is missing", "has 1 bytes where")
     said = {artifact.key: f"{weights} {problem}" for artifact, problem in zip(harmed, problems, strict=False)}
     said[cut.key] = "manifest.json cannot be read: "
     states = {row["key"]: row["state"] for row in json.loads(printed(capsys, "artifacts", "list", "--json"))}

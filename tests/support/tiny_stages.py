@@ -23,8 +23,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.engine import launch
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import NOTHING_AGAIN, Graph, Planned, Rerun
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import NOTHING_AGAIN, Graph, Plan, Planned, Rerun
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.store.artifacts import ArtifactStore

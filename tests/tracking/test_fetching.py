@@ -14,7 +14,7 @@ from support.tracked_stores import client_of
 from ttrain.core.files import read_json
 from ttrain.engine.planner import explain
 from ttrain.errors import ArtifactError
-from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
@@ -189,7 +189,7 @@ def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_w
     assert "manifest.json" in damaged
     with pytest.raises(ArtifactError, match=rf"{STAGE} kkk+ .*manifest\.json.*artifacts verify"):
         store.latest(STAGE)
-    set_aside(store, [DamagedArtifact(path, problem) for path, problem in store.unreadable().items()])
+    assert [store.set_damaged_aside(path) for path in store.unreadable()] == [True]
     assert found(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
 
 

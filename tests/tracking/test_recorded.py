@@ -30,7 +30,7 @@ def run(home: Home, settings: Settings, **options: Any) -> tuple[Any, Any, Path]
     execution.finish(outcome)
     name = execution.record.run
     [parent], [child] = tracked(home.store.root, name), tracked(home.store.root, f"{name}/pretrain")
-    return parent, child, execution.log.path
+    return parent, child, execution.record.path.with_suffix(".log")
 
 
 def test_a_stage_has_the_machine_its_texts_and_the_run_one_log(stage_home: Home) -> None:
@@ -64,7 +64,7 @@ def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> 
 def test_a_note_and_tags_stand_in_mlflow_and_on_the_page_and_in_no_key(stage_home: Home) -> None:
     labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", ["purpose=a smaller rate", "hub.token=x1"])
     by_night = stage_settings(2, night={"start": "00:00", "end": "00:00"})
-    parent, _, log = run(stage_home, by_night, labels=labels)
+    parent, _, log = run(stage_home, by_night, facts=labels)
     assert parent.data.tags["purpose"] == "a smaller rate" and parent.data.tags["hub.token"] == "***"
     assert parent.data.tags["mlflow.note.content"].startswith("why: &lt;b>  \n***\n\n`pretrain.tokens=512`")
     record = json.loads(log.with_suffix(".json").read_text())

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from ttrain.cli.options import Output, SettingsOptions, Table, argument, command, command_group, option
@@ -14,7 +15,7 @@ from ttrain.core.text import format_duration, format_size, format_time, short_di
 from ttrain.errors import UsageError
 from ttrain.store import name_syntax
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import home, usable_home
+from ttrain.store.layout import Artifact, home, usable_home
 from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
@@ -109,22 +110,21 @@ def artifacts_verify(
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
     from ttrain.engine import artifact_commands
-    from ttrain.store import artifacts as store_artifacts
 
     store = ArtifactStore(home())
     artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
-    damaged = [store_artifacts.DamagedArtifact(*entry) for entry in unreadable.items()]
+    damaged: list[tuple[Path, str, Artifact | None]] = [(path, why, None) for path, why in unreadable.items()]
     sizes = [artifact_commands.size_of(artifact) for artifact in artifacts]
     with bar("verifying", "MB", round(sum(sizes) / MEGABYTE)) as show:
         for done, artifact in zip(itertools.accumulate(sizes), artifacts, strict=True):
             if problems := artifact_commands.verify(artifact):
-                damaged.append(store_artifacts.DamagedArtifact(artifact.path, "; ".join(problems), artifact))
+                damaged.append((artifact.path, "; ".join(problems), artifact))
             show(round(done / MEGABYTE))
-    if set_aside:
-        store_artifacts.set_aside(store, damaged)
+    for path, _, found in damaged if set_aside else ():
+        store.set_damaged_aside(path, found)
     count = len(sizes) + len(unreadable)
     entries = [
-        {"stage": entry.stage, "key": entry.key, "path": entry.path, "problems": entry.why.split("; ")} for entry in damaged
+        {"stage": path.parent.name, "key": path.name, "path": path, "problems": why.split("; ")} for path, why, _ in damaged
     ]
     value = {"artifacts": count, "bytes": sum(sizes), "damaged": entries, "set_aside": set_aside}
     total = f"{count} artifacts, {format_size(sum(sizes))}"
@@ -132,7 +132,7 @@ def artifacts_verify(
         return Output(value, [f"{total}: none damaged"])
     moved = "moved to replaced: the next run rebuilds them"
     advice = moved if set_aside else "--set-aside lets the next run rebuild them"
-    rows = [(entry.stage, short_digest(entry.key), entry.why) for entry in damaged]
+    rows = [(path.parent.name, short_digest(path.name), why) for path, why, _ in damaged]
     table = Table(("stage", "key", "damage"), rows)
     return Output(value, [table, f"{total}: {len(damaged)} damaged; {advice}"], code=1)
 

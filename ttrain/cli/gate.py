@@ -102,7 +102,7 @@ def train(
     from ttrain.config import Gate, GateJob
     from ttrain.config.loading import settings_of_task
     from ttrain.data import existing, locations
-    from ttrain.engine.alone import run_alone, split_runtime
+    from ttrain.engine.launch import run_alone, split_runtime
     from ttrain.inference import gate_files
     from ttrain.lineage.lookup import resolve_all
     from ttrain.tasks import GATE

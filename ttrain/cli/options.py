@@ -17,7 +17,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ttrain.core.files import JsonObject
+from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.terminal import print_escaped, print_json, print_spans, table
 from ttrain.errors import UsageError
 from ttrain.store import layout
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ttrain.config import Settings
     from ttrain.config.loading import LoadedSettings, Override
     from ttrain.data.inspect import Span
-    from ttrain.engine.labels import Labels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -412,7 +411,7 @@ class PipelineOptions:
         bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
     ] = False
 
-    def labels(self) -> Labels:
+    def labels(self) -> JsonDict:
         """The labels. Raises UsageError where they are invalid."""
         from ttrain.engine.labels import labels_of, new_run_name
 

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from ttrain.config import Settings
     from ttrain.config.loading import LoadedSettings
     from ttrain.config.rules import Rule
-    from ttrain.engine.labels import Labels
+    from ttrain.core.files import JsonObject
+    from ttrain.engine.estimate import Estimate
 
 LISTED_RUNS = 10
 WATCH_SECONDS = 2.0
@@ -144,6 +145,7 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain import api
+    from ttrain.engine.estimate import estimate
     from ttrain.engine.planner import trained_on
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
@@ -153,8 +155,10 @@ def pipeline_plan(
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
     automatic = _rules(loaded, planned, packs=show_rules)
+    estimated = estimate(planned)
     value = {
         **planned.to_json(),
+        "estimate": estimated.to_json(),
         "trained_on": trained_on(planned.settings, planned.stages),
         "auto": {key: asdict(rule) for key, rule in automatic.items()},
     }
@@ -162,7 +166,7 @@ def pipeline_plan(
     lines = [f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}" for key, rule in shown]
     waiting = sum(stage.state == "run" for stage in planned)
     lines.append(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
-    return Output(value, [*_plan_parts(planned), *lines])
+    return Output(value, [*_plan_parts(planned, estimated), *lines])
 
 
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
@@ -255,7 +259,7 @@ def pipeline_logs(
             print(escape_control_characters(line), flush=follow)
 
 
-def _run_night(loaded: LoadedSettings, engine: str, labels: Labels) -> None:
+def _run_night(loaded: LoadedSettings, engine: str, labels: JsonObject) -> None:
     """Run one night now."""
     from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows.engine import RunOptions
@@ -324,7 +328,7 @@ def plan_and_run(
     loaded: LoadedSettings,
     *,
     options: PipelineOptions,
-    labels: Labels,
+    labels: JsonObject,
     restart: RestartOptions,
     **to_plan: Any,
 ) -> None:
@@ -333,18 +337,20 @@ def plan_and_run(
     `to_plan`: as for `api.plan`.
     """
     from ttrain.engine.artifact_commands import remarks_on_code
-    from ttrain.engine.plan import record_cached
+    from ttrain.engine.estimate import estimate
+    from ttrain.engine.planner import record_cached
 
     planned = restart.plan(pipeline, loaded.settings, **to_plan)
     if record := record_cached(planned, labels):
         Output(None, _cached_parts(planned, record)).print()
         return
-    Output(None, _plan_parts(planned)).print()
+    estimated = estimate(planned)
+    Output(None, _plan_parts(planned, estimated)).print()
     usable_home()
     on_code = remarks_on_code(planned)
     for line in on_code:
         print_escaped(line)
-    asks = (on_code or planned.estimate.remarks()) and not options.yes and is_on_terminal()
+    asks = (on_code or estimated.remarks()) and not options.yes and is_on_terminal()
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
@@ -363,7 +369,7 @@ def is_on_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _plan_parts(planned: Plan) -> list[str | Table]:
+def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
     """The table of a plan, what is trained on, what its reasons compare with, and about how long it takes."""
     from ttrain.engine.planner import trained_on, without_data
 
@@ -374,7 +380,7 @@ def _plan_parts(planned: Plan) -> list[str | Table]:
         lines.append(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
     if planned.compared_with and not planned.is_cached:
         lines.append(f"compared with the run {planned.compared_with}")
-    lines += [*planned.estimate.lines(), *planned.estimate.remarks()]
+    lines += [*estimated.lines(), *estimated.remarks()]
     return [Table(STAGE_COLUMNS, planned.rows()), *filter(None, lines)]
 
 

@@ -149,8 +149,10 @@ def _stages(wanted: Request) -> str:
 
 def _plan(wanted: Request, store: ArtifactStore) -> Output:
     """What would run, and how many seeds a difference needs."""
+    from ttrain.engine.estimate import estimate
+
     noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
-    seconds = wanted.plan(wanted.changes[-1], 0, store).estimate.seconds  # no trial has seed 0, so nothing is cached
+    seconds = estimate(wanted.plan(wanted.changes[-1], 0, store)).seconds  # no trial has seed 0, so nothing is cached
     needs = {size: noise.seeds_for(size) for size in DIFFERENCES} if noise else {}
     value = {
         "metric": wanted.measure.metric,

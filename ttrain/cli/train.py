@@ -53,8 +53,8 @@ def train(
     as_json: AsJson = False,
 ) -> Output:
     """Train a task of your own (docs/tasks.md); the same command continues a stopped training."""
-    from ttrain.engine.alone import run_alone, split_runtime
     from ttrain.engine.display import Display
+    from ttrain.engine.launch import run_alone, split_runtime
     from ttrain.tasks import TASK
     from ttrain.train import task
 
@@ -86,7 +86,7 @@ def train(
 
 def check_output(out: Path) -> None:
     """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
-    from ttrain.engine.alone import WORK
+    from ttrain.engine.launch import WORK
 
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     is_of_artifact = any((above / MANIFEST).exists() for above in (out, *out.parents))
@@ -113,6 +113,7 @@ def doctor(
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data
+    from ttrain.engine.estimate import estimate
     from ttrain.engine.planner import alone
     from ttrain.engine.processes import environment_of
     from ttrain.flows.engine import RunOptions, run_pipeline
@@ -140,5 +141,6 @@ def doctor(
         verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
     last = f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s"
     checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
-    report = {"checks": checks, "estimate": plan.estimate.to_json()}
-    return Output(report, [*plan.estimate.lines(), *plan.estimate.remarks(), last], code=int(bool(failures)))
+    estimated = estimate(plan)
+    report = {"checks": checks, "estimate": estimated.to_json()}
+    return Output(report, [*estimated.lines(), *estimated.remarks(), last], code=int(bool(failures)))

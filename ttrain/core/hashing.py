@@ -69,9 +69,9 @@ class DigestCache:
         self._saving = threading.Lock()
         self._entries = self._saved()
 
-    def file(self, path: Path, compute: Callable[[Path], str] = sha256_file) -> str:
+    def file(self, path: Path) -> str:
         """sha256 of the file's bytes, remembered or computed. Raises OSError where it cannot be read."""
-        return str(self._remembered("file", path, compute))
+        return str(self._remembered("file", path, sha256_file))
 
     def learn(self, path: Path, digest: str, stat: os.stat_result) -> None:
         """Remember the sha256 of a file whose bytes the caller has read, and its stat from before that."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from ttrain.config import Settings
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
-from ttrain.engine.graph import Planned
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan, Planned
 from ttrain.engine.planner import no_stage
 from ttrain.store import name_syntax
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, TOKENIZER

@@ -18,7 +18,7 @@ from ttrain.doctor import data, machine, model
 from ttrain.doctor.data import Data
 from ttrain.doctor.inputs import paths_of
 from ttrain.doctor.parts import Finding, Learner, with_references
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan
 from ttrain.errors import UsageError
 from ttrain.tasks import STAGES
 from ttrain.tasks.common import training

@@ -7,7 +7,6 @@ the tokens of a user's own chats before their shards are there, the rate of a GP
 
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ttrain.core.files import JsonDict, JsonObject
 from ttrain.core.machine import cpu_flags, usable_cores
 from ttrain.core.text import format_duration
 from ttrain.data import locations
-from ttrain.engine.graph import Planned
+from ttrain.engine.graph import Plan, Planned
 from ttrain.engine.input_files import TRAIN, data_files
 from ttrain.engine.provenance import machine
 from ttrain.store.artifacts import ArtifactStore
@@ -118,11 +117,11 @@ def _about(seconds: float) -> str:
     return f"{rounded:.0f} s" if rounded < 100 else format_duration(rounded)
 
 
-def estimate(stages: Iterable[Planned], settings: Settings, store: ArtifactStore) -> Estimate:
+def estimate(plan: Plan) -> Estimate:
     """Estimate the stages of a plan that will run."""
-    artifacts = {each.name: each.artifact for each in stages}
-    estimator = _Estimator(artifacts, settings, store)
-    estimates = tuple(estimator.of(each) for each in stages if each.state == "run")
+    artifacts = {each.name: each.artifact for each in plan}
+    estimator = _Estimator(artifacts, plan.settings, plan.store)
+    estimates = tuple(estimator.of(each) for each in plan if each.state == "run")
     return Estimate(estimates, estimator.rate)
 
 

@@ -4,11 +4,10 @@ import contextlib
 import getpass
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rich.console import Console
 
@@ -19,9 +18,7 @@ from ttrain.core.terminal import showing_logs
 from ttrain.core.text import first_of
 from ttrain.engine import launch, processes, row_counts
 from ttrain.engine.display import Display, StageDisplay
-from ttrain.engine.graph import Planned
-from ttrain.engine.labels import NO_LABELS, Labels
-from ttrain.engine.plan import Plan
+from ttrain.engine.graph import Plan, Planned
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.provenance import commit, with_absolute_paths
 from ttrain.engine.stop_request import SIGNALLED, StopRequest
@@ -30,7 +27,7 @@ from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
 from ttrain.store.results import EvaluationResult, TrainingResult
-from ttrain.store.runs import BUILT, NOTHING_NEW, RunLog, RunRecord
+from ttrain.store.runs import BUILT, NOTHING_NEW, RunRecord
 from ttrain.tasks import Stage
 
 log = logging.getLogger("ttrain")
@@ -57,12 +54,11 @@ class PipelineRun(StopRequest):
         plan: Plan,
         display: StageDisplay,
         *,
-        part_of: Mapping[str, Any] = MappingProxyType({}),
-        labels: Labels = NO_LABELS,
+        facts: JsonObject = MappingProxyType({}),
         registers: bool = True,
     ) -> None:
-        """`part_of`: what is noted in its record of the night or the sweep that it is a part of, and as `continues` the
-        interrupted run with which trackers show it as one."""
+        """`facts`: what its record has besides: its labels, the night or the sweep that it is a part of, and as `continues`
+        the interrupted run with which trackers show it as one."""
         super().__init__(lambda text: display("", "message", {"text": text}))
         settings, store = plan.settings, plan.store
         self.plan, self.settings, self.store, self.display = plan, settings, store, display
@@ -70,25 +66,22 @@ class PipelineRun(StopRequest):
         if self.registers:
             Registry(store.root).check_names(settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED))
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
-        self.labels = labels
         self.record = RunRecord(
             store.root,
             plan.pipeline,
             [planned.stage.name for planned in plan.stages],
             with_absolute_paths(settings).model_dump(mode="json"),
-            labels=labels.to_json(),
+            {"commit": commit(), "user": user_name(), **facts},
         )
-        self.log = RunLog(self.record.path.with_suffix(".log"))
         self.artifacts: dict[str, Artifact] = {}
-        self.versions: dict[str, str] = {}  # of the registry, by name
         self.model_set: str | None = None  # version of the registered set of models, once the run is complete
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
         self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
-        self.to_start = {planned.stage.name: planned.stage for planned in plan.stages if planned.state == "run"}
-        self._to_check = [each for each in plan.stages if each.state == "run" and each.name in TRAINING_STAGES]
+        to_run = [planned for planned in plan.stages if planned.state == "run"]
+        self._loads_torch = any(planned.stage.loads_torch for planned in to_run)
+        self._to_check = [planned for planned in to_run if planned.name in TRAINING_STAGES]
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
-        self.record.note(commit=commit(), user=user_name(), **part_of)
         self.end_tracking: Callable[[], object] = lambda: None  # called once the record is closed
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
@@ -100,8 +93,6 @@ class PipelineRun(StopRequest):
     def run_stages(self) -> None:
         """Build the stages of the plan one after the other, in this thread."""
         for planned in self.plan.stages:
-            if planned.reused:
-                continue
             self.run_stage(planned)
             if self.signum:
                 raise Interrupted(f"stopped after stage {planned.stage.name}", self.signum)
@@ -116,7 +107,7 @@ class PipelineRun(StopRequest):
         if stage.uses_ranks:
             self.check_rows()
         try:
-            if not planned.has_inputs(inputs):
+            if planned.key is None or planned.inputs != inputs:
                 planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
             outcome = launch.build(planned, self.settings, self.store, partial(self._report, stage, logged), self)
         except BaseException as error:
@@ -146,30 +137,16 @@ class PipelineRun(StopRequest):
                     self.store.complete(artifact, report=partial(self._message, stage))
                 with launch.verified(stage, self.store, inputs):  # damage is no fault of settings or data
                     row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
-            except TooFewRows as error:
-                self._failed(stage, error)
-                errors.append(error)
             except TTrainError as error:
                 self._failed(stage, error)
-                raise
+                if not isinstance(error, TooFewRows):
+                    raise
+                errors.append(error)
         if errors:
             fixes = [fix for error in errors for fix in error.fixes]
             raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
     # --- events ---------------------------------------------------------------------------------------------------------
-
-    def note_reused(self, planned: Planned) -> None:
-        """Record a stage that is not run: the selection leaves it out and its artifact is in the store."""
-        assert planned.artifact is not None, "a reused artifact is in the store"
-        self.artifacts[planned.stage.name] = planned.artifact
-        self.record.stage(
-            planned.stage.name,
-            outcome="cached",
-            key=planned.key,
-            path=str(planned.artifact.path),
-            metric=summary.key_figures(planned.stage.name, planned.artifact.result, planned.artifact.path),
-            why=list(planned.why),
-        )
 
     def _report(self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject) -> None:
         """Record what a stage at work reports, and show it."""
@@ -179,26 +156,25 @@ class PipelineRun(StopRequest):
             self.display(stage.name, event, data)
             if time.monotonic() - self._noted.get(stage.name, 0.0) > NOTE_SECONDS:
                 self._noted[stage.name] = time.monotonic()
-                self.record.progressed(stage.name, **data)
+                self.record.stage(stage.name, progress=data)
         elif event == "message":
             self._message(stage, data["text"])
             logged(data["text"])
         else:
-            self.log.add(stage.name, data["line"])
+            self.record.log(stage.name, data["line"])
             logged(data["line"])
             if self.settings.runtime.log_level == "debug":
                 self.display(stage.name, "message", {"text": data["line"]})
 
     def _message(self, stage: Stage, text: str) -> None:
         self.display(stage.name, "message", {"text": text})
-        self.log.add(stage.name, text)
+        self.record.log(stage.name, text)
 
     def _started(self, stage: Stage, planned: Planned, work: Path) -> None:
-        if not stage.loads_torch:  # then its own process is there before the libraries are
-            self.to_start.pop(stage.name, None)
-        processes.warm_up(self.settings, [*self.to_start.values()])
+        if self._loads_torch:
+            processes.warm_up(self.settings)
         self.display(stage.name, "started", {"why": first_of(planned.why, 3, "; ")})
-        self.log.add(stage.name, f"started: {'; '.join(planned.why)}")
+        self.record.log(stage.name, f"started: {'; '.join(planned.why)}")
         # the id by which trackers know it: that of the run which began its training, if it continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
         ids = {"run": self.record.run, "id": tracked, "experiment": self.settings.tracking.experiment}
@@ -220,7 +196,7 @@ class PipelineRun(StopRequest):
         self.artifacts[name] = artifact
         figures = summary.key_figures(name, artifact.result, artifact.path)
         self.display(name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures})
-        self.log.add(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
+        self.record.log(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
         self.record.stage(
             name,
             outcome=outcome.state,
@@ -241,14 +217,14 @@ class PipelineRun(StopRequest):
             self.failures[name] = error
         message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
         if isinstance(error, NothingNew):
-            self.log.add(name, f"{NOTHING_NEW}: {message}")
+            self.record.log(name, f"{NOTHING_NEW}: {message}")
             self.record.stage(name, outcome=NOTHING_NEW, metric=message)
             self.display(name, "ended", {"state": NOTHING_NEW, "seconds": 0.0, "figures": ""})
             return
         outcome = "interrupted" if is_stopped else "failed"
         if is_stopped and self.signum:  # the stage's process knows only of the signal
             message = message.replace(SIGNALLED, self.stop_reason)
-        self.log.add(name, f"{outcome}: {message}")
+        self.record.log(name, f"{outcome}: {message}")
         self.record.stage(name, outcome=outcome, error=message)
         self.display(name, "failed", {"error": message})
         if isinstance(error, TTrainError | OSError):
@@ -308,14 +284,12 @@ class PipelineRun(StopRequest):
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
         metrics = dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics)
         model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)
-        self.versions[model_set.name] = self.model_set = model_set.version
-        self.record.note(model_set=f"{self.settings.name}/{self.model_set}")
+        self.model_set = model_set.version
+        self.record.note(model_set=str(model_set))
 
     def _register(self, artifact: Artifact) -> Version:
         name = registered_name(self.settings.name, artifact.stage)
-        version = Registry(self.store.root).register_model(name, artifact, self.record.run)
-        self.versions[name] = version.version
-        return version
+        return Registry(self.store.root).register_model(name, artifact, self.record.run)
 
 
 def user_name() -> str | None:

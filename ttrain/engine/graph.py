@@ -1,17 +1,18 @@
-"""The graph of a pipeline, and the plan of one of its stages."""
+"""The graph of a pipeline, and its plan, as it is shown and run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttrain.config import Settings
 from ttrain.core import machine
+from ttrain.core.html_table import html_table
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
-from ttrain.store.artifacts import SHOWN_KEY
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.differences import Ingredients, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tasks import Stage
@@ -36,10 +37,6 @@ class Node:
         found = {name: artifacts.get(of) if isinstance(of, str) else of for name, of in self.sources.items()}
         return {name: artifact for name, artifact in found.items() if artifact}
 
-    def __str__(self) -> str:
-        sources = (of if isinstance(of, str) else f"{of.stage} {of.key[:12]}" for of in self.sources.values())
-        return f"{self.stage.name} <- {', '.join(sources)}" if self.sources else self.stage.name
-
 
 class Graph(dict[str, Node]):
     """The stages of a pipeline by name, each after those that it reads."""
@@ -49,10 +46,6 @@ class Graph(dict[str, Node]):
         present = {name: source for name, source in sources.items() if source is not None}
         self[stage.name] = Node(stage, present)
         return stage.name
-
-    def __str__(self) -> str:
-        """A line for each stage: its name, and what it reads."""
-        return "\n".join(map(str, self.values()))
 
     def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
         """The graph without these stages: what reads one of them reads the source instead, or nothing where it is None."""
@@ -96,7 +89,6 @@ class Planned:
     why         why it runs, or what it was found by
     key         digest of its settings, inputs and code; None while an input has yet to be built
     forced      it is built although its artifact exists
-    reused      the selection leaves it out: its artifact must be in the store
     sources     of its inputs, as in the graph; `inputs`: the artifacts, once all of them exist
     first_step  of its training; not 0 where it continues at a checkpoint: that of unfinished work of
                 the same key, of `partial_run`, which --continue names, or `start_from`, of --extend
@@ -113,7 +105,6 @@ class Planned:
     first_step: int = 0
     start_from: Path | None = None
     partial_run: PartialRun | None = None
-    reused: bool = False
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -143,11 +134,6 @@ class Planned:
     def row(self) -> tuple[str, str, str, str]:
         """(stage, state, key, why) for a table."""
         return self.name, self.state, (self.key or "")[:SHOWN_KEY], first_of([*self.why, *self.notes], 3, "; ")
-
-    def has_inputs(self, inputs: Artifacts) -> bool:
-        """Whether the plan is of these inputs, and knows its key."""
-        mine, theirs = ({name: (a.key, a.content) for name, a in of.items()} for of in (self.inputs, inputs))
-        return self.key is not None and mine == theirs
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -215,3 +201,66 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+COLUMNS = ("stage", "state", "key", "why")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Sequence[Planned]):
+    """The stages of a pipeline in order, each with its state, key and reasons."""
+
+    pipeline: str
+    settings: Settings
+    store: ArtifactStore
+    graph: Graph
+    stages: list[Planned]
+    selection: Selection = EVERYTHING
+    rerun: Rerun = NOTHING_AGAIN
+    compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The stage of a number or a name."""
+        if isinstance(index, str):
+            return {stage.name: stage for stage in self.stages}[index]
+        return self.stages[index]
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook."""
+        waiting = sum(stage.state == "run" for stage in self.stages)
+        return html_table(COLUMNS, self.rows(), f"{self.pipeline}: {waiting} of {len(self)} stages will run")
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether nothing would run."""
+        return all(stage.state == "cached" for stage in self.stages)
+
+    @property
+    def results(self) -> dict[str, Mapping[str, Any]]:
+        """The results of the stages that are in the store."""
+        return {stage.name: stage.artifact.result for stage in self.stages if stage.artifact}
+
+    @property
+    def left_out(self) -> list[str]:
+        """The stages of the pipeline that the selection leaves out."""
+        planned = {stage.name for stage in self.stages}
+        return [name for name in self.graph if name not in planned]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(stage, state, key, why) for a table."""
+        return [stage.row for stage in self.stages]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `ttrain pipeline plan --json` prints of it."""
+        return {
+            "pipeline": self.pipeline,
+            "stages": [stage.to_json() for stage in self.stages],
+            "compared_with": self.compared_with or None,
+        }

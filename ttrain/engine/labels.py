@@ -2,12 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from ttrain.core import redact
+from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import name_syntax, runs
 from ttrain.tasks import STAGES
@@ -16,23 +15,6 @@ TAG_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("mlflow.", "ttrain.")  # beginnings of the tags that MLflow and ttrain set themselves
 RUN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 NOTE_CHARACTERS = 2000
-
-
-@dataclass(frozen=True)
-class Labels:
-    """The note, the tags and the short name of a run, checked, without secrets."""
-
-    note: str = ""
-    tags: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    run_name: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """The labels as stored in the run's record."""
-        values = {"note": self.note, "tags": dict(self.tags), runs.SHORT_NAME: self.run_name}
-        return {name: value for name, value in values.items() if value}
-
-
-NO_LABELS = Labels()
 
 
 def new_run_name(home: Path, text: str | None) -> str:
@@ -58,8 +40,11 @@ def new_run_name(home: Path, text: str | None) -> str:
     return text
 
 
-def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> Labels:
-    """Parse and check `--note` and `--tag`; `run_name` is checked. Raises UsageError for an invalid text or key."""
+def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> JsonDict:
+    """The note, the tags and the short name as the run's record has them, without secrets; `run_name` is checked.
+
+    Raises UsageError for an invalid text or key.
+    """
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, _, value = (word.strip() for word in tag.partition("="))
@@ -74,4 +59,5 @@ def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") 
     text = (note or "").strip()
     if len(text) > NOTE_CHARACTERS:
         raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
-    return Labels(redact.text(text), {key: str(value) for key, value in redact.masked(pairs).items()}, run_name)
+    labels = {"note": redact.text(text), "tags": redact.masked(pairs), runs.SHORT_NAME: run_name}
+    return {name: value for name, value in labels.items() if value}

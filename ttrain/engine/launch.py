@@ -1,30 +1,36 @@
-"""Run one stage in its own process and publish its output."""
+"""Run one stage in its own process: of a pipeline, whose output is published, or alone, for a directory of the user."""
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttrain.config import Settings
-from ttrain.core import redact
-from ttrain.core.files import PRIVATE_FILE, read_object, remove_tree, write_json
+from ttrain.config import Runtime, Settings
+from ttrain.config.loading import Override, settings_of_task
+from ttrain.config.runtime import TaskRuntime
+from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, read_object, remove_tree, write_json
 from ttrain.engine import processes, provenance, resume, stage_worker
+from ttrain.engine.display import Display
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
 from ttrain.engine.processes import Report
 from ttrain.engine.resume import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
-from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError
-from ttrain.store import integrity, runs
-from ttrain.store.artifacts import ArtifactStore, DamagedArtifact, set_aside
+from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.store import integrity
+from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import JOB, Artifact, Artifacts
-from ttrain.tasks import Stage
+from ttrain.tasks import RUNNABLE, Stage
 
 NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
 
 PARTS = ("run/blocks",)  # where a stage that reuses parts records them
+
+# In the directory of a stage that runs alone.
+WORK, LOCK, LOG = Path("run", "work"), Path("run", "lock"), Path("run", "log.txt")
 
 EARLIER_OUTPUTS = 8  # artifacts of the same stage that are searched for finished parts
 
@@ -58,8 +64,8 @@ def _make(
 ) -> tuple[Artifact, str]:
     stage, inputs, key, forced = planned.stage, planned.inputs, planned.known_key, planned.forced
     work, began = store.work(stage.name, key), time.monotonic()
-    with store.lock(stage.name, key, waiting=lambda: _wait_for(runs.builder(store, stage.name, key), report)):
-        stored = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
+    with store.lock(stage.name, key, waiting=lambda: _wait_for("another run", report)):
+        stored = store.find(stage.name, key)
         if stored and not forced:
             remove_tree(work)  # left if a run was killed between publishing and this line
             return stored, "cached"
@@ -129,11 +135,11 @@ def verified(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[
 def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
     """Set a damaged input aside; return the error to raise."""
     artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
-    damaged = [DamagedArtifact(artifact.path, "damaged", artifact)] if artifact else []
-    removals = set_aside(store, damaged)
-    names = ", ".join(map(str, removals))
-    moved = f"moved to {store.root / 'replaced'}: {names}; run the same command again to rebuild them"
-    return StageFailed(message.replace(DamagedFile.fix, moved) if removals else message, DamagedFile.__name__, path)
+    if artifact and store.set_damaged_aside(artifact.path, artifact):
+        name = f"{artifact.stage} {artifact.key[:SHOWN_KEY]} (damaged)"
+        moved = f"moved to {store.root / 'replaced'}: {name}; run the same command again to rebuild it"
+        message = message.replace(DamagedFile.fix, moved)
+    return StageFailed(message, DamagedFile.__name__, path)
 
 
 def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: Path) -> None:
@@ -169,12 +175,9 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
 
 
 def _hide_sources(work: Path) -> None:
-    """Remove the secrets of URLs from an ended job; the next attempt writes it again."""
-    job = read_object(work / JOB)
-    if isinstance(job.get("files"), dict):
-        hidden = {role: [redact.url(location) for location in files] for role, files in job["files"].items()}
-        with contextlib.suppress(OSError):  # a full disk
-            write_json(work / JOB, {**job, "files": hidden}, PRIVATE_FILE)
+    """Remove the URLs, which may have secrets, from an ended job; the next attempt writes it again."""
+    with contextlib.suppress(OSError):  # a full disk
+        write_json(work / JOB, {**read_object(work / JOB), "files": {}}, PRIVATE_FILE)
 
 
 def remove_earlier_results(work: Path) -> None:
@@ -232,3 +235,60 @@ def _wait_for_first_node(planned: Planned, store: ArtifactStore, stop: StopReque
             )
         time.sleep(NODE_POLL_SECONDS)
     return artifact
+
+
+# --- outside of a pipeline: a user's task, or a gate -----------------------------------------------------------------------
+
+
+def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
+    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
+    own = [override for override in overrides if override.key.partition(".")[0] == "runtime"]
+    runtime = settings_of_task(TaskRuntime, own).runtime
+    if runtime.nodes > 1:
+        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
+    return runtime, [override for override in overrides if override not in own]
+
+
+def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, why: str, display: Display) -> JsonDict:
+    """Run the stage with `out` as its output; returns its figures. `why` is shown.
+
+    An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do.
+    """
+    work = out / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    stop = StopRequest(display.say, "the training saves its state")
+    display.log_level = runtime.log_level
+
+    def report(event: str, data: JsonObject) -> None:
+        if event == "progressed":
+            display(stage.name, event, data)
+        elif runtime.log_level == "debug":
+            display(stage.name, "message", {"text": data["line"]})
+
+    with (
+        exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
+        stop.catching_signals(),
+    ):
+        with exclusive(work.with_name(f"{work.name}.process.lock")):
+            pass  # a killed run's process may live for another 0.2 s
+        remove_earlier_results(work)
+        spec: JsonDict = {
+            "stage": next(name for name, each in RUNNABLE.items() if each.module == stage.module),
+            "uses_ranks": True,
+            "settings": settings,
+            "runtime": runtime.model_dump(mode="json"),
+            "output": str(out),
+            **{name: {} for name in ("inputs", "files", "groups")},  # only stages of a pipeline have these
+            **{name: [] for name in ("weights", "reuse")},
+        }
+        write_json(work / JOB, spec, PRIVATE_FILE)
+        display(stage.name, "started", {"why": why})
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")  # a task may need the Hub
+        try:
+            figures = processes.run(stage, Settings(runtime=runtime), work, out / LOG, report, stop)
+        except TTrainError as error:
+            message = f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error)
+            display(stage.name, "failed", {"error": message})
+            error.shown = True
+            raise
+    return {"was_finished": figures.get("resumed_from_step") == figures.get("steps", 0), **figures}

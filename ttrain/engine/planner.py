@@ -9,15 +9,17 @@ from ttrain.config.data import PYTHON_DOCS
 from ttrain.config.settings import OPTIONAL
 from ttrain.config.training import TRAINING_STAGES, adapter_of
 from ttrain.core import extras, redact
+from ttrain.core.files import JsonObject
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.core.text import counted
 from ttrain.engine import resume
-from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Planned, Rerun, Selection
+from ttrain.engine.graph import EVERYTHING, NOTHING_AGAIN, Graph, Plan, Planned, Rerun, Selection
 from ttrain.engine.input_files import data_files, file_digests
-from ttrain.engine.plan import Plan
+from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate import suites
 from ttrain.model import kinds
+from ttrain.reports import summary
 from ttrain.store import name_syntax, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences
@@ -72,12 +74,12 @@ def plan(
             one = plan_stage(node.stage, settings, store, inputs, rerun, forced=forced, compared_with=compared_with)
         if name in reused and one.artifact:
             why = (f"taken from the store: {selection} leaves it out",)
-            one = replace(one, state="cached", why=why, forced=False, reused=True)
+            one = replace(one, state="cached", why=why, forced=False)
         planned[name] = replace(one, sources=node.sources)
     stages = list(planned.values())
     _check_models(stages, settings)
     store.cache.save()
-    if missing := [each for each in stages if each.name in reused and not each.reused]:
+    if missing := [each for each in stages if each.name in reused and not each.artifact]:
         names = ",".join(each.name for each in missing)
         raise UsageError(
             f"{selection} leaves out {names}, which the store does not have as these settings make it "
@@ -250,7 +252,7 @@ def explain(
 
     It is the one of the run `compared_with`, else the most similar one.
     """
-    if problem := store.damage_at(stage.name, key):
+    if problem := store.damage_at(store.path(stage.name, key)):
         return [f"its artifact is damaged: {problem}"]
     continues: list[str] = []
     if step := resume.saved_step(store.work(stage.name, key)):
@@ -300,3 +302,20 @@ def without_data(settings: Settings) -> str:
         return ""
     data = ", ".join(f"data.{name}" for name in names)
     return f"no {', '.join(names)}: {data} {'is' if len(names) == 1 else 'are'} none"
+
+
+def record_cached(plan: Plan, labels: JsonObject) -> RecordedRun | None:
+    """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
+    had this name, or the newest that had it was cut short."""
+    if not plan.is_cached:
+        return None
+    home, settings = plan.store.root, plan.settings
+    keys = {stage.name: stage.key for stage in plan}
+    newest = next(runs.equal_runs(home, keys), None)
+    own = next((run for run in runs.equal_runs(home, keys) if run["settings"]["name"] == settings.name), None)
+    if newest and (own is None or runs.is_cut_short(own)):
+        return None
+    recorded = with_absolute_paths(settings).model_dump(mode="json")
+    metrics = summary.metrics_of(plan.results)
+    facts = {"metrics": metrics, "equals": runs.made_by(own) if own else None, **labels}
+    return runs.record_cached(home, plan.pipeline, plan.stages, recorded, facts)

@@ -121,30 +121,29 @@ def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Re
 
 def environment_of(settings: Settings) -> dict[str, str]:
     """Environment variables of a stage's processes. glibc and OpenMP read theirs when a program starts."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
-    }  # they name a rank in another group
-    environment.setdefault("GLIBC_TUNABLES", GLIBC_TUNABLES)
+    defaults = {
+        "GLIBC_TUNABLES": GLIBC_TUNABLES,
+        "TOKENIZERS_PARALLELISM": "true",
+        "TQDM_DISABLE": "1",  # libraries' bars would stand in the log
+    }
     # How long an idle OpenMP thread spins before it sleeps. A step of the quickstart on two cores, alone / beside a busy
     # process: libgomp's default 0.18 s / 5 s, no spinning at all 0.24 s / 0.31 s, this 0.18 s / 0.47 s.
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", "10000")
-    environment.setdefault("TOKENIZERS_PARALLELISM", "true")
-    environment.setdefault("TQDM_DISABLE", "1")  # libraries' bars would stand in the log
+    if "OMP_WAIT_POLICY" not in os.environ:
+        defaults["GOMP_SPINCOUNT"] = "10000"
     if not any(path.startswith("hf://") for name in DATASETS for path in settings.data.paths(name)):
-        environment.setdefault("HF_HUB_OFFLINE", "1")
-    environment["PYTHONUNBUFFERED"] = "1"
-    environment[PARENT] = str(os.getpid())
+        defaults["HF_HUB_OFFLINE"] = "1"
+    fixed = {"PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
     if settings.runtime.threads:
-        environment["OMP_NUM_THREADS"] = str(settings.runtime.threads)
+        fixed["OMP_NUM_THREADS"] = str(settings.runtime.threads)
     if settings.runtime.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.runtime.gpus))
-    return environment
+        fixed["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.runtime.gpus))
+    own = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # those of another group
+    return {**defaults, **own, **fixed}
 
 
-def warm_up(settings: Settings, stages: Sequence[Stage]) -> None:
-    """Load the libraries of these stages, which are still to run, in the background while another stage runs."""
-    if sys.platform == "linux" and any(stage.loads_torch for stage in stages):
+def warm_up(settings: Settings) -> None:
+    """Load the libraries of stages that are still to run in the background, while another stage runs."""
+    if sys.platform == "linux":
         fork_server_for(environment_of(settings))
 
 

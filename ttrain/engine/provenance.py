@@ -37,7 +37,6 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "runtime": settings_of_run.pop("runtime"),
         "settings": masked(settings_of_run),
         "run": run.get("run"),
-        "run_id": run.get("run_id"),
         "files": {role: [url(_absolute(name)) for name in names] for role, names in job.get("files", {}).items()},
     }
 

@@ -194,10 +194,8 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         return
     several = spec["runtime"]["nodes"] > 1
     node = int(os.environ.get("GROUP_RANK", "0")) if several else 0
-    directory = work / spec["output"] / "run"
-    with contextlib.suppress(OSError):  # the metrics end with a warning, and the stage reports what it cannot write
-        directory.mkdir(parents=True, exist_ok=True)
-    metrics = SystemMetrics(directory / file_name(node), seconds, node=node if several else None)
+    path = work / spec["output"] / "run" / file_name(node)
+    metrics = SystemMetrics(path, seconds, node=node if several else None)
     try:
         yield
     finally:

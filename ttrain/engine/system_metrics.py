@@ -57,6 +57,7 @@ class SystemMetrics:
 
     def _sample(self) -> None:
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             last = last_step(self._path)
             reader = machine(self._path.parent)
             first, began, samples, ended = last + 1, time.monotonic(), 0, False

@@ -9,9 +9,8 @@ from ttrain.config import SHAPE_NO_RESULT, Settings
 from ttrain.config.loading import COMMAND_LINE, Override, settings_of
 from ttrain.config.training import seeds_of
 from ttrain.core.hashing import code_digests, digest_of
-from ttrain.engine.graph import Graph, Pipeline
+from ttrain.engine.graph import Graph, Pipeline, Plan
 from ttrain.engine.input_files import file_digests
-from ttrain.engine.plan import Plan
 from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError

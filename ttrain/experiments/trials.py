@@ -110,8 +110,8 @@ class Worker:
             plan = self.request.plan(change, trial.seed, self.store)
             earlier = runs.read(self.store.root, trial.run) if trial.run else None
             part = {"name": self.experiment.name, "change": trial.change, "setting": change.name, "seed": trial.seed}
-            part_of = {"sweep": part, **({"continues": id_of(earlier)} if earlier else {})}  # an interrupted one
-            execution = PipelineRun(plan, partial(self._show, name), part_of=part_of, registers=False)
+            facts = {"sweep": part, **({"continues": id_of(earlier)} if earlier else {})}  # an interrupted one
+            execution = PipelineRun(plan, partial(self._show, name), facts=facts, registers=False)
             # before its stages begin, so that a trial which is killed in one continues this run
             trial = self.experiment.put(replace(trial, run=execution.record.run))
             track(execution)

@@ -6,17 +6,16 @@ stage reads it, so it does not count in the content digest.
 """
 
 import contextlib
-import json
 import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import (
     INTERRUPTED_WRITE,
+    JsonDict,
     JsonObject,
     Taken,
     exclusive,
@@ -24,7 +23,6 @@ from ttrain.core.files import (
     read_object,
     refuse,
     remove_tree,
-    write_bytes,
     write_json,
 )
 from ttrain.core.hashing import DigestCache, digest_of, sha256_file
@@ -46,8 +44,6 @@ from ttrain.store.layout import (
 SHOWN_KEY = 12  # characters of a key that a person reads
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
 DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
-HOLDER = ".holder"  # beside a key's lock: which process has it
-LATER_SECONDS = 1e-3  # by which an artifact is newer than the one before it, whatever the clock says
 
 
 class ArtifactStore:
@@ -86,12 +82,6 @@ class ArtifactStore:
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
         distrusted = read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
         return manifest if manifest and manifest["published"] > distrusted else None
-
-    def distrust(self, stage: str, key: str, published: float) -> None:
-        """Take no artifact of this key from elsewhere that was published then, or before."""
-        with exclusive(self.root / f"{DISTRUSTED}.lock"):
-            entries = read_object(self.root / DISTRUSTED)
-            write_json(self.root / DISTRUSTED, {**entries, f"{stage}/{key}": published})
 
     def complete(
         self, artifact: Artifact, names: tuple[str, ...] = (), report: Callable[[str], object] = lambda line: None
@@ -137,24 +127,11 @@ class ArtifactStore:
         Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). Bytes that changed under the
         same size and mtime are found where a stage reads them (`integrity.verify_artifact`).
         """
-        absent = artifact.absent
-        for name, entry in artifact.manifest["files"].items():
-            if name in absent:
-                continue
-            path = artifact.path / name
-            try:
-                stat = path.stat()
-            except OSError:
-                return f"{name} is missing"
-            if stat.st_size != entry["bytes"]:
-                return f"{name} has {stat.st_size} bytes where {entry['bytes']} were published"
-            if stat.st_mtime_ns != entry["mtime_ns"] and integrity.difference(path, entry, self.cache):
-                return f"{name} was altered after it was published"
-        return None
+        return next(integrity.problems(artifact, self.cache), None)
 
     def artifacts(self, stage: str = "*") -> list[Artifact]:
         """All artifacts of a stage, or of all, newest first, damaged ones included."""
-        artifacts = filter(None, map(self.at, (self.root / "store").glob(f"{stage}/*")))
+        artifacts = filter(None, map(self.at, self._places(stage)))
         return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
@@ -168,8 +145,11 @@ class ArtifactStore:
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
         """Directories in the place of an artifact (of one stage, or of all) that have no manifest to go by, and why."""
-        paths = sorted(path for path in (self.root / "store").glob(f"{stage}/*") if path.is_dir())
-        return {path: why for path in paths if not path.name.startswith(".") and (why := self.manifest_problem(path))}
+        return {path: why for path in self._places(stage) if (why := self.manifest_problem(path))}
+
+    def _places(self, stage: str) -> list[Path]:
+        """Where the artifacts of a stage, or of all, lie."""
+        return sorted((self.root / "store").glob(f"{stage}/[!.]*"))
 
     def manifest_problem(self, path: Path) -> str | None:
         """Why there is no artifact in a directory of the store; None where there is one, or no directory."""
@@ -186,16 +166,14 @@ class ArtifactStore:
         is_its_own = (manifest["stage"], manifest["key"]) == (path.parent.name, path.name)
         return None if is_its_own else f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
 
-    def damage_at(self, stage: str, key: str) -> str | None:
-        """What is wrong with the artifact of this key, or its manifest; None where nothing is, or where it is missing."""
-        path = self.path(stage, key)
+    def damage_at(self, path: Path) -> str | None:
+        """What is wrong with the artifact in this place, or its manifest; None where nothing is, or where it is missing."""
         artifact = self.at(path)
         return self.damage(artifact) if artifact else self.manifest_problem(path)
 
     def damaged(self, stage: str = "*") -> dict[Path, str]:
         """Paths of damaged artifacts (of one stage, or of all), and what is wrong with each."""
-        damaged = {artifact.path: why for artifact in self.artifacts(stage) if (why := self.damage(artifact))}
-        return damaged | self.unreadable(stage)
+        return {path: why for path in self._places(stage) if (why := self.damage_at(path))}
 
     def latest(self, stage: str) -> Artifact:
         """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
@@ -219,33 +197,15 @@ class ArtifactStore:
         data = f", with files in data.{stage}" if row and row.role != "base" else ""
         return f"run `ttrain pipeline run full` first{data}"
 
-    @contextlib.contextmanager
-    def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
-        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken.
-
-        While it is held, the process is named beside it (`holder`), for those who wait.
-        """
-        path = self.root / "work" / stage / f"{key}.lock"
-        with exclusive(path, waiting):
-            holder_file, holder = path.with_suffix(HOLDER), {"pid": os.getpid(), "host": platform.node()}
-            with contextlib.suppress(OSError):  # a full disk
-                write_bytes(holder_file, json.dumps(holder).encode(), durable=False)
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    holder_file.unlink(missing_ok=True)
+    def lock(self, stage: str, key: str, waiting: Any = None) -> contextlib.AbstractContextManager[None]:
+        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken."""
+        return exclusive(self.root / "work" / stage / f"{key}.lock", waiting)
 
     def is_locked(self, stage: str, key: str) -> bool:
         """Whether a process holds the key's lock at this moment."""
-        with contextlib.suppress(Taken), exclusive(self.root / "work" / stage / f"{key}.lock", refuse):
+        with contextlib.suppress(Taken), self.lock(stage, key, refuse):
             return False
         return True
-
-    def holder(self, stage: str, key: str) -> tuple[int, str] | None:
-        """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""
-        record = read_object(self.root / "work" / stage / f"{key}{HOLDER}")
-        return (record["pid"], record["host"]) if {"pid", "host"} <= record.keys() else None
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""
@@ -254,11 +214,8 @@ class ArtifactStore:
         return artifact if digest_of(public) == artifact.content else None
 
     def publish(self, stage: str, key: str, output: Path, manifest: Manifest) -> Artifact:
-        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside.
-
-        "published" is the time, but later than that of every artifact of the stage, also where the clock was set back.
-        """
-        files, stats = {}, {}
+        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside."""
+        files, stats = dict[str, JsonDict](), dict[str, os.stat_result]()
         for path in output.rglob(".*.tmp"):
             if INTERRUPTED_WRITE.fullmatch(path.name):
                 path.unlink()
@@ -270,28 +227,16 @@ class ArtifactStore:
                 stat = path.stat()
                 name = path.relative_to(output).as_posix()
                 stats[name] = stat
-                files[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, **integrity.measure(path)}
+                files[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256_file(path)}
             elif path.is_dir():
                 fsync(path)
-        newest = max((artifact.manifest["published"] for artifact in self.artifacts(stage)), default=0.0)
-        published = max(time.time(), newest + LATER_SECONDS)
-        whole = {**manifest, "format": FORMAT, "stage": stage, "key": key, "published": published, "files": files}
-        whole = write_manifest(output, whole)
-        self.cache.save()
+        facts = {"format": FORMAT, "stage": stage, "key": key, "published": time.time(), "files": files}
+        whole = write_manifest(output, {**manifest, **facts})
         artifact = self._put(Artifact(stage, key, output, whole))
         for name, stat in stats.items():  # a stage that reads this at once need not hash it again
-            integrity.memory(self.root).learn(artifact.path / name, str(files[name]["sha256"]), stat)
+            integrity.memory(self.root).learn(artifact.path / name, files[name]["sha256"], stat)
         integrity.save()
         return artifact
-
-    def finish_publishing(self, stage: str, key: str) -> Artifact | None:
-        """Publish an output that was complete when its process was killed; None where there is none."""
-        output = self.work(stage, key) / "output"
-        artifact = self.read(output)
-        if artifact is None or (artifact.manifest["stage"], artifact.manifest["key"]) != (stage, key):
-            return None
-        artifact = replace(artifact, stage=stage, key=key)
-        return None if self.damage(artifact) else self._put(artifact)
 
     def _put(self, artifact: Artifact) -> Artifact:
         destination = self.path(artifact.stage, artifact.key)
@@ -313,14 +258,36 @@ class ArtifactStore:
         self.path(stage, key).rename(target)
         return target
 
+    def set_damaged_aside(self, path: Path, artifact: Artifact | None = None) -> bool:
+        """Move a damaged artifact out of the store, so that the next run builds it again; whether it was this that moved it.
+
+        `artifact`: as it was when the damage was found; None if its manifest cannot be read. MLflow's copy is not fetched in
+        its place if it is a hard link to the same file. What was made from it stays: each stage verifies what it reads.
+        """
+        stage, key = path.parent.name, path.name
+        present = self.at(path)
+        if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
+            return False  # it was rebuilt meanwhile
+        files = [artifact.path / name for name in artifact.files_of(())] if artifact else []
+        # hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too
+        if artifact and any(file.stat().st_nlink > 1 for file in files if file.exists()):
+            with exclusive(self.root / f"{DISTRUSTED}.lock"):
+                entries = read_object(self.root / DISTRUSTED)
+                write_json(self.root / DISTRUSTED, {**entries, f"{stage}/{key}": artifact.manifest["published"]})
+        try:
+            self.set_aside(stage, key)
+        except FileNotFoundError:  # another run has already moved it
+            return False
+        return True
+
     def at(self, path: Path) -> Artifact | None:
-        """The artifact of this place in the store, not one that was copied there from another key's."""
+        """The artifact of this place in the store, damaged or not; None for one that was copied there from another key's."""
         artifact = self.read(path)
         identity = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
         return artifact if identity == (path.parent.name, path.name) else None
 
     def read(self, path: Path) -> Artifact | None:
-        """The artifact in a directory, whether undamaged or not; None where there is none."""
+        """The artifact in a directory, wherever it lies; None where there is none."""
         manifest = read_manifest(path / MANIFEST)
         return Artifact(path.parent.name, path.name, path, manifest) if manifest else None
 
@@ -342,48 +309,3 @@ def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, pa
     fsync(part)
     os.utime(part, ns=(entry["mtime_ns"], entry["mtime_ns"]))  # so that a hit costs a stat
     part.replace(target)
-
-
-# --- damaged artifacts, which are moved out of the store so that the next run builds them again
-
-
-@dataclass(frozen=True)
-class DamagedArtifact:
-    """An artifact to set aside, or already set aside; `artifact` is None if its manifest cannot be read."""
-
-    path: Path
-    why: str
-    artifact: Artifact | None = None
-
-    @property
-    def stage(self) -> str:
-        return self.path.parent.name
-
-    @property
-    def key(self) -> str:
-        return self.path.name
-
-    def __str__(self) -> str:
-        return f"{self.stage} {self.key[:SHOWN_KEY]} ({self.why})"
-
-
-def set_aside(store: ArtifactStore, damaged: Sequence[DamagedArtifact]) -> list[DamagedArtifact]:
-    """Move damaged artifacts out of the store; return those that were moved.
-
-    MLflow's copy of one is not fetched in its place if it is a hard link to the same file. What was made from it stays:
-    each stage verifies what it reads.
-    """
-    moved = []
-    for removal in damaged:
-        artifact = removal.artifact
-        present = store.at(removal.path)
-        if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
-            continue  # it was rebuilt meanwhile
-        paths = (artifact.path / name for name in artifact.files_of(())) if artifact else ()
-        # hard-linked elsewhere, such as in MLflow's folder, and thus damaged there too
-        if artifact and any(path.stat().st_nlink > 1 for path in paths if path.exists()):
-            store.distrust(removal.stage, removal.key, artifact.manifest["published"])
-        with contextlib.suppress(FileNotFoundError):  # another run has already moved it
-            store.set_aside(removal.stage, removal.key)
-            moved.append(removal)
-    return moved

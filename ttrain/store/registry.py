@@ -183,7 +183,7 @@ class Registry:
         """Keys that cleaning keeps: of models and their inputs, evaluations, the champions' data."""
         store, keys = ArtifactStore(self._home), set[str]()
         for model in self._models():
-            artifact = store.read(store.path(model.stage, model.key))
+            artifact = store.at(store.path(model.stage, model.key))
             inputs = artifact.manifest["inputs"] if artifact else {}
             keys |= {model.key, *(inputs[name]["key"] for name in INPUTS if name in inputs)}
         for one in self.sets():

@@ -38,7 +38,6 @@ class StageView:
     cached: bool
     made_by: str | None  # name of the pipeline's run
     seconds: float | None  # of building it
-    ended: float | None  # seconds since 1970; None if another run made it, or it has not ended
     record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
     manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
 
@@ -60,11 +59,6 @@ class RunView:
     record: JsonObject = field(repr=False)
     store: ArtifactStore = field(repr=False, compare=False)
     cache: dict[tuple[str, str | None], Any] = field(repr=False, compare=False)  # of all views that are read together
-
-    @property
-    def run_id(self) -> str | None:
-        """MLflow's id of the run; None if it was not tracked."""
-        return (self.record.get("tracking") or {}).get("run_id")
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
@@ -193,7 +187,6 @@ def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> Stage
         cached=is_cached,
         made_by=maker,
         seconds=manifest.get("seconds") if is_cached else entry.get("seconds"),
-        ended=None if is_cached else manifest.get("published"),
         record=entry,
         manifest=manifest,
     )

@@ -32,7 +32,6 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
-from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
 
@@ -55,12 +54,17 @@ SHORT_NAME = "run_name"  # in the record of a run that its user named: what its 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
-class RunRecord:
-    """What one run writes about itself: `events.jsonl`, to which each event is appended, and its record, which is what a
-    fold over the events gives. The record is a file of its own only at the beginning, to claim the name, and at the end.
+TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")  # how a line of a stage's log begins
 
-    One process writes, others read (`read`). A disk that is full costs the note, not the run. The record is made under the
-    lock that cleaning holds, so that cleaning removes nothing which this run may need.
+
+class RunRecord:
+    """What one run writes about itself: `events.jsonl`, to which each event is appended, its record, which is what a fold
+    over the events gives, and its log. The record is a file of its own only at the beginning, to claim the name, and at the
+    end.
+
+    One process writes, from several threads, others read (`read`, `log_lines`). A disk that is full costs the note or the
+    line, not the run. The record is made under the lock that cleaning holds, so that cleaning removes nothing which this run
+    may need.
     """
 
     def __init__(
@@ -69,25 +73,35 @@ class RunRecord:
         pipeline: str,
         stages: list[str],
         settings: JsonObject,
-        *,
-        labels: JsonObject = MappingProxyType({}),
+        facts: JsonObject = MappingProxyType({}),
     ) -> None:
+        """`facts`: what else the record has from the beginning, such as the user's labels."""
         self._lock, self._warned = threading.Lock(), False
         self._began = time.monotonic()
         pending = [{"name": name, "outcome": "pending"} for name in stages]
         private_directory(home / "runs")
         with exclusive(home / CLEANING):
-            self._data = _create(home, {**_new(pipeline, pending, settings), **labels})
+            self._data = _create(home, {**_new(pipeline, pending, settings), **facts})
         self.run = str(self._data["run"])
         self.path = home / "runs" / f"{self.run}.json"
 
     def stage(self, name: str, **values: Any) -> None:
-        """Note what happened to a stage: outcome, seconds, key, path, log, metric, error."""
+        """Note what happened to a stage: outcome, seconds, key, path, log, metric, error, progress."""
         self._append(values, name)
 
-    def progressed(self, name: str, **values: Any) -> None:
-        """Note how far a stage is; readers see the newest."""
-        self._append({"progress": values}, name)
+    def log(self, stage: str, line: str) -> None:
+        """Append a line of a stage to the log, with the time that it begins with, or else the current one.
+
+        Control characters in it are shown as Python would, so that it stays one line; a line without text is left out.
+        """
+        if not line.strip():
+            return
+        timed = TIMED.match(line)
+        when = timed[1] if timed else f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        text = line[timed.end() :] if timed else line
+        plain = "\t".join(map(escaped, text.split("\t")))
+        with self._lock:
+            self._attempt(lambda: _append_to(self.path.with_suffix(".log"), f"{when} {stage}: {plain}\n".encode()))
 
     def note(self, **values: Any) -> None:
         """Note something about the run, also after its end: where it is tracked, what a night decided about it."""
@@ -103,19 +117,14 @@ class RunRecord:
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
         """Note the end of the run, and write its record."""
         seconds = round(time.monotonic() - self._began, 2)
-        self._append({"outcome": outcome, "seconds": seconds, "metrics": dict(metrics)})
-        self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
+        self.note(outcome=outcome, seconds=seconds, metrics=dict(metrics))
 
     def _append(self, values: JsonObject, stage: str | None = None) -> None:
         with self._lock:
             _apply(self._data, values, stage)
             line = {"time": time.time(), **({"stage": stage} if stage else {}), "values": values}
             data = orjson.dumps(line, option=orjson.OPT_NON_STR_KEYS, default=str) + b"\n"
-            self._attempt(lambda: self._write(data))
-
-    def _write(self, data: bytes) -> None:
-        with open(events_of(self.path), "ab", buffering=0, opener=private_opener) as file:
-            file.write(data)
+            self._attempt(lambda: _append_to(events_of(self.path), data))
 
     def _attempt(self, write: Callable[[], object]) -> None:
         try:
@@ -124,6 +133,11 @@ class RunRecord:
             if not self._warned:
                 log.warning("the run's record %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
             self._warned = True
+
+
+def _append_to(path: Path, data: bytes) -> None:
+    with open(path, "ab", buffering=0, opener=private_opener) as file:
+        file.write(data)
 
 
 def _new(pipeline: str, stages: Sequence[JsonObject], settings: JsonObject) -> JsonDict:
@@ -315,12 +329,6 @@ def record_cached(
         return {"run": "", **record}
 
 
-def builder(store: ArtifactStore, stage: str, key: str) -> str:
-    """The process that holds the lock of a key, for those who wait."""
-    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
-    return f"process {holder[0]} on {holder[1]}" if holder else "another run"
-
-
 def this_process() -> JsonDict:
     """The identity of this process, for `is_alive`."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
@@ -351,36 +359,7 @@ def process_started(pid: int) -> float | None:
         return None
 
 
-TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
-
-
 LOG_POLL_SECONDS = 0.3
-
-
-class RunLog:
-    """Appends lines, from several threads. A disk that is full costs the line, not the run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock, self._warned = threading.Lock(), False
-
-    def add(self, stage: str, line: str) -> None:
-        """Append a line of a stage, with the time that it begins with, or else the current one.
-
-        Control characters in it are shown as Python would, so that it stays one line; a line without text is left out.
-        """
-        if not line.strip():
-            return
-        timed = TIMED.match(line)
-        time, line = (timed[1], line[timed.end() :]) if timed else (f"{datetime.now():%Y-%m-%d %H:%M:%S}", line)
-        plain = "\t".join(map(escaped, line.split("\t")))
-        try:
-            with self._lock, open(self.path, "a", encoding="utf-8", opener=private_opener) as file:
-                file.write(f"{time} {stage}: {plain}\n")
-        except OSError as error:
-            if not self._warned:
-                log.warning("the run's log %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
-            self._warned = True
 
 
 def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
