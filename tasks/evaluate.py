@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from ttrain.config import TRAINING_STAGES, Evaluate, Runtime, Settings
-from ttrain.config.evaluate import KINDS, TextTask
+from ttrain.config.evaluate import ChatsTask, PairsTask, RecordsTask, TextTask
 from ttrain.config.training import BITS_PER_BYTE
 from ttrain.core.files import finite, write_json
 from ttrain.data import contamination
@@ -38,6 +38,7 @@ from ttrain.train.distributed import Ranks, share_cores
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
 PARTS = {row.part: row for row in ROWS.values()}  # held-out records, and the stage whose metric is over them
 METRICS = {row.part: row.metric for row in ROWS.values()}
+SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
 log = logging.getLogger("ttrain")
 
 
@@ -102,7 +103,7 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
             records = scored_documents(records, settings.max_bytes)
         if records:
             windows = settings.model_dump(include={"row_length", "stride"})
-            spec = KINDS.get(row.rows, TextTask).model_validate({**windows, **own})
+            spec = SPECS[row.rows].model_validate({**windows, **own})
             tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
     return tasks
 
