@@ -38,7 +38,8 @@ RUN_HERE = (
     "pipeline plan ", "pipeline run full", "artifacts ", "export sft --to out/chat",
     "export lora --", "lineage sft", "report",
 )  # fmt: skip
-ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt", "--run baseline")
+ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt", "--run baseline",
+              "data.dpo=artifacts")  # fmt: skip
 OTHER_PAGES = sorted({
     command.text for command in commands(*PAGES[1:])
     if command.text.startswith(RUN_HERE) and not any(word in command.text for word in ONLY_THERE)
@@ -80,9 +81,7 @@ def run_on(finished: Cli, words: list[str], tmp_path: Path) -> str:
         (tmp_path / f"{name}.yaml").write_text(SUITE, encoding="utf-8")
     (tmp_path / "poems.jsonl").write_text(EXAM, encoding="utf-8")
     (tmp_path / "questions.txt").write_text("Hello?\nWho are you?\n", encoding="utf-8")
-    (tmp_path / "model_config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2}', encoding="utf-8")
-    (tmp_path / "artifacts").mkdir()
-    (tmp_path / "artifacts" / "preferences.jsonl").write_text(PAIRS, encoding="utf-8")
+    (tmp_path / "model_config.json").write_text('{"d_model": 64, "n_head": 2, "n_layer": 2}', encoding="utf-8")
     alone = words[0] == "train" or "run" in words[:2]
     cli = type(finished)(tmp_path / "home" if alone else finished.home, tmp_path)
     code = 0
