@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 from ttrain.cli.main import app
 from ttrain.config.loading import layers, settings_of
 from ttrain.errors import UsageError
-from ttrain.experiments import records, sampler
+from ttrain.experiments import sampler
 from ttrain.experiments.changes import Change
 from ttrain.experiments.request import Options, Request, request_of
 from ttrain.flows.full import full
 from ttrain.lineage import lookup
 from ttrain.store import runs
+from ttrain.store import sweeps as records
 from ttrain.store.artifacts import ArtifactStore
 
 LR = "pretrain.optim.lr=1e-3,2e-3"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ttrain.evaluate.noise import Noise
-from ttrain.experiments.records import COMPLETED, DIVERGED, Experiment, Trial
 from ttrain.experiments.verdict import Judgement, Verdict
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.sweeps import COMPLETED, DIVERGED, Experiment, Trial
 
 Value = Callable[[int, int], float | None]
 

@@ -63,11 +63,11 @@ def report(
 
     Of a sweep it has its settings, each with its seeds, mean and interval.
     """
-    from ttrain.experiments.records import find_experiment
     from ttrain.experiments.verdict import Judgement
     from ttrain.reports.report import report_of, sweep_page
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.run_views import read_run
+    from ttrain.store.sweeps import find_experiment
 
     if run.startswith("sweep"):
         experiment, notes = find_experiment(home(), run), list[str]()

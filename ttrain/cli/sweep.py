@@ -24,9 +24,9 @@ from ttrain.core.text import counted, format_duration
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
-    from ttrain.experiments.records import Experiment
     from ttrain.experiments.request import Request
     from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.sweeps import Experiment
 
 
 class _WithoutPipeline(CommandGroup):
@@ -182,7 +182,7 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
 )
 def sweep_show(name: Name = "latest") -> Output:
     """Show the settings of a sweep, what is known of each, and the command that runs the better one."""
-    from ttrain.experiments.records import find_experiment
+    from ttrain.store.sweeps import find_experiment
 
     return _shown(find_experiment(home(), name))
 
@@ -199,7 +199,7 @@ def _shown(experiment: Experiment) -> Output:
         lines.append("the same command continues unfinished trials and retries failed ones")
     run = None
     if best := judgement.best:
-        values = next(change.values for change in experiment.changes if change.name == best.setting)
+        values = next(change.values for change in judgement.changes if change.name == best.setting)
         words = [*(experiment["arguments"] or []), *(assignment(key, value) for key, value in values.items())]
         run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
         lines.append(f"to run it in full: {run}")

@@ -1,19 +1,16 @@
 """How much the metric of a setting differs from seed to seed, from all runs of a home that differ in their seeds alone."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ttrain.config import SHAPE_NO_RESULT, flatten
-from ttrain.config.training import seeds_of
 from ttrain.core.files import JsonObject
-from ttrain.core.hashing import digest_of
 from ttrain.evaluate.statistics import POWER, student_quantile
-from ttrain.store import runs
+from ttrain.store.replicates import setting_key, values_by_seed
 
 MOST_SEEDS = 1000  # a difference that needs more is not worth measuring
 
@@ -48,24 +45,6 @@ class Noise:
             if quantiles * spread <= difference * math.sqrt(seeds):
                 return seeds
         return None
-
-
-def setting_key(settings: JsonObject) -> str:
-    """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
-    apart = {*seeds_of(1), "name"}
-    leaves = {name: value for name, value in flatten(settings) if name not in apart}
-    return digest_of({name: value for name, value in leaves.items() if name.partition(".")[0] not in SHAPE_NO_RESULT})
-
-
-def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]:
-    """The metric of the home's runs, by the key of their setting and the seeds of their trainings."""
-    values: dict[str, dict[str, float]] = {}
-    for run in runs.history(home):
-        if (value := run["metrics"].get(metric)) is not None and math.isfinite(value):
-            leaves = dict(flatten(run["settings"]))
-            seeds = str([leaves.get(name) for name in seeds_of(1)])
-            values.setdefault(setting_key(run["settings"]), {}).setdefault(seeds, value)
-    return values
 
 
 def noise_of(home: Path, metric: str, settings: JsonObject) -> Noise | None:

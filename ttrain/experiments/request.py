@@ -15,12 +15,13 @@ from ttrain.engine.planner import no_stage, plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.evaluate.noise import Noise, noise_of
-from ttrain.experiments import measure, records, space
+from ttrain.experiments import measure, space
 from ttrain.experiments.changes import BASELINE, Change, read_changes
 from ttrain.experiments.measure import Measure
-from ttrain.experiments.records import Experiment
 from ttrain.experiments.space import Space
+from ttrain.store import sweeps
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.sweeps import Experiment
 from ttrain.tasks import STAGES
 
 STARTUP = 4  # changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight
@@ -134,7 +135,7 @@ class Request:
             "rounds": self.options.rounds,
             "noise": noise and asdict(noise),  # as it was: the same trials give the same verdict
         }
-        return records.find_same(store.root, identity) or records.begin(store.root, facts)
+        return sweeps.find_same(store.root, identity) or sweeps.begin(store.root, facts)
 
 
 def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()) -> Request:

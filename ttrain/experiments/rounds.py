@@ -12,7 +12,7 @@ import numpy as np
 
 from ttrain.evaluate.noise import Noise
 from ttrain.evaluate.statistics import student_quantile
-from ttrain.experiments.records import Place
+from ttrain.store.sweeps import Place
 
 STOP_LEVEL = 0.01  # of the test that stops a change: each is tested once a round
 FRESH = 1000  # the fresh seeds of 5 rounds are 5001 to 5005: no other number of rounds has used them

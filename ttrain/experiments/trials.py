@@ -8,7 +8,7 @@ record, and an unfinished one continues where its stage saved its state.
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from ttrain.core.files import JsonDict, JsonObject
@@ -16,11 +16,12 @@ from ttrain.core.text import format_duration
 from ttrain.engine.display import StageDisplay
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Place, Trial
+from ttrain.experiments.changes import Change
 from ttrain.experiments.request import Request
 from ttrain.experiments.verdict import Judgement, scores_of, value_of
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.sweeps import COMPLETED, DIVERGED, FAILED, RUNNING, Experiment, Place, Trial
 from ttrain.tasks import EVALUATE
 from ttrain.tracking.pusher import Pusher, track
 from ttrain.tracking.tracked_runs import id_of
@@ -88,7 +89,8 @@ class Worker:
     def _wanted(self) -> list[Place]:
         """The trials that the next decision needs; of a sampler that learns, one after the other, those that it draws."""
         self.experiment.reload()
-        changes, judgement = self.experiment.changes, Judgement(self.experiment, self.store)
+        judgement = Judgement(self.experiment, self.store)
+        changes = judgement.changes
         if len(changes) > self.request.draws:
             return judgement.standing.wanted
         ended = {trial.change for trial in self.experiment.trials if trial.outcome != RUNNING}
@@ -97,12 +99,12 @@ class Worker:
         from ttrain.experiments import sampler
 
         values = {change: judgement.sign * value_of(trial) for (change, _), trial in judgement.trials.items()}
-        self.experiment.add(lambda: sampler.draw(self.request.space, changes, values), len(changes))
+        self.experiment.add(lambda: asdict(sampler.draw(self.request.space, changes, values)), len(changes))
         return [(len(changes), 1)]
 
     def _run(self, trial: Trial) -> None:
         """Run a trial, from where it was stopped, and record how it ended."""
-        change, began = self.experiment.changes[trial.change], time.monotonic()
+        change, began = Change(**self.experiment["changes"][trial.change]), time.monotonic()
         name = f"{change.name}, seed {trial.seed}"
         self._say(f"{name}{' goes on' if trial.run else ''}")
         execution: PipelineRun | None = None
@@ -133,7 +135,7 @@ class Worker:
     def _measured(self, trial: Trial, execution: PipelineRun | None, began: float) -> Trial:
         """The trial with its time and, where the metric's stage has ended, its metric. Raises TTrainError without one."""
         trial = replace(trial, seconds=round(trial.seconds + time.monotonic() - began, 2))
-        artifacts, measure = execution.artifacts if execution else {}, self.experiment.measure
+        artifacts, measure = execution.artifacts if execution else {}, self.request.measure
         if measure.stage not in artifacts or execution is None:
             return trial
         value = measure.of({name: artifact.result for name, artifact in artifacts.items()})

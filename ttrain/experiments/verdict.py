@@ -14,9 +14,11 @@ from ttrain.evaluate import statistics
 from ttrain.evaluate.noise import Noise
 from ttrain.evaluate.statistics import Interval, Rule
 from ttrain.evaluate.task_result import SCORES, Metric, read_scores
-from ttrain.experiments.records import COMPLETED, DIVERGED, FAILED, Experiment, Place, Trial
+from ttrain.experiments.changes import Change
+from ttrain.experiments.measure import Measure
 from ttrain.experiments.rounds import FRESH, Rounds, Standing
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.sweeps import COMPLETED, DIVERGED, FAILED, Experiment, Place, Trial
 from ttrain.tasks import EVALUATE
 
 LEVEL = 0.05
@@ -98,6 +100,16 @@ class Judgement:
     store: ArtifactStore
 
     @cached_property
+    def changes(self) -> list[Change]:
+        """The baseline and the changes."""
+        return [Change(**entry) for entry in self.experiment["changes"]]
+
+    @cached_property
+    def measure(self) -> Measure:
+        """The metric by which the changes are compared."""
+        return Measure(**self.experiment["measure"])
+
+    @cached_property
     def trials(self) -> dict[Place, Trial]:
         """The trials that have a metric, by change and seed."""
         done = (trial for trial in self.experiment.trials if trial.outcome == COMPLETED and trial.value is not None)
@@ -111,7 +123,7 @@ class Judgement:
     @cached_property
     def sign(self) -> int:
         """-1 where more is better, so that less always is of the product."""
-        return -1 if self.experiment.measure.maximize else 1
+        return -1 if self.measure.maximize else 1
 
     @cached_property
     def standing(self) -> Standing:
@@ -119,13 +131,13 @@ class Judgement:
         experiment, known = self.experiment, self.experiment["noise"]
         values = {place: self.sign * value_of(trial) for place, trial in self.trials.items()}
         noise = Noise(**known) if known else None
-        rounds = Rounds(len(experiment.changes), experiment["seeds"], values, frozenset(self.lost), noise)
+        rounds = Rounds(len(self.changes), experiment["seeds"], values, frozenset(self.lost), noise)
         return replace(rounds, stops=experiment["rounds"]).standing()
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The baseline and the changes, in their order."""
-        measured = [self._measured(number, change.name) for number, change in enumerate(self.experiment.changes)]
+        measured = [self._measured(number, change.name) for number, change in enumerate(self.changes)]
         tested = [math.nan if number in (0, self.standing.winner) else _p(row) for number, row in enumerate(measured)]
         corrected = statistics.holm(tested)
         return [self._judged(number, row, corrected[number]) for number, row in enumerate(measured)]
@@ -139,7 +151,7 @@ class Judgement:
     @property
     def sentence(self) -> str:
         """The result of the experiment in one sentence."""
-        metric, winner = self.experiment.measure.metric, self.standing.winner
+        metric, winner = self.measure.metric, self.standing.winner
         if wanted := self.standing.wanted:
             return f"{counted(len(self.trials), 'trial')} ended, {len(wanted)} more are needed for the next decision"
         row = self.best or (self.verdicts[winner] if winner else None)
@@ -153,7 +165,7 @@ class Judgement:
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""
         experiment = self.experiment
-        settings = zip(self.verdicts, experiment.changes, strict=True)
+        settings = zip(self.verdicts, self.changes, strict=True)
         return {
             "sweep": experiment.name,
             "outcome": experiment.outcome,
@@ -207,7 +219,7 @@ class Judgement:
     def _average(self, trials: Sequence[Trial]) -> Metric | None:
         """A metric whose records have the means over the seeds; None where the evaluations are gone, or of other records."""
         paths = (self.store.path(EVALUATE.name, trial.evaluation or "") for trial in trials)
-        found = [scores_of(path, self.experiment.measure.metric) for path in paths]
+        found = [scores_of(path, self.measure.metric) for path in paths]
         metrics = [metric for metric in found if metric]
         if len(metrics) < len(found) or len({(metric.records, metric.sizes) for metric in metrics}) > 1:
             return None

@@ -9,8 +9,6 @@ from typing import Any
 
 from ttrain.core.files import JsonDict, JsonObject, Taken, exclusive, read_object, refuse, write_json
 from ttrain.core.text import truncated
-from ttrain.experiments.changes import Change
-from ttrain.experiments.measure import Measure
 from ttrain.store import name_syntax, runs
 
 DIRECTORY, FILE = "sweeps", "sweep.json"
@@ -62,16 +60,6 @@ class Experiment:
         return [Trial(**entry) for entry in self["trials"]]
 
     @property
-    def changes(self) -> list[Change]:
-        """The baseline and the changes."""
-        return [Change(**entry) for entry in self["changes"]]
-
-    @property
-    def measure(self) -> Measure:
-        """The metric by which the changes are compared."""
-        return Measure(**self["measure"])
-
-    @property
     def outcome(self) -> str:
         """running, completed, interrupted or failed; crashed where it is recorded as running, but its process is gone."""
         word = str(self["outcome"])
@@ -89,11 +77,11 @@ class Experiment:
             self._data["trials"] = [asdict(each) for each in trials.values()]
         return trial
 
-    def add(self, draw: Callable[[], Change], number: int) -> None:
+    def add(self, draw: Callable[[], JsonDict], number: int) -> None:
         """Add the change that `draw` returns, unless another process has added the one of this number."""
         with self._changing():
             if len(self["changes"]) == number:
-                self["changes"].append(asdict(draw()))
+                self["changes"].append(draw())
 
     @contextlib.contextmanager
     def claimed(self, place: Place) -> Iterator[Trial | None]:
