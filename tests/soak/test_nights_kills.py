@@ -149,16 +149,20 @@ def documents_of(nights: list[NightRecord]) -> Counter[str]:
 
 def assert_none_overlaps(home: Path) -> None:
     """The stages of one night run side by side; those of two never do, not even an orphan's."""
-    parents = {process.ppid() for process in workers(home) if process.is_running()}
-    if len(parents) > 1:
+    if len(nights_at_work(home)) > 1:
         time.sleep(1.5)  # one whose parent was killed just now has 0.2 s, on a busy machine more, to notice
-        remaining = Counter()
-        for process in workers(home):
-            try:
-                remaining[process.ppid()] += 1
-            except psutil.Error:
-                continue
+        remaining = nights_at_work(home)
         assert len(remaining) <= 1, f"stages of {len(remaining)} nights at once: {remaining}"
+
+
+def nights_at_work(home: Path) -> Counter[int]:
+    """The stages at work by the process that runs their night: each has a process of the fork server's between."""
+    nights = Counter[int]()
+    for process in workers(home):
+        with contextlib.suppress(psutil.Error):
+            above = (one for one in process.parents() if "ttrain.engine.fork_server" not in one.cmdline())
+            nights[next(above).pid] += 1
+    return nights
 
 
 def read(nights: list[NightRecord]) -> list[NightRecord]:
