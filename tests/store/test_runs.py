@@ -2,6 +2,8 @@
 
 import errno
 import itertools
+import os
+import platform
 import subprocess
 import time
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ from ttrain.errors import with_fix
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import run_views, runs
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import RunRecord, history
 
 
@@ -82,6 +85,13 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
         names.append(made.run)
     assert maker(tmp_path, KEYS) == names[1]
     assert maker(tmp_path, {"tokenizer": "a"}) is None
+
+
+def test_who_builds_a_key_is_told_by_its_process(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    assert runs.builder(store, "pretrain", "f00d") == "another run"
+    with store.lock("pretrain", "f00d"):
+        assert runs.builder(store, "pretrain", "f00d") == f"process {os.getpid()} on {platform.node()}"
 
 
 def test_a_full_disk_costs_the_note_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

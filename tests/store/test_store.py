@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -78,6 +79,7 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
     if replaces:
         publish(template)
     make_output(template.work(STAGE, KEY) / "output", new)
+    unfinished = 0
     copies = number_printed_by(KILLED_PUBLISH, template.root, tmp_path / "copies")
     assert copies >= 12, "it was killed at each of its calls"
     for number in range(1, copies + 1):
@@ -86,12 +88,18 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
         assert found or not store.path(STAGE, KEY).exists(), "nothing half published lies in the store"
         if found:
             assert published_files(found) in ([whole, FILES] if replaces else [whole])
+        finished = store.finish_publishing(STAGE, KEY)
+        if finished:
+            unfinished += 1
+            assert store.find(STAGE, KEY) == finished, "what lacked only its place is not built again"
+            assert published_files(finished) == whole
         output = store.work(STAGE, KEY) / "output"
         if not output.exists():
-            assert found, "nothing is lost"
+            assert found or finished, "nothing is lost"
             make_output(output, new)
         assert published_files(store.publish(STAGE, KEY, output, MANIFEST)) == whole
         assert store.find(STAGE, KEY)
+    assert unfinished, "some lacked their place alone"
 
 
 def published_files(artifact: Artifact) -> dict[str, bytes]:
@@ -218,19 +226,23 @@ def test_a_process_waits_for_the_lock_until_its_holder(
     for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
         with store.lock(stage, key, waiting=pytest.fail):
             assert holder.poll() is None
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
     waiting, taken = threading.Event(), threading.Event()
 
     def take() -> None:
         with store.lock("pretrain", "key", waiting=waiting.set):
+            assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
             taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     assert waiting.wait(30)
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node()), "who waits can be told of it"
     assert not taken.wait(0.3), "it is still held by the other process"
     end(holder)
     assert taken.wait(30)
     thread.join(30)
+    assert store.holder("pretrain", "key") is None
 
 
 def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +269,19 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStor
     inodes = [inode for _, inode in before]
     places = [inodes.index((path / name).stat().st_ino) for name in (*FILES, "manifest.json")]
     assert max(places) == places[-1], "the manifest is last"
+
+
+def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(store: ArtifactStore) -> None:
+    whole = publish(store).path
+    output = store.work(STAGE, KEY) / "output"
+    whole.rename(output)  # as it is before the last step
+    (output / "tokenizer.json").write_bytes(b"[]")
+    assert store.finish_publishing(STAGE, KEY) is None
+    (output / "tokenizer.json").write_bytes(b"{}")
+    shutil.copytree(output, store.work("sft", KEY) / "output")
+    assert store.finish_publishing("sft", KEY) is None, "it is another stage's"
+    assert store.finish_publishing(STAGE, KEY) == store.find(STAGE, KEY)
+    assert store.find(STAGE, KEY) is not None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ttrain.engine.resume import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError, UsageError
-from ttrain.store import integrity
+from ttrain.store import integrity, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import JOB, Artifact, Artifacts
 from ttrain.tasks import RUNNABLE, Stage
@@ -64,8 +64,8 @@ def _make(
 ) -> tuple[Artifact, str]:
     stage, inputs, key, forced = planned.stage, planned.inputs, planned.known_key, planned.forced
     work, began = store.work(stage.name, key), time.monotonic()
-    with store.lock(stage.name, key, waiting=lambda: _wait_for("another run", report)):
-        stored = store.find(stage.name, key)
+    with store.lock(stage.name, key, waiting=lambda: _wait_for(runs.builder(store, stage.name, key), report)):
+        stored = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
         if stored and not forced:
             remove_tree(work)  # left if a run was killed between publishing and this line
             return stored, "cached"

@@ -6,9 +6,11 @@ stage reads it, so it does not count in the content digest.
 """
 
 import contextlib
+import json
 import os
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from ttrain.store.layout import (
 SHOWN_KEY = 12  # characters of a key that a person reads
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
 DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
+HOLDER = ".holder"  # beside a key's lock: which process has it
 
 
 class ArtifactStore:
@@ -197,13 +200,30 @@ class ArtifactStore:
         data = f", with files in data.{stage}" if row and row.role != "base" else ""
         return f"run `ttrain pipeline run full` first{data}"
 
-    def lock(self, stage: str, key: str, waiting: Any = None) -> contextlib.AbstractContextManager[None]:
-        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken."""
-        return exclusive(self.root / "work" / stage / f"{key}.lock", waiting)
+    @contextlib.contextmanager
+    def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
+        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken.
+
+        While it is held, the process is named beside it (`holder`), for those who wait.
+        """
+        path = self.root / "work" / stage / f"{key}.lock"
+        with exclusive(path, waiting):
+            holder_file = path.with_suffix(HOLDER)
+            with contextlib.suppress(OSError):  # a full disk
+                holder_file.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
+            try:
+                yield
+            finally:
+                holder_file.unlink(missing_ok=True)
+
+    def holder(self, stage: str, key: str) -> tuple[int, str] | None:
+        """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""
+        record = read_object(self.root / "work" / stage / f"{key}{HOLDER}")
+        return (record["pid"], record["host"]) if record else None
 
     def is_locked(self, stage: str, key: str) -> bool:
         """Whether a process holds the key's lock at this moment."""
-        with contextlib.suppress(Taken), self.lock(stage, key, refuse):
+        with contextlib.suppress(Taken), exclusive(self.root / "work" / stage / f"{key}.lock", refuse):
             return False
         return True
 
@@ -237,6 +257,15 @@ class ArtifactStore:
             integrity.memory(self.root).learn(artifact.path / name, files[name]["sha256"], stat)
         integrity.save()
         return artifact
+
+    def finish_publishing(self, stage: str, key: str) -> Artifact | None:
+        """Publish an output that was complete when its process was killed; None where there is none."""
+        output = self.work(stage, key) / "output"
+        manifest = read_manifest(output / MANIFEST)
+        if manifest is None or (manifest["stage"], manifest["key"]) != (stage, key):
+            return None
+        artifact = Artifact(stage, key, output, manifest)
+        return None if self.damage(artifact) else self._put(artifact)
 
     def _put(self, artifact: Artifact) -> Artifact:
         destination = self.path(artifact.stage, artifact.key)

@@ -32,6 +32,7 @@ from ttrain.core.files import (
     write_json,
 )
 from ttrain.core.terminal import escaped
+from ttrain.store.artifacts import ArtifactStore
 
 log = logging.getLogger("ttrain")
 
@@ -327,6 +328,12 @@ def record_cached(
         return _create(home, record)
     except OSError:
         return {"run": "", **record}
+
+
+def builder(store: ArtifactStore, stage: str, key: str) -> str:
+    """The process that holds the lock of a key, for those who wait."""
+    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
+    return f"process {holder[0]} on {holder[1]}" if holder else "another run"
 
 
 def this_process() -> JsonDict:
