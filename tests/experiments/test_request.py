@@ -76,6 +76,29 @@ def test_what_the_command_line_sets_is_one_change_where_nothing_varies() -> None
     assert found.baseline.sft.epochs != 3 and found.baseline.data.sft == ("chats.jsonl",)
 
 
+def test_the_baseline_is_what_files_set_below_the_values_that_vary(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("sft: {epochs: 3, optim: {lr: 5e-4}}\n", encoding="utf-8")
+    for words in (["sft.optim.lr=1e-3,2e-3"], ["sft.optim.lr=1e-3"], ["sft.epochs=2", "runtime.threads=1"]):
+        found = request_of(full, layers(words, [file]), Options())
+        assert (found.baseline.sft.epochs, found.baseline.sft.optim.lr) == (3, 5e-4)
+    assert found.baseline.runtime.threads == 1 and names(found) == ["baseline", "sft.epochs=2"]
+    assert found.settings(found.changes[1]).sft.optim.lr == 5e-4
+
+
+def test_a_named_change_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "changes.yaml"
+    file.write_text("more: {sft.epochs: 2}\nsame: {sft.epochs: 2}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="the change same has the settings, or the name, of more"):
+        asked(files=(file,))
+
+
+def test_a_sampler_that_learns_ends_with_the_values_that_there_are() -> None:
+    found = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
+    assert (len(found.changes), found.draws) == (5, 2)
+    assert asked("sft.epochs=2,3", sampler="tpe").draws == 0
+
+
 def test_changes_are_named_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "changes.yaml"
     file.write_text("no-decay: {pretrain.optim.weight_decay: 0}\nwide: {model: {hidden_size: 192}}\n", encoding="utf-8")
@@ -152,8 +175,9 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
 def test_a_sweep_is_named_by_a_part_of_its_name_and_each_trial_has_one_process(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no sweep 'latest'"):
         records.find_experiment(tmp_path)
-    facts = {"identity": "a", "changes": [{"name": "baseline", "values": {}}]}
-    first, second = (records.begin(tmp_path, facts) for _ in range(2))
+    facts = {"changes": [{"name": "baseline", "values": {}}], "seeds": 3}
+    first, second, again = (records.find_or_begin(tmp_path, {"identity": name, **facts}) for name in "aba")
+    assert again.name == first.name
     assert records.find_experiment(tmp_path, first.name[-5:]).name == first.name
     assert records.find_experiment(tmp_path).name == second.name
     other = records.find_experiment(tmp_path, first.name)

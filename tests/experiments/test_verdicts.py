@@ -9,6 +9,7 @@ import pytest
 
 from ttrain.evaluate.noise import Noise
 from ttrain.experiments.verdict import Judgement, Verdict
+from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.sweeps import COMPLETED, DIVERGED, Experiment, Trial
 
@@ -24,11 +25,15 @@ def play(value: Value, changes: int, **options: Any) -> tuple[Judgement, int]:
         "seeds": 5,
         "rounds": True,
         "noise": None,
+        "looks": 0,
+        "outcome": "running",
+        "process": runs.this_process(),
         "trials": [],
         **options,
     }
     while True:
         judgement = Judgement(Experiment(Path(), record), ArtifactStore(Path("none")))
+        assert len(judgement.to_json()["settings"]) == changes, "at any moment"
         if not judgement.standing.wanted:
             return judgement, len(record["trials"])
         for change, seed in judgement.standing.wanted[:1]:
@@ -90,6 +95,29 @@ def test_without_rounds_all_seeds_run_and_every_change_is_judged() -> None:
     assert trials == 20
     assert verdicts(judgement) == ["baseline", "better", "worse", "not decided"]
     assert "takes" in judgement.verdicts[3].why
+
+
+def test_twelve_changes_without_effect_are_rarely_called_worse() -> None:
+    played = [play(noisy({}, draw), 13)[0] for draw in range(60)]
+    assert sum("worse" in verdicts(judgement) for judgement in played) <= 5
+
+
+def test_the_second_of_two_good_changes_is_to_be_compared_alone() -> None:
+    judgement, _ = play(noisy({1: -0.30, 2: -0.31}, 3), 3)
+    assert sorted(verdicts(judgement)) == ["baseline", "better", "not decided"]
+    [row] = [row for row in judgement.verdicts if row.verdict == "not decided"]
+    assert "compare it alone" in row.why
+
+
+def test_verdicts_that_are_looked_at_again_need_more() -> None:
+    value = noisy({1: -0.1}, 12)
+    p = [play(value, 2, looks=looks)[0].verdicts[1].verdict for looks in (0, 12)]
+    assert p == ["better", "not decided"]
+
+
+def test_no_noise_stops_nothing() -> None:
+    judgement, trials = play(noisy({}, 1), 3, noise={"spread": 0.0, "freedom": 9})
+    assert len(judgement.verdicts[1].seeds) > 1 and trials > 6
 
 
 def test_more_is_better_where_the_metric_says_so() -> None:

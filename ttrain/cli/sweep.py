@@ -81,7 +81,7 @@ def sweep_full(
     overrides: Annotated[
         list[str] | None,
         argument(
-            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high), int(low,high) or "
+            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high) or "
             "choice(a,b); FILE.yaml names changes, {name: {key: value}}",
             metavar="KEY=VALUE",
         ),
@@ -99,15 +99,15 @@ def sweep_full(
     """
     import os
 
-    from ttrain.config.loading import layers
+    from ttrain.config.loading import COMMAND_LINE, layers
     from ttrain.engine.execution import screen
     from ttrain.engine.input_files import check_first_rows
     from ttrain.experiments import request, trials
     from ttrain.flows.full import full
     from ttrain.tracking.artifact_source import store_of
 
-    files = [Path(word) for word in overrides or () if "=" not in word]
-    settings = [word for word in overrides or () if "=" in word]
+    files = [Path(word) for word in overrides or () if word.endswith((".yaml", ".yml")) and "=" not in word]
+    settings = [word for word in overrides or () if Path(word) not in files]
     given = layers(settings, config or (), profile or (), os.environ)
     wanted = request.request_of(full, given, request.Options(**asdict(options)), files)
     check_first_rows(wanted.baseline)
@@ -117,8 +117,10 @@ def sweep_full(
     store = store_of(usable_home(), wanted.baseline)
     experiment = wanted.experiment(store)
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    arguments += [word for word in settings if word.partition("=")[0].strip() not in wanted.varied]
-    experiment.note(arguments=arguments, seeds=options.seeds)
+    plain = {item.key for item in wanted.overrides if item.origin == COMMAND_LINE}
+    arguments += [word for word in settings if word.partition("=")[0].strip() in plain]
+    experiment.extend(options.seeds)
+    experiment.note(arguments=arguments)
     try:
         # standard output is for the JSON
         with screen(console(stderr=as_json), wanted.baseline.runtime.log_level) as display:
@@ -199,7 +201,7 @@ def _shown(experiment: Experiment) -> Output:
         lines.append("the same command continues unfinished trials and retries failed ones")
     run = None
     if best := judgement.best:
-        values = next(change.values for change in judgement.changes if change.name == best.setting)
+        values = judgement.changes[judgement.verdicts.index(best)].values
         words = [*(experiment["arguments"] or []), *(assignment(key, value) for key, value in values.items())]
         run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
         lines.append(f"to run it in full: {run}")

@@ -40,7 +40,7 @@ class Noise:
         """How many common seeds show a true difference of two settings with probability POWER at the level of 5 %; None
         beyond MOST_SEEDS. `pairs`: the spread is that of paired differences, not of one setting's values."""
         spread = self.spread if pairs else math.sqrt(2) * self.spread
-        for seeds in range(2, MOST_SEEDS + 1):
+        for seeds in range(2, MOST_SEEDS + 1) if difference else ():
             quantiles = student_quantile(0.975, seeds - 1) + student_quantile(POWER, seeds - 1)
             if quantiles * spread <= difference * math.sqrt(seeds):
                 return seeds
@@ -49,4 +49,5 @@ class Noise:
 
 def noise_of(home: Path, metric: str, settings: JsonObject) -> Noise | None:
     """The noise of the setting of these recorded settings, as the home's runs show it; None where fewer than two do."""
-    return Noise.of_values(values_by_seed(home, metric).get(setting_key(settings), {}).values())
+    values = values_by_seed(home, metric).get(setting_key(settings), {}).values()
+    return Noise.of_values({*values})  # a seed of another model's training leaves the metric as it is

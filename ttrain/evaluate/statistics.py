@@ -184,14 +184,15 @@ def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | 
 
 
 def t_test(differences: Sequence[float]) -> float:
-    """Two-sided p of the hypothesis that the mean of independent differences is 0, by Student's t; NaN of fewer than two."""
+    """Two-sided p of the hypothesis that the mean of independent differences is 0, by Student's t; NaN of fewer than two, or
+    where all are the same, as they can be of counts."""
     from scipy import special
 
     count = len(differences)
     if count < 2:
         return math.nan
     mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
-    return 2 * float(special.stdtr(count - 1, -abs(mean) / error)) if error else float(not mean)
+    return 2 * float(special.stdtr(count - 1, -abs(mean) / error)) if error else math.nan
 
 
 def _influence(figure: Metric, sums: Floats, sizes: Floats) -> Floats:

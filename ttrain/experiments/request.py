@@ -1,5 +1,6 @@
 """An experiment before its first trial: the request, its checks, and the plan of each trial."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -42,20 +43,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What an experiment is to do. `overrides`: all settings that are given, with their ranges; `space`: those that vary,
-    from which a sampler that learns draws changes beyond `changes`, the baseline and what is known from the beginning."""
+    """What an experiment is to do. `overrides`: the settings of the baseline; `space`: those that vary; `changes`: the
+    baseline, `named` ones, and those of the space, to which a sampler that learns adds `draws`."""
 
     pipeline: Pipeline
     overrides: Sequence[Override]
     space: Space
     changes: Sequence[Change]
+    named: int
+    draws: int
     measure: Measure
     options: Options
-
-    @property
-    def draws(self) -> int:
-        """How many changes a sampler that learns draws."""
-        return (self.options.trials or MANY) if self.options.sampler == "tpe" else 0
 
     @cached_property
     def varied(self) -> frozenset[str]:
@@ -69,11 +67,9 @@ class Request:
 
     def settings(self, change: Change, seed: int = 1) -> Settings:
         """The settings of a trial."""
-        plain = [item for item in self.overrides if item.key not in self.space.dimensions]
-        origins = {item.key: item.origin for item in self.overrides}
-        own = [Override(origins.get(key, f"change {change.name}"), key, value) for key, value in change.values.items()]
+        own = [Override(COMMAND_LINE, key, value) for key, value in change.values.items()]  # as its command has them
         seeds = [Override("seed of the trial", key, value) for key, value in seeds_of(seed).items()]
-        return settings_of([*plain, *own, *seeds]).settings
+        return settings_of([*self.overrides, *own, *seeds]).settings
 
     def plan(self, change: Change, seed: int, store: ArtifactStore) -> Plan:
         """The plan of a trial."""
@@ -127,35 +123,38 @@ class Request:
 
     def experiment(self, store: ArtifactStore) -> Experiment:
         """The requested experiment: one to continue, or a new one."""
-        identity, noise = self.identity(store), self.noise(store)
+        noise = self.noise(store)
         facts = {
-            "identity": identity,
+            "identity": self.identity(store),
             "measure": asdict(self.measure),
             "changes": [asdict(change) for change in self.changes],
             "rounds": self.options.rounds,
+            "seeds": self.options.seeds,
             "noise": noise and asdict(noise),  # as it was: the same trials give the same verdict
         }
-        return sweeps.find_same(store.root, identity) or sweeps.begin(store.root, facts)
+        return sweeps.find_or_begin(store.root, facts)
 
 
 def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()) -> Request:
     """Check and complete a request; `files` name changes. Raises UsageError where a value or the metric is invalid."""
     varying = space.parse_space(overrides)
     named = [change for path in files for change in read_changes(path)]
-    if not varying.dimensions and not named:  # what the command line sets, but for the data, is the change
-        given = {item.key: item.value for item in overrides if item.origin == COMMAND_LINE}
-        change = Change.of({key: value for key, value in given.items() if not key.startswith("data.")})
+    plain = [item for item in overrides if not (isinstance(item.value, str) and space.varies(item.key, item.value))]
+    if not varying.dimensions and not named:  # what the command line sets of the models is the change
+        change = Change.of({item.key: item.value for item in plain if item.origin == COMMAND_LINE and _shapes(item.key)})
         named = [change] if change.values else []
-        overrides = [item for item in overrides if item.key not in change.values]
+        plain = [item for item in plain if item.origin != COMMAND_LINE or item.key not in change.values]
     if not varying.dimensions and (not named or options.sampler == "tpe"):
         raise UsageError(
             f"a sweep needs settings to compare; give one several values, as {', '.join(space.FORMS.values())}, for example "
             f"sft.optim.lr=1e-3,2e-3, or a file of named changes; --sampler tpe needs ranges"
         )
-    count = options.trials or varying.size or MANY
-    drawn = varying.spread(min(STARTUP, count)) if options.sampler == "tpe" else varying.combinations(count)
-    listed = [Change(BASELINE), *named, *map(Change.of, drawn)]
-    request = Request(pipeline, overrides, varying, listed, Measure("", ""), options)
+    size, learns = varying.size, options.sampler == "tpe"
+    count = min(options.trials or size or MANY, size or sys.maxsize)
+    drawn = varying.spread(min(STARTUP, count)) if learns else varying.combinations(count)
+    listed = [Change(BASELINE), *named, *map(Change.of, drawn if varying.dimensions else ())]
+    draws = count - len(drawn) if learns else 0
+    request = Request(pipeline, plain, varying, listed, len(named), draws, Measure("", ""), options)
     request = replace(request, changes=_different(request))
     if len(request.changes) < 2:
         raise UsageError("the changes are the present settings, so there is nothing to compare; give other values")
@@ -172,14 +171,23 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
     return replace(request, measure=chosen)
 
 
+def _shapes(key: str) -> bool:
+    """Whether a setting can be a change: one of the models, not of the data, the machine, or a seed."""
+    return key.partition(".")[0] not in ("data", "name", *SHAPE_NO_RESULT) and key not in seeds_of(1)
+
+
 def _different(request: Request) -> list[Change]:
-    """The changes whose settings are not those of an earlier one. Raises UsageError for a value that is refused."""
+    """The changes whose settings are not those of an earlier one. Raises UsageError for a value that is refused, and for a
+    named change that changes nothing."""
     distinct = list[tuple[Settings, Change]]()
-    for change in request.changes:
+    for number, change in enumerate(request.changes):
         try:
             settings = request.settings(change)
         except UsageError as error:
             raise UsageError(f"the sweep cannot try {change.name}: {error}") from None
-        if all(settings != earlier for earlier, _ in distinct):
+        same = next((earlier.name for known, earlier in distinct if known == settings or earlier.name == change.name), "")
+        if same and number <= request.named:
+            raise UsageError(f"the change {change.name} has the settings, or the name, of {same}; remove one of them")
+        if not same:
             distinct.append((settings, change))
     return [change for _, change in distinct]

@@ -14,7 +14,8 @@ from ttrain.evaluate.noise import Noise
 from ttrain.evaluate.statistics import student_quantile
 from ttrain.store.sweeps import Place
 
-STOP_LEVEL = 0.01  # of the test that stops a change: each is tested once a round
+LEVEL = 0.02  # of all tests by which rounds stop changes, each of which is tested in each round
+FEWEST_FREEDOM = 3  # of the noise that the home knows, to stop a change after its first seed
 FRESH = 1000  # the fresh seeds of 5 rounds are 5001 to 5005: no other number of rounds has used them
 
 
@@ -76,10 +77,11 @@ class Rounds:
     def _behind(self, alive: Sequence[int], seeds: int) -> dict[int, bool]:
         """The changes that are worse than the best by more than the noise, and whether also than the baseline."""
         table = np.array([[self.values[change, seed] for seed in range(1, seeds + 1)] for change in alive])
-        noise = Noise.of_table(table) or self.noise
-        if noise is None:
+        noise = Noise.of_table(table) if seeds > 1 else self.noise
+        if noise is None or not noise.spread or (seeds == 1 and noise.freedom < FEWEST_FREEDOM):
             return {}
-        reach = student_quantile(1 - STOP_LEVEL / 2, noise.freedom) * noise.spread * math.sqrt(2 / seeds)
+        level = LEVEL / (self.changes - 1) / self.seeds
+        reach = student_quantile(1 - level / 2, noise.freedom) * noise.spread * math.sqrt(2 / seeds)
         means = dict(zip(alive, table.mean(1).tolist(), strict=True))
         least, baseline = min(means.values()), means.get(0, math.inf)
         return {change: mean > baseline + reach for change, mean in means.items() if change and mean > least + reach}

@@ -19,7 +19,7 @@ DRAWS = 20  # of one change, where what is drawn was tried before
 
 
 def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -> Change:
-    """The next change: one that none of `changes` is, of which `values`, less is better, gives what some of them reached.
+    """The next change: one that none of `changes` is. `values`: what those that were drawn reached, less is better.
 
     Raises UsageError where none is left.
     """
@@ -33,14 +33,17 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
             value=value,
         )
         for change, value in values.items()
-        if changes[change].values.keys() == distributions.keys()
     ]
+    names = {each.name for each in changes}
     for attempt in range(DRAWS):
         sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=DRAWS * number + attempt)
         study = optuna.create_study(sampler=sampler)
         study.add_trials(earlier)
         change = Change.of({key: _value(space, key, drawn) for key, drawn in study.ask(distributions).params.items()})
-        if change.name not in {each.name for each in changes}:
+        if change.name not in names:
+            return change
+    for values in space.combinations(space.size) if space.size else ():
+        if (change := Change.of(values)).name not in names:
             return change
     raise UsageError(f"{', '.join(space.dimensions)} have no values left for change {number}; vary them more widely")
 

@@ -1,5 +1,4 @@
-"""Which settings a sweep varies, and over which values: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`,
-`choice(a,b,c)`."""
+"""Which settings a sweep varies, and over which values: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `choice(a,b,c)`."""
 
 import itertools
 import json
@@ -91,10 +90,10 @@ def parse_space(overrides: Sequence[Override]) -> Space:
     layer's range. Raises UsageError where a range cannot be read."""
     last = {item.key: item.value for item in overrides}
     texts = {key: value for key, value in last.items() if isinstance(value, str)}
-    return Space({key: parse(key, text) for key, text in texts.items() if _varies(key, text)})
+    return Space({key: parse(key, text) for key, text in texts.items() if varies(key, text)})
 
 
-def _varies(key: str, text: str) -> bool:
+def varies(key: str, text: str) -> bool:
     """Whether a text has several values: a range, or a comma where the setting takes one number or word."""
     kind = type_of(Settings, key)
     takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint({*types_of(kind), *map(get_origin, types_of(kind))})

@@ -35,8 +35,9 @@ def run(request: Request, experiment: Experiment, store: ArtifactStore, display:
     """Run trials until nothing is left to decide. Raises Interrupted, or an error that every trial would have."""
     experiment.note(outcome="running", process=runs.this_process())
     for trial in experiment.trials:
-        if trial.outcome == FAILED:
-            experiment.put(Trial(trial.change, trial.seed))
+        with experiment.claimed(trial.place, FAILED) as failed:
+            if failed:
+                experiment.put(Trial(trial.change, trial.seed))
     worker = Worker(request, experiment, store, display)
     with worker.tracked():
         outcome = "failed"
@@ -48,7 +49,7 @@ def run(request: Request, experiment: Experiment, store: ArtifactStore, display:
             outcome = "interrupted"
             raise
         finally:
-            experiment.note(outcome=outcome)
+            experiment.note(outcome=outcome, **worker.judged())
 
 
 class Worker:
@@ -67,7 +68,7 @@ class Worker:
             yield
             return
         pusher = Pusher(self.store.root, self.experiment.name, self.experiment.note)
-        self.experiment.note(experiment=self._tracking.experiment, **self._judged())
+        self.experiment.note(experiment=self._tracking.experiment, **self.judged())
         pusher.start()
         try:
             yield
@@ -91,14 +92,15 @@ class Worker:
         self.experiment.reload()
         judgement = Judgement(self.experiment, self.store)
         changes = judgement.changes
-        if len(changes) > self.request.draws:
+        if len(changes) >= len(self.request.changes) + self.request.draws:
             return judgement.standing.wanted
         ended = {trial.change for trial in self.experiment.trials if trial.outcome != RUNNING}
         if waiting := sorted({*range(len(changes))} - ended):
             return [(change, 1) for change in waiting]
         from ttrain.experiments import sampler
 
-        values = {change: judgement.sign * value_of(trial) for (change, _), trial in judgement.trials.items()}
+        trials = (trial for trial in judgement.trials.values() if trial.seed == 1 and trial.change > self.request.named)
+        values = {trial.change: judgement.sign * value_of(trial) for trial in trials}
         self.experiment.add(lambda: asdict(sampler.draw(self.request.space, changes, values)), len(changes))
         return [(len(changes), 1)]
 
@@ -127,7 +129,7 @@ class Worker:
             ended = self._failed(trial, execution, error)
         ended = self._measured(ended, execution, began)
         self.experiment.put(ended)
-        judged = self._judged()
+        judged = self.judged()
         self.experiment.note(**judged)
         result = f"{ended.outcome} {ended.reason}" if ended.value is None else f"{ended.value:.4f}"
         self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {judged['verdict']}")
@@ -146,22 +148,23 @@ class Worker:
             )
         if evaluation := artifacts.get(EVALUATE.name):
             metric = scores_of(evaluation.path, measure.metric)
-            has_enough = metric is not None and metric.items >= ENOUGH_RECORDS
+            chooses = self.request.options.rounds and len(self.request.changes) + self.request.draws > 2
+            has_enough = chooses and metric is not None and metric.items >= ENOUGH_RECORDS
             halves = [metric.half(which).value for which in (False, True)] if metric and has_enough else []
             trial = replace(trial, evaluation=evaluation.key, halves=halves)
         return replace(trial, outcome=COMPLETED, value=value)
 
     def _failed(self, trial: Trial, execution: PipelineRun | None, error: Exception) -> Trial:
-        """The trial that ended by an error. Raises it where every other trial would have it: a stage failed that several
-        share, or none had begun. Settings that cannot be combined are this trial's own."""
+        """The trial that ended by an error. Raises it where nothing could be compared: the baseline failed, or a stage that
+        several trials share, or none had begun. Settings that cannot be combined are this trial's own."""
         failed = execution.failures if execution else {}
         is_of_all = not failed.keys().isdisjoint(self.shared) if failed else not isinstance(error, UsageError)
-        if is_of_all:
+        if is_of_all or not trial.change:
             raise error
         diverged = isinstance(error, StageFailed) and error.kind == NOT_FINITE
         return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(error))
 
-    def _judged(self) -> JsonDict:
+    def judged(self) -> JsonDict:
         """The verdicts, as the record keeps them for trackers."""
         found = Judgement(self.experiment, self.store).to_json()
         return {name: found[name] for name in ("settings", "verdict")}

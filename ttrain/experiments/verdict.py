@@ -169,7 +169,7 @@ class Judgement:
         return {
             "sweep": experiment.name,
             "outcome": experiment.outcome,
-            **{name: experiment[name] for name in ("started", "seeds", "rounds", "measure", "noise", "tracking")},
+            **{name: experiment[name] for name in ("started", "seeds", "looks", "rounds", "measure", "noise", "tracking")},
             "verdict": self.sentence,
             "settings": [{**row.to_json(), "changes": dict(change.values)} for row, change in settings],
             "trials": [asdict(trial) for trial in experiment.trials],
@@ -177,7 +177,7 @@ class Judgement:
 
     def _measured(self, number: int, name: str) -> Verdict:
         """What was measured of a change with the seeds that it shares with the baseline."""
-        seeds = self.standing.seeds.get(number, [])
+        seeds = [seed for seed in self.standing.seeds.get(number, ()) if {(number, seed), (0, seed)} <= self.trials.keys()]
         own, base = ([self.trials[change, seed] for seed in seeds] for change in (number, 0))
         over_records = self._over_records(own, base) if number and seeds else None
         return Verdict(name, seeds, [*map(value_of, own)], [*map(value_of, base)], over_records)
@@ -194,25 +194,28 @@ class Judgement:
             return row
         direction = BETTER if self.sign * row.difference < 0 else WORSE
         if row.repeats:
-            certain = row.over_records is not None and row.over_records[0] * row.over_records[1] > 0
-            why = "(the seeds change nothing here and are no replicates: the records decide)"
-            return replace(row, verdict=direction if certain else UNDECIDED, why=why)
+            return replace(row, verdict=UNDECIDED, why="(the seeds change nothing here, so they are no replicates)")
+        level = LEVEL / 2 ** experiment["looks"]
         if number in standing.stopped:
-            is_worse = standing.stopped[number] or (p < LEVEL and direction == WORSE)
+            is_worse = standing.stopped[number] or (p < level and direction == WORSE)
             why = f"(behind the best by more than the noise after {counted(len(row.seeds), 'seed')})"
             return replace(row, verdict=WORSE if is_worse else STOPPED, why=why)
         if standing.wanted and (is_winner or len(row.seeds) < experiment["seeds"]):
             return row
-        if is_winner:
-            return replace(row, verdict=direction if _p(row) < LEVEL else EQUAL, why="(on fresh seeds)")
-        if p < LEVEL and (direction == WORSE or standing.winner is None):
+        if is_winner and len(row.seeds) > 1:
+            return replace(row, verdict=direction if _p(row) < level else EQUAL, why="(on fresh seeds)")
+        if p < level and (direction == WORSE or standing.winner is None):
             return replace(row, verdict=direction)
+        if standing.winner and direction == BETTER and not is_winner:
+            return replace(row, verdict=UNDECIDED, why="(not the best of the rounds; compare it alone)")
         return replace(row, verdict=UNDECIDED, why=_what_it_takes(row))
 
     def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
         """The interval of the difference for other records, of metrics averaged over the seeds."""
         first, second = self._average(own), self._average(base)
-        if first is None or second is None or not statistics.comparable(first, second):
+        if first is None or second is None or first.records != second.records:
+            return None
+        if not statistics.comparable(first, second):
             return None
         return statistics.compare(first, second, Rule()).interval
 

@@ -36,7 +36,7 @@ WARNINGS = {
     "measures models on one text",
 }
 SEEDS = 5  # of a sweep that decides between two settings, as it is advised
-ONLY_SEEDS = "the runs differ in their seeds alone: what differs is the noise of this setting"
+ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing about a setting"
 
 
 @dataclass(frozen=True)
@@ -212,18 +212,20 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
     """That one run of each setting decides between two models, not between two settings; and what would."""
-    if {row.name for row in shaping} <= seeds_of(1).keys():
+    by_rule = facts.set_by_rule(views[-1].params)
+    changed = [row for row in shaping if row.name not in (*seeds_of(1), *by_rule) and not row.name.startswith("data.")]
+    if not changed:
         return ONLY_SEEDS
     home = views[0].store.root
     noises = filter(None, (noise_of(home, metric, view.record["settings"]) for view in views))
     noise = next(noises, None)
     spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
-    changes = shlex.join(f"{row.name}={row.values[-1]}" for row in shaping)
+    changes = shlex.join(f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT)
     trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]
     time = f", about {format_duration(2 * SEEDS * sum(trained))}" if sum(trained) else ""
     return (
         f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
-        f"{facts.letter(0)}, `ttrain sweep {changes} --seeds {SEEDS}` decides it{time}"
+        f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {SEEDS}` decides it{time}"
     )
 
 

@@ -12,7 +12,7 @@ from ttrain.core.text import truncated
 from ttrain.store import name_syntax, runs
 
 DIRECTORY, FILE = "sweeps", "sweep.json"
-BEGIN = "begin with `ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5`"
+BEGIN = "begin with `ttrain sweep full sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5`"
 SHORT = 100  # characters of an error in a table
 COMPLETED, DIVERGED, FAILED, RUNNING = "completed", "diverged", "failed", "running"
 Place = tuple[int, int]  # of a trial: the number of its change, and its seed
@@ -77,6 +77,12 @@ class Experiment:
             self._data["trials"] = [asdict(each) for each in trials.values()]
         return trial
 
+    def extend(self, seeds: int) -> None:
+        """Ask for so many seeds; a look at fewer of them counts, since verdicts that are looked at again need more."""
+        with self._changing():
+            if seeds > self["seeds"]:
+                self._data.update(seeds=seeds, looks=self["looks"] + 1)
+
     def add(self, draw: Callable[[], JsonDict], number: int) -> None:
         """Add the change that `draw` returns, unless another process has added the one of this number."""
         with self._changing():
@@ -84,8 +90,8 @@ class Experiment:
                 self["changes"].append(draw())
 
     @contextlib.contextmanager
-    def claimed(self, place: Place) -> Iterator[Trial | None]:
-        """Hold a trial, as it is recorded; None where it has ended, or another process holds it."""
+    def claimed(self, place: Place, outcome: str = RUNNING) -> Iterator[Trial | None]:
+        """Hold a trial, as it is recorded; None where it has another outcome, or another process holds it."""
         change, seed = place
         with contextlib.ExitStack() as held:
             try:
@@ -95,7 +101,7 @@ class Experiment:
                 return
             self.reload()
             trial = next((each for each in self.trials if each.place == place), Trial(change, seed))
-            yield trial if trial.outcome == RUNNING else None
+            yield trial if trial.outcome == outcome else None
 
     def reload(self) -> None:
         """Read what other processes have recorded."""
@@ -109,15 +115,19 @@ class Experiment:
             write_json(self.path / FILE, self._data)
 
 
-def begin(home: Path, request: JsonObject) -> Experiment:
-    """Create an experiment. `request`: its identity, metric, changes and what else is known of it, as JSON."""
-    name = runs.new_name("sweep")
-    path = home / DIRECTORY / name
-    path.mkdir(parents=True)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    experiment = Experiment(path, {"sweep": name, "trials": [], "started": started, **request})
-    experiment.note(outcome="running", process=runs.this_process())
-    return experiment
+def find_or_begin(home: Path, request: JsonObject) -> Experiment:
+    """The newest experiment with the identity of this request, or a new one. `request`: also its metric, changes and what
+    else is known of it, as JSON."""
+    with exclusive(home / DIRECTORY / "lock"):
+        if same := find_same(home, request["identity"]):
+            return same
+        name = runs.new_name("sweep")
+        path = home / DIRECTORY / name
+        path.mkdir(parents=True)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        experiment = Experiment(path, {"sweep": name, "trials": [], "looks": 0, "started": started, **request})
+        experiment.note(outcome="running", process=runs.this_process())
+        return experiment
 
 
 def list_experiments(home: Path) -> list[Experiment]:

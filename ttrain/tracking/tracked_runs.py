@@ -126,7 +126,7 @@ class RunContent:
             params=facts.parameters(settings),  # nothing that differs in every run
             summary={**record["metrics"], **decided},
             inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
-            parent=setting_id(sweep["name"], sweep["change"]) if sweep else "",
+            parent=setting_id(sweep["name"], sweep["change"]) if sweep and "change" in sweep else "",
         )
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
