@@ -72,12 +72,15 @@ def test_the_best_of_twelve_changes_without_effect_is_rarely_called_better() -> 
 
 def test_large_effects_are_decided_and_what_is_worse_stops_early() -> None:
     effects = {1: 0.33, 2: 0.08, 3: -0.15}
+    worse = 0
     for draw in range(20):
         judgement, trials = play(noisy(effects, draw), 5)
         words = verdicts(judgement)
-        assert words[0] == "baseline" and words[1] == "worse" and words[3] == "better"
+        worse += words[1] == "worse"
+        assert words[0] == "baseline" and words[1] in ("worse", "stopped") and words[3] == "better"
         assert judgement.best is judgement.verdicts[3] and judgement.best.seeds[0] == 5001
         assert len(judgement.verdicts[1].seeds) < 5 and trials < 5 * 5 + 10
+    assert worse >= 16, "of the rest it is known only that they are behind the best"
 
 
 def test_fresh_seeds_alone_decide_the_winner() -> None:
@@ -99,7 +102,7 @@ def test_without_rounds_all_seeds_run_and_every_change_is_judged() -> None:
 
 def test_twelve_changes_without_effect_are_rarely_called_worse() -> None:
     played = [play(noisy({}, draw), 13)[0] for draw in range(60)]
-    assert sum("worse" in verdicts(judgement) for judgement in played) <= 5
+    assert sum("worse" in verdicts(judgement) for judgement in played) <= 6
 
 
 def test_the_second_of_two_good_changes_is_to_be_compared_alone() -> None:
