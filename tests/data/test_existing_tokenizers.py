@@ -50,6 +50,7 @@ TURNS = (
 )
 VICUNA = TURNS % ("'USER: ' + m['content'] + ' '", "'ASSISTANT: ' + m['content']")
 NOTHING_BEHIND = TURNS % ("m['content']", "' Answer: ' + m['content']")
+END_BEFORE = TURNS % ("m['content']", "eos_token + 'A: ' + m['content']")
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED, "ttrain": None, "tinyseek": None}
 
 
@@ -162,6 +163,7 @@ TRAINED_ON = {
     "system last": (SYSTEM_LAST, [" Blue.</s>", " Deep.</s>"]),
     "vicuna": (VICUNA, ["ASSISTANT: Blue.</s>", "ASSISTANT: Deep.</s>"]),
     "nothing behind": (NOTHING_BEHIND, [" Answer: Blue.</s>", " Answer: Deep.</s>"]),
+    "end before": (END_BEFORE, ["</s>A: Blue.</s>", "</s>A: Deep.</s>"]),
     "thought": (THOUGHT, [IM[0], f"<think>\n\n</think>\n\n{IM[1]}"]),
     "marked": (MARKED, [f"<mood>calm</mood>{text}" for text in IM]),
     "marked with its header": (MARKED_WITH_HEADER, IM),
@@ -179,3 +181,13 @@ def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
     parts = itertools.groupby(zip(ids, live, strict=True), key=lambda pair: pair[1])
     runs = [[token for token, _ in part] for is_live, part in parts if is_live]
     assert [opened.decode(run, skip_special_tokens=False) for run in runs] == trained_on
+
+
+def test_the_end_of_a_turn_that_renders_blank_is_not_trained_on(tmp_path: Path) -> None:
+    tool = "{%- if m['role'] == 'tool' %}{{ '[TOOL]' + m['content'] + eos_token }}{% elif m['role'] == 'assistant' %}"
+    encoder = install(tmp_path, tokenizer_of("byte level"), INST.replace("{% if m['role'] == 'assistant' %}", tool))
+    turns = map(Message, ["user", "tool", "assistant"], ["Sky?", " ", "Blue."])
+    ids, live = chat.encode_chat(encoder, tuple(turns))
+    opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
+    trained_on = [token for token, is_live in zip(ids, live, strict=True) if is_live]
+    assert opened.decode(trained_on, skip_special_tokens=False) == " Blue.</s>"

@@ -10,7 +10,9 @@ import pytest
 from support.streamed_files import ROW, expand
 from support.web import Site
 
+from ttrain.config import Reading
 from ttrain.data import locations
+from ttrain.data.check import check
 from ttrain.errors import UsageError
 
 DATA = [
@@ -97,6 +99,25 @@ def test_a_url_that_is_not_there_and_an_unknown_protocol_are_named(site: Site) -
     for pattern, reason in reasons.items():
         with pytest.raises(UsageError, match=rf"data\.pretrain is '{re.escape(pattern)}' but .*{reason}"):
             expand(pattern)
+
+
+def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site) -> None:
+    query = "?x=ab'first&y=a second"
+    site.etags = False
+    for find, address in (
+        (expand, f"{site.url}/data/nowhere.jsonl"),
+        (expand, "foo://b.jsonl"),
+        (locations.filesystem, "foo://b.jsonl"),
+        (locations.version, f"{site.url}/data/nowhere.jsonl"),
+        (locations.version, f"{site.url}/data/b.jsonl"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(f"{address}?***")) as raised:
+            find(address + query)
+        assert "first" not in str(raised.value) and "second" not in str(raised.value)
+    site.files["/data/b.jsonl"] = b"[]\n[]\n"
+    (report,) = check([f"{site.url}/data/b.jsonl{query}"], Reading())
+    assert report.error and report.error.startswith(f"{site.url}/data/b.jsonl?***: 2 of 2 rows are bad")
+    assert "second" not in report.error
 
 
 def version_of(url: str) -> str:

@@ -68,6 +68,13 @@ def test_a_bug_or_a_lack_of_memory_is_no_damaged_file(error: Exception) -> None:
         raise error
 
 
+@pytest.mark.parametrize("error", [pa.ArrowNotImplementedError("no LZ4"), pa.ArrowKeyError("no column")])
+def test_what_arrow_cannot_read_is_an_error_of_the_file(error: Exception) -> None:
+    with pytest.raises(DataError, match=r"^rows\.parquet is .*no ") as raised, streams.noting_faults("rows.parquet"):
+        raise error
+    assert raised.value.files == ("rows.parquet",)
+
+
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
     text = 'A "quote" \\ and\r\n\t世界\x01' * 100_000
     (line,) = lines_of(written(tmp_path, text.encode(), "a.txt"))

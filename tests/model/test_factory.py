@@ -57,6 +57,15 @@ def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path:
     assert same(before, factory.state(model))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_named(number: float) -> None:
+    weights = {"empty": torch.zeros(0), "whole": torch.ones(2, dtype=torch.int64), "good": torch.ones(2, 2)}
+    factory.need_finite(weights, "here")
+    weights |= {"half": torch.tensor([[0, number]], dtype=torch.bfloat16, requires_grad=True)}
+    with pytest.raises(ArtifactError, match=r"1 of the 4 weights in here .*\(half\)"):
+        factory.need_finite(weights, "here")
+
+
 def test_a_model_with_a_torn_file_or_without_one_is_refused(tmp_path: Path) -> None:
     directory = save_base(tiny_model(), tmp_path / "model")
     weights = directory / "model.safetensors"

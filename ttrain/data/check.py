@@ -102,7 +102,7 @@ def check(
                 _measure(report, batch, hashes)
                 progress(sum(each.tally.rows for each in reports))
             expected_fields = records.expected_fields(report.kind, text_field)
-            report.tally.check(location, reading.rejected_fraction, expected_fields)
+            report.tally.check(redact.url(location), reading.rejected_fraction, expected_fields)
         except DataError as error:  # of this file only
             report.error = str(error)
         if reading.deduplicate:

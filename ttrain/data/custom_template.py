@@ -132,8 +132,9 @@ class JinjaTemplate:
             message = messages[piece.turn]
             if piece.turn != earlier.turn:
                 lead = self._lead_in(text[earlier.end : piece.start])
-                # A blank answer, which has no piece, may stand before it.
-                begin = piece.start - len(lead.rpartition(self.end)[2])
+                if piece.turn > earlier.turn + 1:
+                    lead = lead.rpartition(self.end)[2]  # behind a blank turn, which has no piece
+                begin = piece.start - len(lead)
             if prompt or piece.turn == later.turn or not is_live(message):
                 continue
             if message.masked and piece.key != KEYS[1]:  # nothing but blanks behind the reasoning

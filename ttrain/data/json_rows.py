@@ -5,6 +5,7 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import orjson
 
@@ -17,7 +18,7 @@ from ttrain.errors import DataError
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
 TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
-KEYS_LOOKED_AT = 1000  # rows
+KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40
 MOST_NAMES, OTHERS = (
     100,
     "others",
@@ -45,7 +46,7 @@ Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 class Tally:
     """Counts of rows by outcome: rows = kept + skipped + rejected, those two by rule or reason.
 
-    keys_seen         of the first KEYS_LOOKED_AT rows
+    keys_seen         of the first KEYS_LOOKED_AT rows, the first KEYS_OF_A_ROW of each, cut to KEY_CHARACTERS
     lines             rows and blank lines
     bad_rows          by location
     unread_keys       kept rows with text of an answer under a key that is not read, by the key
@@ -178,10 +179,11 @@ def parsed(
     loads, number = orjson.loads, 0
     for number, line in numbered:
         # Seen before an error of the parser, which takes six times as long as the rest.
-        if not line or line.isspace():
+        is_too_long = len(line) > max_line_bytes  # and cut: a blank beginning says nothing of the line
+        if not is_too_long and not line.strip():
             continue
         tally.rows += 1
-        if len(line) > max_line_bytes:
+        if is_too_long:
             tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
         try:
@@ -201,7 +203,8 @@ def parsed(
                 tally.reject(path, number, TOO_DEEP, line)
                 continue
         if tally.rows <= KEYS_LOOKED_AT:
-            count(tally.keys_seen, dict.fromkeys(value, 1))
+            keys = (key[:KEY_CHARACTERS] for key in islice(value, KEYS_OF_A_ROW))
+            count(tally.keys_seen, dict.fromkeys(keys, 1))
         yield path, number, value
     tally.lines += number
 

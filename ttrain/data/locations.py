@@ -87,14 +87,15 @@ def version(location: str) -> str | None:
         files.invalidate_cache()
         details = files.info(path)
     except Exception as error:  # every file system has errors of its own
-        raise UsageError(f"cannot read {location}: {reason(error)}") from None
+        raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
     # One mark: an object that is only touched has the ETag that it had, with a new date.
     names = {name.lower(): name for name, value in details.items() if value}
     marks = (names[name] for mark in MARKS for name in names if re.search(mark, name))
     mark = next(marks, None)
     if mark is None:
         raise UsageError(
-            f"cannot detect changes of {location}: its server gives no ETag, checksum or date; download it and name the file"
+            f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
+            "download it and name the file"
         )
     place = redact.without_signature(location)
     return digest_of([place, mark, str(details[mark]), details.get("size")])
@@ -110,9 +111,10 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
     """
     paths: dict[str, None] = {}
     for pattern in patterns:
+        shown = redact.url(pattern)
         if redact.is_hidden(pattern):
             raise UsageError(
-                f"{setting} is '{pattern}', a URL as runs record it, without its secrets; give it in full, with "
+                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full, with "
                 f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
             )
         try:
@@ -128,7 +130,7 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                     "(commas separate several)"
                 )
         except UsageError as error:
-            raise UsageError(f"{setting} is '{pattern}' but {error}") from None
+            raise UsageError(f"{setting} is '{shown}' but {error}") from None
         paths.update(dict.fromkeys(matches))
     return list(paths)
 
@@ -191,7 +193,7 @@ def filesystem(location: str) -> tuple[Any, str]:
     try:
         files, path = url_to_fs(location, **options)
     except Exception as error:  # also missing credentials of that package
-        raise UsageError(f"cannot open {location}: {reason(error)}") from None
+        raise UsageError(f"cannot open {redact.url(location)}: {reason(error)}") from None
     return files, path
 
 
@@ -219,9 +221,10 @@ def reason(error: BaseException) -> str:
 
     fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
     """
-    if isinstance(error, FileNotFoundError):
-        return first_line(error.__cause__) if error.__cause__ else "there is no such file"
-    return first_line(error)
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+    if cause is None:
+        return "there is no such file"
+    return first_line(cause).partition(", url=")[0]  # aiohttp's ends in the location, with its secrets
 
 
 # --- data sets on the Hub

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import datetime
 import decimal
 import itertools
 import json
@@ -23,7 +24,7 @@ CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16  # of a text, from which its format is told
 WHOLE_BYTES = 1 << 30  # an array and a `.txt` file are read whole
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Of damaged bytes; Arrow's are OSError or ValueError.
+# Of damaged bytes, beside Arrow's.
 READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
 _VALUE_LINE = re.compile(rb"^[ \t]*[{\[]", re.MULTILINE)
 
@@ -42,7 +43,9 @@ def noting_faults(location: str) -> Iterator[None]:
         # Of the network or the disk.
         if locations.is_remote(location) or getattr(error, "errno", None):
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
-        if not isinstance(error, READ_ERRORS):
+        import pyarrow as pa
+
+        if isinstance(error, MemoryError) or not isinstance(error, (*READ_ERRORS, pa.ArrowException)):
             raise
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
         raise DataError(fault, [location]) from error
@@ -197,7 +200,9 @@ def _as_line(values: JsonDict) -> bytes:
 
 
 def _as_json(value: object) -> object:
-    """A parquet value that JSON lacks: bytes in UTF-8 as text, a decimal as a number, others as null."""
+    """A parquet value that JSON lacks: bytes in UTF-8 and times as text, a decimal as a number, others as null."""
+    if isinstance(value, datetime.date | datetime.time):  # of nanoseconds it is pandas' own kind
+        return value.isoformat()
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")

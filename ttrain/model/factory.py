@@ -86,7 +86,14 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 def need_finite(weights: Tensors, place: str) -> None:
     """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
-    wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    wrong = [
+        name
+        for name, tensor in weights.items()
+        if tensor.is_floating_point()
+        and tensor.numel()
+        # Without a copy of the tensor; a NaN becomes both.
+        and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
+    ]
     if wrong:
         raise ArtifactError(
             f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
