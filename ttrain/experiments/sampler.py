@@ -42,8 +42,9 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
         change = Change.of({key: _value(space, key, drawn) for key, drawn in study.ask(distributions).params.items()})
         if change.name not in names:
             return change
-    for values in space.combinations(space.size) if space.size else ():
-        if (change := Change.of(values)).name not in names:
+    for listed in space.combinations(space.size) if space.size else ():
+        change = Change.of(listed)
+        if change.name not in names:
             return change
     raise UsageError(f"{', '.join(space.dimensions)} have no values left for change {number}; vary them more widely")
 
