@@ -24,6 +24,7 @@ from ttrain.config.loading import load, types_by_name
 from ttrain.data import contamination
 from ttrain.data.preferences import is_preference, preference_of
 from ttrain.evaluate import suites
+from ttrain.experiments.changes import read_changes
 
 PROGRAMS = {  # of others, on the pages for convenience
     "make", "python", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect",
@@ -146,7 +147,9 @@ def test_yaml_is_settings_or_a_suite_or_a_manifest(snippet: Snippet, tmp_path: P
         return
     path = tmp_path / "page.yaml"
     path.write_text(snippet.text, encoding="utf-8")
-    if "tasks" in first:
+    if "changes.yaml" in snippet.text:
+        assert all(load(change.values, environment={}).settings for change in read_changes(path))
+    elif "tasks" in first:
         assert set(suites.load(str(path)).suite.tasks) == set(first["tasks"])
     else:
         assert load((), files=[path], environment={}).settings

@@ -1,47 +1,45 @@
-"""What a sweep varies: ranges as they are written, the values that they mean, and what is said of those that mean none."""
+"""What a sweep varies: values as they are written, what they mean, and what is said of those that mean none."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ttrain.config.loading import layers, settings_of
+from ttrain.config.loading import layers
 from ttrain.errors import UsageError
-from ttrain.experiments.space import (
-    Interval,
-    Space,
-    ValueList,
-    assignment,
-    format_value,
-    parse,
-    parse_space,
-    with_values,
-)
+from ttrain.experiments.space import Interval, Space, ValueList, assignment, format_value, parse, parse_space
 
 LR = "pretrain.optim.lr"
 
 
 @pytest.mark.parametrize(
-    ("text", "dimension"),
+    ("key", "text", "dimension"),
     [
-        ("log(1e-4,3e-3)", Interval(1e-4, 3e-3, log=True)),
-        ("uniform(0,0.2)", Interval(0.0, 0.2)),
-        ("int(64,256,64)", ValueList(range(64, 257, 64), ordered=True)),
-        ("choice(1,2.5,null,true)", ValueList((1, 2.5, None, True))),
-        ("choice([0.9,0.95],[0.9,0.99])", ValueList(([0.9, 0.95], [0.9, 0.99]))),
-        ("log(1e-4,1e-1,4)", ValueList((1e-4, 1e-3, 1e-2, 1e-1), ordered=True)),
+        (LR, "log(1e-4,3e-3)", Interval(1e-4, 3e-3, log=True)),
+        ("lora.dropout", "uniform(0,0.2)", Interval(0.0, 0.2)),
+        (LR, "1e-3, 2e-3,4e-3", ValueList((1e-3, 2e-3, 4e-3))),
+        ("pretrain.optim.kind", "muon,adamw", ValueList(("muon", "adamw"))),
+        ("model.tie_embeddings", "true,false", ValueList((True, False))),
+        ("pretrain.optim.betas", "choice([0.9,0.95],[0.9,0.99])", ValueList(([0.9, 0.95], [0.9, 0.99]))),
+        ("data.pretrain", "choice(2026-11-21, 0123, no)", ValueList(("2026-11-21", "0123", "no"))),
+        ("sft.optim.clip", "choice(1, 2e-3, null)", ValueList((1, 2e-3, None))),
     ],
 )
-def test_a_range_means_these_values(text: str, dimension: Any) -> None:
-    assert parse("x", text) == dimension
+def test_several_values_mean_what_the_type_of_the_setting_makes_of_them(key: str, text: str, dimension: Any) -> None:
+    assert parse_space(layers([f"{key}={text}"])).dimensions == {key: dimension}
+
+
+def test_one_value_does_not_vary() -> None:
+    plain = ["data.pretrain=a.jsonl,b.jsonl", "pretrain.optim.betas=0.9,0.95", f"{LR}=1e-3", "name=log"]
+    assert parse_space(layers(plain)).dimensions == {}
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("log(0,1)", "a logarithm needs numbers above 0"),
-        ("log(1,2,2.5)", "the count of values must be a whole number"),
-        ("choice(a)", "two values or more"),
+        ("log(0,1)", "the lower first and above 0"),
+        ("log(1,2,3)", "two numbers"),
+        ("uniform(2,1)", "the lower first"),
         ("choice([a,b)", "cannot be read"),
     ],
 )
@@ -50,43 +48,25 @@ def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text:
         parse_space(layers([f"{LR}={text}"]))
     assert str(error.value).startswith(f"{LR} is '{text}'")
     assert said in str(error.value)
-    with pytest.raises(UsageError, match="a sweep needs a setting that varies"):
-        parse_space(layers([f"{LR}=1e-3", "name=log"]))
-
-
-def test_the_values_of_a_choice_are_what_the_type_of_the_setting_makes_of_them() -> None:
-    assert parse("data.pretrain", "choice(2026-11-21, 0123, no)").values == ("2026-11-21", "0123", "no")
-    assert parse("tokenizer.vocab_size", "choice(1024, 02048)").values == (1024, 2048)
-    assert parse("sft.optim.clip", "choice(1, 2e-3, null)").values == (1, 2e-3, None)
 
 
 def test_ranges_stand_in_files_too_and_a_stronger_value_takes_one_away(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text("pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'choice(muon,adamw)'}}\n", encoding="utf-8")
+    file.write_text("pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'muon,adamw'}}\n", encoding="utf-8")
     assert list(parse_space(layers([], [file])).dimensions) == [LR, "pretrain.optim.kind"]
     assert list(parse_space(layers([f"{LR}=1e-3"], [file])).dimensions) == ["pretrain.optim.kind"]
-    assert parse_space(layers([f"{LR}=log(1e-3,1e-1)"], [file])).texts[LR] == "log(1e-3,1e-1)"
 
 
-def test_drawn_values_take_the_place_of_their_ranges_in_the_settings() -> None:
-    given = layers([f"{LR}=log(1e-4,1e-2)", "pretrain.optim.betas=choice([0.9,0.95],[0.8,0.9])", "sft.epochs=2"])
-    space = parse_space(given)
-    loaded = settings_of(with_values(given, space, {LR: 0.0021, "pretrain.optim.betas": [0.8, 0.9]}))
-    assert loaded.settings.pretrain.optim.lr == 0.0021
-    assert loaded.settings.pretrain.optim.betas == (0.8, 0.9)
-    assert loaded.settings.sft.epochs == 2
-    assert loaded.sources[LR] == "command line"
-    given = layers(["model.preset=choice(5m,10m)", "model.layers=3"])  # what is given beside a preset wins
-    found = settings_of(with_values(given, parse_space(given), {"model.preset": "10m"})).settings.model
-    assert (found.hidden_size, found.layers) == (320, 3)
-
-
-def test_a_grid_has_each_combination_once_the_last_setting_fastest() -> None:
-    space = Space({"a": ValueList((1, 2)), "b": ValueList(("x", "y", "z"))}, {})
+def test_what_can_be_listed_is_listed_the_last_setting_fastest_and_the_rest_is_spread() -> None:
+    space = Space({"a": ValueList((1, 2)), "b": ValueList(("x", "y", "z"))})
     assert space.size == 6
-    found = [space.combination(number) for number in range(6)]
-    assert found == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
-    assert Space({"a": ValueList((1, 2)), "b": Interval(0.0, 1.0)}, {}).size is None
+    assert space.combinations(6) == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
+    assert len(space.combinations(3)) == 3
+    endless = Space({"a": ValueList((1, 2)), "b": Interval(0.0, 1.0)})
+    assert endless.size is None
+    drawn = endless.combinations(4)
+    assert sorted(values["a"] for values in drawn) == [1, 1, 2, 2]
+    assert sorted(values["b"] for values in drawn) == [0.125, 0.375, 0.625, 0.875]
 
 
 @pytest.mark.parametrize("value", [1e-5, True, None, "adamw", [0.9, 0.95]])
@@ -94,3 +74,8 @@ def test_what_is_written_is_read_back_as_the_same_value(value: Any) -> None:
     (item,) = layers([assignment("sft.optim.lr", value)])
     assert (float(item.value) if isinstance(value, float) else item.value) == value
     assert assignment("sft.optim.lr", value) == f"sft.optim.lr={format_value(value)}"
+
+
+def test_a_secret_is_not_put_on_record() -> None:
+    with pytest.raises(UsageError, match="must not be"):
+        parse("data.pretrain", "choice(https://me:secret@host/a.jsonl,b.jsonl)")

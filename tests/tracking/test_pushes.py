@@ -19,7 +19,7 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.registry import Registry
 from ttrain.tracking import pusher, run_summary
 from ttrain.tracking.client import database_of
-from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import Mirror
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 LOSSES = falling(8, gap=3)
@@ -237,27 +237,32 @@ def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.Mon
 SWEEP, TRIAL = "sweep-20260101-000000-00000", "full-20260101-000001-aaaaa"
 
 
-def keep(home: Path, status: str, process: Any) -> None:
+def keep(home: Path, outcome: str, process: Any) -> None:
+    setting = {"setting": "baseline", "changes": {}, "seeds": [1], "mean": 1.5, "difference": None, "verdict": "baseline"}
+    record = {
+        "experiment": "ttrain", "outcome": outcome, "process": process, "started": "2026-01-01T00:00:00+00:00", "seeds": 1,
+        "measure": {"metric": "loss"}, "verdict": "nothing yet", "trials": [{"outcome": "completed"}] * 2,
+        "settings": [{**setting, "over_seeds": None, "over_records": None}],
+    }  # fmt: skip
     (home / "sweeps" / SWEEP).mkdir(parents=True)
-    write_json(home / "sweeps" / SWEEP / "sweep.json", {"process": process})
-    rows: Any = [{"step": 2, "metrics": {"loss": 1.5}}]
-    pusher.keep_sweep(home, TrackedRun(SWEEP, SWEEP, "ttrain", BEGAN, status, rows=rows))
-    make_run(home, TRIAL, [], sweep={"name": SWEEP, "trial": 0})
+    write_json(home / "sweeps" / SWEEP / "sweep.json", record)
+    make_run(home, TRIAL, [], sweep={"name": SWEEP, "change": 0})
 
 
-def test_a_sweep_is_there_again_with_its_trials_below_it(tracked_home: Path) -> None:
-    keep(tracked_home, "FINISHED", alive())
+def test_a_sweep_is_there_again_with_its_settings_and_their_trials_below_it(tracked_home: Path) -> None:
+    keep(tracked_home, "completed", alive())
     for _ in range(2):
         parent, child = pushed(tracked_home)
         client_now = Mirror(tracked_home).client  # of the file that is there now
-        assert client_now.get_run(child).data.tags["mlflow.parentRunId"] == parent
-        assert [point.step for point in client_now.get_metric_history(parent, "loss")] == [2]
+        setting = client_now.get_run(client_now.get_run(child).data.tags["mlflow.parentRunId"])
+        assert setting.data.tags["ttrain.id"] == f"{SWEEP}/0" and setting.data.tags["mlflow.parentRunId"] == parent
+        assert [point.step for point in client_now.get_metric_history(setting.info.run_id, "loss")] == [2]
         assert pushed(tracked_home) == []
         database_of(tracked_home).unlink()
 
 
 def test_a_sweep_whose_process_is_gone_is_killed(tracked_home: Path) -> None:
-    keep(tracked_home, "RUNNING", {"pid": 1, "started": 0})
+    keep(tracked_home, "running", {**alive(), "started": 0})
     pushed(tracked_home)
     assert only(tracked_home, SWEEP).info.status == "KILLED"
     assert pushed(tracked_home) == []

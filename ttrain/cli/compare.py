@@ -59,15 +59,26 @@ def report(
     run: Annotated[str, argument(RUN_HELP, metavar="RUN")] = "latest",
     out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
 ) -> Output:
-    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong."""
-    from ttrain.reports.report import report_of
-    from ttrain.store.run_views import read_run
+    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
 
-    view = read_run(home(), run)
-    path = out or Path(f"{view.name}.html")
+    Of a sweep it has its settings, each with its seeds, mean and interval.
+    """
+    from ttrain.experiments.verdict import Judgement
+    from ttrain.reports.report import report_of, sweep_page
+    from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.run_views import read_run
+    from ttrain.store.sweeps import find_experiment, list_experiments
+
+    if run.startswith("sweep-") and any(each.name.startswith(run) for each in list_experiments(home())):
+        experiment, notes = find_experiment(home(), run), list[str]()
+        name, page = experiment.name, sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
+    else:
+        view = read_run(home(), run)
+        name, page, notes = view.name, report_of(view), list(view.notes)
+    path = out or Path(f"{name}.html")
     check_output_file(path)
-    path.write_text(report_of(view), encoding="utf-8")
-    return Output({"run": view.name, "page": str(path), "notes": list(view.notes)}, [str(path)])
+    path.write_text(page, encoding="utf-8")
+    return Output({"run": name, "page": str(path), "notes": notes}, [str(path)])
 
 
 def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:

@@ -296,12 +296,18 @@ class SettingsOptions:
     ] = None
     config: Files = None
     profile: Profiles = None
+    seed: Annotated[
+        int | None, option("of weights, dropout and order in all trainings", min=0, show_default="as set, else 1")
+    ] = None
 
     def load(self, **options: Any) -> LoadedSettings:
         """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
+        from ttrain.config.training import seeds_of
 
-        return load(self.overrides or (), files=self.config or (), profiles=self.profile or (), **options)
+        seeds = {} if self.seed is None else seeds_of(self.seed)
+        overrides = [*(f"{key}={value}" for key, value in seeds.items()), *(self.overrides or ())]
+        return load(overrides, files=self.config or (), profiles=self.profile or (), **options)
 
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and

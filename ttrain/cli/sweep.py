@@ -1,8 +1,10 @@
-"""The `ttrain sweep` commands: run a pipeline with several values of some settings and find the best."""
+"""The `ttrain sweep` commands: compare settings over several seeds."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ttrain.cli.options import (
@@ -18,55 +20,60 @@ from ttrain.cli.options import (
     option,
 )
 from ttrain.core.terminal import console, outlast_output
+from ttrain.core.text import counted, format_duration
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ttrain.experiments.records import Sweep
+    from ttrain.experiments.request import Request
+    from ttrain.store.artifacts import ArtifactStore
+    from ttrain.store.sweeps import Experiment
 
 
 class _WithoutPipeline(CommandGroup):
-    """`ttrain sweep KEY=RANGE` means the pipeline `full`, the only one that sweeps."""
+    """`ttrain sweep KEY=VALUES` means the pipeline `full`, the only one that sweeps."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, ["full", *args] if args and "=" in args[0] else args)
+        is_command = not args or args[0] in (*self.commands, "--help", "-h")
+        return super().parse_args(ctx, args if is_command else ["full", *args])
 
 
 sweep_app = command_group(
     "sweep",
     "Train",
     cls=_WithoutPipeline,
-    help="Try a pipeline with several values of some settings, and see which are best.",
-    epilog="Example:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8",
+    help="Compare settings over several seeds, and say which is better.",
+    epilog="Example:  ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5",
 )
 
 EPILOG = (
-    "Examples:  ttrain sweep full 'pretrain.optim.lr=log(1e-4,3e-3)' --trials 8\n\n"
-    "ttrain sweep full 'sft.optim.lr=log(1e-4,1e-2,5)' 'sft.epochs=choice(1,2)' --sampler grid\n\n"
-    "ttrain sweep full 'tokenizer.vocab_size=choice(1024,2048,4096)' --dry-run"
+    "Examples:  ttrain sweep sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5\n\n"
+    "ttrain sweep 'pretrain.optim.lr=log(1e-4,3e-3)' -n 8 --plan\n\n"
+    "ttrain sweep changes.yaml -c my.yaml"
 )
+DIFFERENCES = (0.1, 0.03, 0.01)  # of which the plan says how many seeds they need
 Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is tried, how, and by what the trials are compared."""
+    """What is compared, how, and by which metric."""
 
     trials: Annotated[
         int | None,
-        option("number of trials, including earlier ones", "--trials", "-n", min=1, show_default="8; of a grid: all"),
+        option("settings that are drawn of ranges", "--trials", "-n", min=1, show_default="all that are listed, else 8"),
     ] = None
-    sampler: Annotated[Literal["tpe", "random", "grid"], option("tpe: learns from the trials so far")] = "tpe"
-    metric: Annotated[
-        str, option("the metric to compare by", show_default="the validation loss of what the settings train")
-    ] = ""
+    seeds: Annotated[int, option("seeds of each setting, the same for all", min=1)] = 5
+    rounds: Annotated[
+        bool, option("stop what is clearly worse, and decide the best on fresh seeds", "--rounds/--no-rounds")
+    ] = True
+    sampler: Annotated[Literal["spread", "tpe"], option("of ranges; tpe learns from the settings so far")] = "spread"
+    metric: Annotated[str, option("the metric to compare by", show_default="that of the model which the settings train")] = (
+        ""
+    )
     maximize: Annotated[
         bool | None,
         option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
     ] = None
-    parallel: Annotated[int | None, option("trials side by side", min=1, show_default="one a GPU, else 1")] = None
-    seed: Annotated[int, option("of the sampler", min=0)] = 1
 
 
 @command(sweep_app, EPILOG)
@@ -74,7 +81,8 @@ def sweep_full(
     overrides: Annotated[
         list[str] | None,
         argument(
-            "settings as key=value; those that vary as key=log(low,high), uniform(low,high), int(low,high) or choice(a,b)",
+            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high) or "
+            "choice(a,b); FILE.yaml names changes, {name: {key: value}}",
             metavar="KEY=VALUE",
         ),
     ] = None,
@@ -82,39 +90,92 @@ def sweep_full(
     profile: Profiles = None,
     *,
     options: SweepOptions,
-    dry_run: Annotated[bool, option("show what would be tried and run; run nothing", "--dry-run")] = False,
+    plan: Annotated[bool, option("show what would run, and what the noise allows; run nothing", "--plan")] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Run the pipeline `full` with several values of the settings that are given as ranges; its name may be left out.
+    """Compare the present settings, the baseline, with others over common seeds; its pipeline, `full`, may be left out.
 
-    Stages that the trials share are built once. The same command continues after a kill, and with more --trials.
+    The same command continues after a kill, with more --seeds, and beside itself on another machine with the same home.
     """
     import os
 
-    from ttrain.config.loading import layers
-    from ttrain.experiments import request as requests
-    from ttrain.experiments import trials
+    from ttrain.config.loading import COMMAND_LINE, layers
+    from ttrain.engine.execution import screen
+    from ttrain.engine.input_files import check_first_rows
+    from ttrain.experiments import request, trials
     from ttrain.flows.full import full
     from ttrain.tracking.artifact_source import store_of
 
-    settings_layers = layers(overrides or (), config or (), profile or (), os.environ)
-    request = requests.sweep_request(full, settings_layers, **asdict(options))
-    request.check_data()
-    if dry_run:
-        return _plan(requests.preview(request, store_of(home(), request.settings(request.first))))
+    files = [Path(word) for word in overrides or () if word.endswith((".yaml", ".yml")) and "=" not in word]
+    settings = [word for word in overrides or () if Path(word) not in files]
+    given = layers(settings, config or (), profile or (), os.environ)
+    wanted = request.request_of(full, given, request.Options(**asdict(options)), files)
+    check_first_rows(wanted.baseline)
+    if plan:
+        return _plan(wanted, store_of(home(), wanted.baseline))
     outlast_output()
+    store = store_of(usable_home(), wanted.baseline)
+    experiment = wanted.experiment(store)
     arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
-    arguments += [word for word in overrides or () if word.partition("=")[0].strip() not in request.space.dimensions]
-    store = store_of(usable_home(), request.settings(request.first))
-    screen = console(stderr=as_json)  # standard output is for the JSON
-    sweep = requests.find_or_begin(request, store)
-    with sweep.lock():
-        try:
-            trials.run(request, sweep, arguments, store, screen)
-        except BaseException:
-            _shown(sweep).print(as_json=as_json)
-            raise
-        return _shown(sweep)
+    plain = {item.key for item in wanted.overrides if item.origin == COMMAND_LINE}
+    arguments += [word for word in settings if word.partition("=")[0].strip() in plain]
+    experiment.extend(options.seeds)
+    experiment.note(arguments=arguments)
+    try:
+        # standard output is for the JSON
+        with screen(console(stderr=as_json), wanted.baseline.runtime.log_level) as display:
+            display("", "message", {"text": _opening(wanted, experiment.name)})
+            trials.run(wanted, experiment, store, display)
+    except BaseException:
+        _shown(experiment).print(as_json=as_json)
+        raise
+    return _shown(experiment)
+
+
+def _opening(wanted: Request, name: str) -> str:
+    """The lines that announce a sweep."""
+    from ttrain.experiments.measure import changes_heldout
+
+    settings = counted(wanted.draws or len(wanted.changes) - 1, "setting")
+    seeds, measure = counted(wanted.options.seeds, "seed"), wanted.measure
+    lines = [f"{name}: {settings} against the baseline, {seeds}, to {measure.direction} {measure.metric}", _stages(wanted)]
+    if heldout := changes_heldout(sorted(wanted.varied), wanted.graph()):
+        lines.append(f"warning: {', '.join(heldout)} may change which records are held out: losses are then of other text")
+    return "\n  ".join(lines)
+
+
+def _stages(wanted: Request) -> str:
+    once, by_seed, own = (", ".join(names) or "nothing" for names in wanted.stages())
+    return f"once: {once}; for each seed: {by_seed}; in each trial: {own}"
+
+
+def _plan(wanted: Request, store: ArtifactStore) -> Output:
+    """What would run, and how many seeds a difference needs."""
+    from ttrain.engine.estimate import estimate
+
+    noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
+    seconds = estimate(wanted.plan(wanted.changes[-1], 0, store)).seconds  # no trial has seed 0, so nothing is cached
+    needs = {size: noise.seeds_for(size) for size in DIFFERENCES} if noise else {}
+    value = {
+        "metric": wanted.measure.metric,
+        "direction": wanted.measure.direction,
+        "settings": [asdict(change) for change in wanted.changes],
+        "drawn_later": wanted.draws,
+        "seeds": wanted.options.seeds,
+        **dict(zip(names, wanted.stages(), strict=True)),
+        "seconds_of_a_trial": seconds,
+        "noise": noise and asdict(noise),
+        "seeds_for_difference": needs,
+    }
+    lines = [_stages(wanted), f"compared by: {wanted.measure.metric} ({wanted.measure.direction})"]
+    if seconds:
+        lines.append(f"a trial takes about {format_duration(seconds)} here")
+    known = f"differ by ± {noise.spread:.3g} (one standard deviation)" if noise else "were not compared yet"
+    lines.append(f"seeds of the baseline {known} in this home")
+    for size, seeds in needs.items():
+        time = f", about {format_duration(2 * seeds * seconds)}" if seeds and seconds else ""
+        lines.append(f"  a difference of {size} takes {seeds or 'more than 1,000'} seeds{time}")
+    return Output(value, [Table(("setting",), [(change.name,) for change in wanted.changes]), *lines])
 
 
 @command(
@@ -122,36 +183,27 @@ def sweep_full(
     "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json",
 )
 def sweep_show(name: Name = "latest") -> Output:
-    """Show the trials of a sweep, the best first, and the command that runs the pipeline with the best settings."""
-    from ttrain.experiments import records
+    """Show the settings of a sweep, what is known of each, and the command that runs the better one."""
+    from ttrain.store.sweeps import find_experiment
 
-    return _shown(records.find_sweep(home(), name))
+    return _shown(find_experiment(home(), name))
 
 
-def _shown(sweep: Sweep) -> Output:
-    """The trials, the best first."""
-    from ttrain.experiments.records import FAILED, RUNNING
+def _shown(experiment: Experiment) -> Output:
+    """The verdicts, and what to do next."""
+    from ttrain.experiments.space import assignment
+    from ttrain.experiments.verdict import HEADER, Judgement
+    from ttrain.store.artifacts import ArtifactStore
 
-    lines = [f"{sweep.name}: {sweep.verdict()}"]
-    if any(trial.outcome in (RUNNING, FAILED) for trial in sweep.trials):
+    judgement = Judgement(experiment, ArtifactStore(home()))
+    lines = [f"{experiment.name}: {judgement.sentence}"]
+    if judgement.standing.wanted:
         lines.append("the same command continues unfinished trials and retries failed ones")
-    if best := sweep.best:
-        lines.append(f"to run the best one in full: {sweep.command(best)}")
-    return Output(sweep.to_json(), [Table(*sweep.table()), *lines])
-
-
-def _plan(plan: Mapping[str, Any]) -> Output:
-    """The planned trials; of a sampler that learns, only those drawn before it learns."""
-    from ttrain.experiments.space import format_value
-
-    rows = [
-        (trial["trial"], *map(format_value, trial["values"].values()), ", ".join(trial["run"]) or "nothing: cached")
-        for trial in plan["trials"]
-    ]
-    later = f"and {plan['chosen_later']} more, which {plan['sampler']} chooses by the results of these"
-    lines = [
-        *([later] if plan["chosen_later"] else []),
-        f"once: {', '.join(plan['once']) or 'nothing'}; in each trial: {', '.join(plan['each'])}",
-        f"compared by: {plan['metric']} ({plan['direction']})",
-    ]
-    return Output(plan, [Table(("trial", *plan["space"], "will run"), rows), *lines])
+    run = None
+    if best := judgement.best:
+        values = judgement.changes[judgement.verdicts.index(best)].values
+        words = [*(experiment["arguments"] or []), *(assignment(key, value) for key, value in values.items())]
+        run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
+        lines.append(f"to run it in full: {run}")
+    rows = [row.row for row in judgement.verdicts]
+    return Output({**judgement.to_json(), "command": run}, [Table(HEADER, rows), *lines])

@@ -375,6 +375,11 @@ PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 
+def seeds_of(seed: int) -> dict[str, int]:
+    """The settings that give all trainings one seed: of weights, dropout, the order of rows, and replayed samples."""
+    return {f"{name}.seed": seed for name in TRAINING_STAGES}
+
+
 def model_order(model: str) -> int:
     """Key to sort names of models by: as they are trained, then all others."""
     return MODELS.index(model) if model in MODELS else len(MODELS)

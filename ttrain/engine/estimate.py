@@ -26,7 +26,8 @@ from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import SHARDS
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
-LONG_SECONDS, MANY_PASSES = 86_400, 40  # repeated tokens are worth little after forty passes (arXiv:2305.16264)
+# Repeated tokens are worth as much as new ones for about four passes, and little after forty (arXiv:2305.16264).
+LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
 
 # The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
 # seconds of its other stages, and the tokens of its data.
@@ -87,7 +88,10 @@ class Estimate:
         if self.seconds is None:
             return [f"how long it takes here is not known yet: {shown}"]
         without = f" without {', '.join(self.without)}" if self.without else ""
-        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"]
+        line = f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"
+        many = [each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES]
+        after = f"after {FEW_PASSES} passes over the same data more of them teach less: more data helps {', '.join(many)}"
+        return [line, after] if many else [line]
 
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""

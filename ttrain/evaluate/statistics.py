@@ -173,6 +173,28 @@ def student_quantile(share: float, freedom: float) -> float:
     return float(special.stdtrit(freedom, share))
 
 
+def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | None:
+    """Interval of the mean of independent differences, as of seeds, by Student's t; None of fewer than two."""
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, error = np.mean(differences), np.std(differences, ddof=1) / math.sqrt(count)
+    reach = student_quantile(1 - level / 2, count - 1) * error
+    return float(mean - reach), float(mean + reach)
+
+
+def t_test(differences: Sequence[float]) -> float:
+    """Two-sided p of the hypothesis that the mean of independent differences is 0, by Student's t; NaN of fewer than two, or
+    where all are the same, as they can be of counts."""
+    from scipy import special
+
+    count = len(differences)
+    if count < 2:
+        return math.nan
+    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
+    return 2 * float(special.stdtr(count - 1, -abs(mean) / error)) if error else math.nan
+
+
 def _influence(figure: Metric, sums: Floats, sizes: Floats) -> Floats:
     """Influence of each item on the metric, times N, for the variance of a quotient by linearisation."""
     ratio = float(sums.sum() / sizes.sum())

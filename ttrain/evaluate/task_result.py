@@ -79,6 +79,10 @@ class Metric:
         records = tuple(self.records[number] for number in numbers) if self.records else ()
         return replace(self, sums=sums, sizes=sizes, records=records, group=group)
 
+    def half(self, which: bool) -> Metric:
+        """The same metric over one of two halves of its records, by their digests."""
+        return self.restricted([number for number, name in enumerate(self.records) if (int(name[-1], 16) % 2 == 1) is which])
+
 
 def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
     """The metric that is the mean of one value of each item."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.config import Settings
-from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, VALIDATION_LOSS
+from ttrain.config.training import BITS_PER_BYTE, PRIMARY_METRICS, TRAINING_STAGES, VALIDATION_LOSS
 from ttrain.core.text import is_number
 from ttrain.engine.graph import Graph
 from ttrain.engine.planner import no_stage
@@ -14,20 +14,17 @@ from ttrain.reports import facts, summary
 from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
 PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
-AFTER_BASE = frozenset(  # stages that bits per byte of the base model do not need
-    name for row in TRAINING_STAGES.values() if row.role != "base" for name in (row.name, SHARDS[row.name].name)
-)
+# the training stage, by the metric of its model
+MODEL_OF = {row.metric.of_run: name for name, row in TRAINING_STAGES.items()}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to it run; with `base_only`
-    no model is trained on top of the base model, since the metric is of that alone."""
+    """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to it run."""
 
     metric: str
     stage: str
     maximize: bool = False
-    base_only: bool = False
 
     @property
     def direction(self) -> str:
@@ -50,7 +47,7 @@ def choose(
     metric: str = "",
     maximize: bool | None = None,
 ) -> Measure:
-    """Choose the metric of a sweep over the settings `keys`: the requested one, else the validation loss of the last
+    """Choose the metric of a sweep over the settings `keys`: the requested one, else the primary metric of the last
     training that they affect, or bits per byte where they change the tokenizer. `maximize`: None by the metric's name.
 
     Raises UsageError where the settings cannot change the metric, or where it does not exist.
@@ -80,7 +77,18 @@ def choose(
             f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
             f"{', '.join(name for name in graph if name in shaped)}"
         )
-    return Measure(metric_name, stage, maximize, base_only=metric_name == BITS_PER_BYTE.of_run)
+    return Measure(metric_name, stage, maximize)
+
+
+def without_later_models(graph: Graph, measured: Measure) -> Graph:
+    """The graph without the trainings that the metric's model does not need, and their shards: the evaluation gets no
+    model that is trained on top of it. The whole graph where the metric is no model's primary one."""
+    model = MODEL_OF.get(measured.metric, "")
+    if model not in graph:
+        return graph
+    needed = graph.needed_by(model)
+    stages = (name for row in TRAINING_STAGES.values() for name in (row.name, SHARDS[row.name].name))
+    return graph.replacing({name: None for name in stages if name in graph and name not in needed})
 
 
 def affected_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
@@ -120,7 +128,4 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
         raise UsageError(f"{', '.join(keys)} shapes no training; name a metric: --metric eval/NAME")
-    row = TRAINING_STAGES[(varied_trainings or affected[:1])[-1]]
-    if row.rows == "pairs":  # whose loss is measured in units of beta, so that other betas have others
-        return row.metric.of_run
-    return f"{row.name}/{VALIDATION_LOSS}"
+    return PRIMARY_METRICS[(varied_trainings or affected[:1])[-1]].of_run

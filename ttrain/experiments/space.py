@@ -1,28 +1,27 @@
-"""Which settings a sweep varies, and over which values: `log(1e-4,3e-3)`, `uniform(0,0.2)`, `int(2,8)`, `choice(a,b,c)`."""
+"""Which settings a sweep varies, and over which values: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `choice(a,b,c)`."""
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_origin
+
+import numpy as np
 
 from ttrain.config import Settings
+from ttrain.config.base import takes_numbers, types_of
 from ttrain.config.loading import Override, type_of
 from ttrain.config.yaml_text import InvalidYaml, read_list
 from ttrain.core import redact
-from ttrain.core.text import counted
+from ttrain.core.text import is_number
 from ttrain.errors import UsageError
 
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
 Values = Mapping[str, Any]  # of the settings that vary, by name
-FORMS = {
-    "log": "log(low,high) or log(low,high,count)",
-    "uniform": "uniform(low,high) or uniform(low,high,count)",
-    "int": "int(low,high) or int(low,high,step)",
-    "choice": "choice(a,b,...)",
-}
-_RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
+FORMS = {"list": "a,b,...", "log": "log(low,high)", "uniform": "uniform(low,high)", "choice": "choice(a,b,...)"}
+RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,7 @@ class Interval:
     log: bool = False
     values: ClassVar[None] = None  # they cannot be counted
 
-    @property
-    def probes(self) -> tuple[Any, ...]:
-        """Values that stand for all, to see whether the setting takes them: the ends and one between."""
-        return (self.low, self.high, self.at(0.5))
-
-    def at(self, share: float) -> Any:
+    def at(self, share: float) -> float:
         """The value at a share of the range, from 0 to 1."""
         evenly = self.low + (self.high - self.low) * share
         return self.nearest(self.low * (self.high / self.low) ** share if self.log else evenly)
@@ -51,15 +45,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class ValueList:
-    """The values that are listed; `ordered` where they are points of an interval, so that near ones are alike."""
+    """The values that are listed."""
 
     values: Sequence[Any]
-    ordered: bool = False
-
-    @property
-    def probes(self) -> Sequence[Any]:
-        """Values that stand for all: of an interval its ends and one between."""
-        return (self.values[0], self.values[-1], self.at(0.5)) if self.ordered else self.values
 
     def at(self, share: float) -> Any:
         """The value at a share of the list, from 0 to 1."""
@@ -71,10 +59,9 @@ Dimension = Interval | ValueList
 
 @dataclass(frozen=True)
 class Space:
-    """The settings that vary, by name in the order in which they were given, each with its values and its text."""
+    """The settings that vary, by name in the order in which they were given, each with its values."""
 
     dimensions: Mapping[str, Dimension]
-    texts: Mapping[str, str]
 
     @property
     def size(self) -> int | None:
@@ -82,44 +69,35 @@ class Space:
         counts = [None if d.values is None else len(d.values) for d in self.dimensions.values()]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
-    def combination(self, number: int) -> Values:
-        """Combination `number` of `size`; the last setting varies fastest, as in nested loops."""
-        chosen: dict[str, Any] = {}
-        for key, dimension in reversed(list(self.dimensions.items())):
-            assert dimension.values is not None, "only what can be counted has combinations"
-            number, index = divmod(number, len(dimension.values))
-            chosen[key] = dimension.values[index]
-        return {key: chosen[key] for key in self.dimensions}
+    def combinations(self, count: int) -> list[Values]:
+        """All combinations, the last setting varying fastest, or `count` that are spread where there are more."""
+        if self.size is None or self.size > count:
+            return self.spread(count)
+        values = (dimension.values or () for dimension in self.dimensions.values())
+        return [dict(zip(self.dimensions, chosen, strict=True)) for chosen in itertools.product(*values)]
 
-    def probes(self) -> Iterator[dict[str, Any]]:
-        """Settings that show whether all values are taken: each value of each setting beside the first of the others."""
-        first = {key: dimension.probes[0] for key, dimension in self.dimensions.items()}
-        yield first
-        for key, dimension in self.dimensions.items():
-            yield from ({**first, key: value} for value in dimension.probes[1:])
+    def spread(self, count: int) -> list[Values]:
+        """`count` combinations that together reach all parts of each setting's range: the middles of a Latin hypercube
+        (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
+        random = np.random.default_rng(1)
+        parts = {key: random.permutation(count) for key in self.dimensions}
+        shares = ({key: float(parts[key][row] + 0.5) / count for key in parts} for row in range(count))
+        return [{key: self.dimensions[key].at(share) for key, share in row.items()} for row in shares]
 
 
 def parse_space(overrides: Sequence[Override]) -> Space:
-    """The settings that vary among the overrides. A plain value in a stronger layer removes a weaker layer's range. Raises
-    UsageError where a range cannot be read, or there is none."""
+    """The settings that vary among the overrides; empty where none does. A plain value in a stronger layer removes a weaker
+    layer's range. Raises UsageError where a range cannot be read."""
     last = {item.key: item.value for item in overrides}
-    texts = {key: value.strip() for key, value in last.items() if isinstance(value, str) and _RANGE.match(value)}
-    if not texts:
-        raise UsageError(
-            f"a sweep needs a setting that varies; write one as {', '.join(FORMS.values())}, "
-            f"for example 'pretrain.optim.lr=log(1e-4,3e-3)'"
-        )
-    return Space({key: parse(key, text) for key, text in texts.items()}, texts)
+    texts = {key: value for key, value in last.items() if isinstance(value, str)}
+    return Space({key: parse(key, text) for key, text in texts.items() if varies(key, text)})
 
 
-def with_values(overrides: Sequence[Override], space: Space, values: Values) -> list[Override]:
-    """The overrides, with one value for each setting that varies, in place of its range."""
-    last = {item.key: position for position, item in enumerate(overrides)}
-    return [
-        item._replace(value=values[item.key]) if item.key in space.dimensions else item
-        for position, item in enumerate(overrides)
-        if item.key not in space.dimensions or position == last[item.key]
-    ]
+def varies(key: str, text: str) -> bool:
+    """Whether a text has several values: a range, or a comma where the setting takes one number or word."""
+    kind = type_of(Settings, key)
+    takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint({*types_of(kind), *map(get_origin, types_of(kind))})
+    return bool(RANGE.match(text)) or ("," in text and takes_one)
 
 
 def assignment(key: str, value: Any) -> str:
@@ -142,49 +120,17 @@ def parse(key: str, text: str) -> Dimension:
             f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs must not be; "
             f"put them where the library that opens the URL finds them, such as its environment variables"
         )
-    kind, _, inside = text.strip().removesuffix(")").partition("(")
-    kind = kind.strip()
+    is_range = bool(RANGE.match(text))
+    kind, _, inside = text.strip().removesuffix(")").partition("(") if is_range else ("list", "", text)
+    kind, has_ends = kind.strip(), kind.strip() in ("log", "uniform")
     try:
-        arguments = read_list(f"[{inside}]", type_of(Settings, key) if kind == "choice" else float)
+        values = read_list(f"[{inside}]", float if has_ends else type_of(Settings, key))
     except InvalidYaml:
         raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
-    try:
-        if kind != "choice":
-            return _range(kind, _numbers(arguments))
-        if len(arguments) < 2:
-            raise ValueError("a choice needs two values or more")
-        return ValueList(tuple(arguments))
-    except ValueError as wrong:
-        raise UsageError(f"{key} is '{text}', but {wrong}; write {FORMS[kind]}") from None
-
-
-def _range(kind: str, numbers: Sequence[float]) -> Dimension:
-    """The values of every form but `choice`. Raises ValueError, which names the rule that the numbers break."""
-    low, high, *third = numbers
-    whole = kind == "int"
-    if kind == "log" and low <= 0:
-        raise ValueError("a logarithm needs numbers above 0")
-    if any(number != int(number) for number in (numbers if whole else third)):
-        raise ValueError("it takes whole numbers" if whole else "the count of values must be a whole number")
-    if whole:
-        return ValueList(range(int(low), int(high) + 1, *map(int, third)), ordered=True)
-    interval = Interval(low, high, kind == "log")
-    if not third:
-        return interval
-    shares = [index / max(1, third[0] - 1) for index in range(int(third[0]))]
-    return ValueList(tuple(dict.fromkeys([low, *map(interval.at, shares[1:-1]), high])), ordered=True)
-
-
-def _numbers(arguments: Sequence[Any]) -> list[float]:
-    """The arguments as two or three finite numbers, the first of them below the second."""
-    if not 2 <= len(arguments) <= 3:
-        raise ValueError(f"it has {counted(len(arguments), 'value')}, with commas between")
-    try:
-        numbers = [float(argument) for argument in arguments if not isinstance(argument, bool)]
-    except (TypeError, ValueError):
-        numbers = []
-    if len(numbers) < len(arguments) or not all(map(math.isfinite, numbers)):
-        raise ValueError("it takes numbers")
-    if numbers[0] >= numbers[1] or (numbers[2:] and numbers[2] < 1):
-        raise ValueError("the first number must be below the second, and the third 1 or more")
-    return numbers
+    if not has_ends:
+        return ValueList(tuple(values))
+    are_numbers = len(values) == 2 and all(is_number(value) and math.isfinite(value) for value in values)
+    if not are_numbers or values[0] >= values[1] or (kind == "log" and values[0] <= 0):
+        rule = "two numbers, the lower first" + (" and above 0" if kind == "log" else "")
+        raise UsageError(f"{key} is '{text}' but must have {rule}; write {FORMS[kind]}")
+    return Interval(values[0], values[1], log=kind == "log")

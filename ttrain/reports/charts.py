@@ -11,6 +11,7 @@ from ttrain.store.run_views import Point, RunView
 
 WIDTH, HEIGHT = 480, 250  # of a drawing, which the page scales
 LEFT, RIGHT, TOP, BOTTOM = 46, 472, 8, 228  # of the frame inside it
+ROWS_LEFT, RIGHT_OF_ROWS, ROW_HEIGHT = 250, 740, 30  # of a drawing with a row for each setting
 COLOURS = 8  # in page.css
 POINTS = 1000  # per line, two for each pixel
 MOST_COLUMNS, MOST_ROWS = 9, 8  # lines of the grid
@@ -91,6 +92,25 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
         "lines": lines,
         "columns": [(across(x), _number(x)) for x in ticks(low, high, MOST_COLUMNS) if low <= x <= high],
         "rows": [(up(y), _number(y)) for y in rows],
+    }
+
+
+def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | None]]) -> Chart:
+    """Draw (label, points, interval) a row each, around a line at 0: the points, their mean, the interval."""
+    every = [0.0, *(value for _, points, interval in rows for value in (*points, *(interval or ())))]
+    columns = ticks(*_extent(every), MOST_COLUMNS)
+    across = _scale(columns[0], columns[-1], ROWS_LEFT, RIGHT_OF_ROWS)
+    drawn = list[JsonDict]()
+    for number, (label, points, interval) in enumerate(rows):
+        ends = [across(end) for end in interval or ()]
+        mean = across(math.fsum(points) / len(points)) if points else None
+        place = {"y": ROW_HEIGHT * (number + 0.5), "label": label}
+        drawn.append({**place, "points": [across(value) for value in points], "mean": mean, "ends": ends})
+    return {
+        "rows": drawn,
+        "columns": [(across(value), _number(round(value, 9))) for value in columns],
+        "zero": across(0.0),
+        "height": ROW_HEIGHT * len(rows),
     }
 
 

@@ -1,15 +1,17 @@
 """How runs differ: settings, data, code, metrics, samples. Computed once, for terminal, page and JSON."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, VALIDATION_LOSS, model_order
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS, model_order, seeds_of
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
+from ttrain.evaluate.noise import noise_of
 from ttrain.evaluate.task_result import SCORES, Metric, not_judged, read_scores
 from ttrain.reports import facts
 from ttrain.reports.summary import rounded
@@ -33,10 +35,8 @@ WARNINGS = {
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
     "measures models on one text",
 }
-ABOUT_MODELS = (
-    "the runs have other settings, but one run of each shows which model is better, not which setting: another seed may "
-    "turn it around"
-)
+SEEDS = 5  # of a sweep that decides between two settings, as it is advised
+ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing about a setting"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     scores = [_scores(view) for view in views]
     names = {name for view in views for name in view.metrics}
     metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
-    verdict, is_certain = _verdict(metrics, scores)
+    metric, verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
     remarks = [text for reason, text in WARNINGS.items() if reason in reasons]
     unfinished = [
@@ -115,7 +115,7 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     if unfinished:
         remarks.append(f"not all runs are complete: {', '.join(unfinished)}")
     if shaping:
-        remarks.append(ABOUT_MODELS)
+        remarks.append(_about_setting(views, shaping, metric))
     code = _differences([_code(view) for view in views])
     return RunComparison(
         runs=[view.name for view in views],
@@ -210,19 +210,39 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     return not_judged(min(counts)) if counts else ""
 
 
-def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, bool]:
-    """(the best run by the first deciding metric that differs, and by how much it beats the next best; whether certain)."""
+def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
+    """That one run of each setting decides between two models, not between two settings; and what would."""
+    by_rule = facts.set_by_rule(views[-1].params)
+    changed = [row for row in shaping if row.name not in (*seeds_of(1), *by_rule) and not row.name.startswith("data.")]
+    if not changed:
+        return ONLY_SEEDS
+    home = views[0].store.root
+    noises = filter(None, (noise_of(home, metric, view.record["settings"]) for view in views))
+    noise = next(noises, None)
+    spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
+    changes = shlex.join(f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT)
+    trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]
+    time = f", about {format_duration(2 * SEEDS * sum(trained))}" if sum(trained) else ""
+    return (
+        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
+        f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {SEEDS}` decides it{time}"
+    )
+
+
+def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, str, bool]:
+    """(the deciding metric; the best run by the first one that differs, and by how much it beats the next best; whether that
+    is certain)."""
     by_name = {metric.name: metric for metric in metrics}
-    verdict = "the runs share no metric that decides which is better"
+    name, verdict = "", "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
         order = facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
-        best = metric.values[order[0]]
+        name, best = metric.name, metric.values[order[0]]
         if best != metric.values[order[-1]]:
-            return _difference_of_models(metric, order, scores)
-        verdict = f"equal by {metric.name}: {format_number(best)}"
-    return verdict, False
+            return name, *_difference_of_models(metric, order, scores)
+        verdict = f"equal by {name}: {format_number(best)}"
+    return name, verdict, False
 
 
 def _difference_of_models(metric: Difference, order: Sequence[int], scores: Sequence[Scores]) -> tuple[str, bool]:

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS
 from ttrain.core import text
+from ttrain.core.files import JsonObject
 from ttrain.core.machine import VERSION
 from ttrain.core.terminal import escape_control_characters
 from ttrain.reports import charts, compare, facts, summary
@@ -76,6 +77,12 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
         runs=compare.run_rows(views),
         curves={stage: charts.charts_of(views, stage) for stage in TRAININGS},
     )
+
+
+def sweep_page(sweep: JsonObject) -> str:
+    """The page of a sweep as HTML, of what `sweep show --json` prints: its settings, the baseline first."""
+    rows = [(row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]]
+    return _rendered("sweep.html", sweep=sweep, chart=charts.draw_rows(rows))
 
 
 def _rendered(template: str, **context: object) -> str:

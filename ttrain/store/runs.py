@@ -347,6 +347,11 @@ def is_alive(process: JsonObject) -> bool:
     return started is not None and bool(started == process["started"])
 
 
+def is_gone(process: JsonObject) -> bool:
+    """Whether this very process was one of this machine, and has ended."""
+    return process["host"] == platform.node() and not is_alive(process)
+
+
 def process_started(pid: int) -> float | None:
     """When the process began: on Linux in ticks since the machine did, which no change of the clock moves, elsewhere in
     seconds since the epoch; None where there is no such process."""

@@ -8,17 +8,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from ttrain.core.files import PRIVATE_FILE, exclusive, write_json
+from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs
 from ttrain.tracking.client import cannot_be_asked
-from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror, TrackedRun
+from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
-from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked, sweep_file, tracked_sweep
+from ttrain.tracking.sweeps import sweep_file, tracked_names, tracked_sweep
+from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.tracking.views import refresh_view
 
 log = logging.getLogger("ttrain")
@@ -85,8 +86,7 @@ def waiting(mirror: Mirror) -> list[str]:
     experiments = [one.experiment_id for one in mirror.client.search_experiments()]
     found = mirror.search(experiments, f"tags.`{PUSHED}` != ''")
     pushed = {run.data.tags[ID]: run.data.tags[PUSHED] for run in found}
-    sweeps = sorted(path.parent.name for path in home.glob("sweeps/*/tracked.json"))
-    lacking = [name for name in sweeps if pushed.get(name) != state_of(home, name)]
+    lacking = [name for name in tracked_names(home) if pushed.get(name) != state_of(home, name)]
     server = without_user(mirror.uri) if mirror.uri.startswith("http") else ""
     for name in reversed(runs.names(home)):
         state = state_of(home, name)
@@ -119,7 +119,7 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
     home, state = mirror.home, state_of(mirror.home, name)
     record = runs.read(home, name)
     content = RunContent(home, record, mirror.is_local) if record else None
-    run = content.tracked() if content else tracked_sweep(sweep_file(home, name))
+    run = content.tracked() if content else tracked_sweep(home, name)
     bound = mirror.push(run)
     if bound and run.status != RUNNING:
         if content:
@@ -128,11 +128,6 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
         mirror.tag(bound, {PUSHED: state})
         seen_file(home).touch()
     return bound
-
-
-def keep_sweep(home: Path, run: TrackedRun) -> None:
-    """Keep what trackers show of a sweep, for the pushes."""
-    write_json(sweep_file(home, run.id), asdict(run), PRIVATE_FILE)
 
 
 class Pusher:

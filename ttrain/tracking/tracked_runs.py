@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from ttrain.config import flatten
-from ttrain.core.files import JsonDict, JsonObject, read_json, read_object
+from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.core.hashing import digest_of
 from ttrain.core.redact import HIDDEN, masked
 from ttrain.engine import resume
@@ -32,7 +32,6 @@ from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, R
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEXT = json.dumps([{"type": "string", "required": True}])
-SWEEP = "tracked.json"  # in the folder of a sweep: what trackers show of it
 STATUS = {"running": RUNNING, "failed": FAILED, **dict.fromkeys((*runs.BUILT, runs.NOTHING_NEW), FINISHED)}
 BEGUN = ("running", "crashed", "failed", "interrupted", runs.NOTHING_NEW, *runs.BUILT)
 FIT = ("bytes_per_token", "unk_rate")  # metrics by which tokenizers are compared
@@ -62,18 +61,9 @@ def is_tracked(record: JsonObject | None) -> bool:
     return bool(record and record["outcome"] != "cached" and tracking.get("enabled", True))
 
 
-def sweep_file(home: Path, name: str) -> Path:
-    """What trackers show of a sweep."""
-    return home / "sweeps" / name / SWEEP
-
-
-def tracked_sweep(path: Path) -> TrackedRun:
-    """A sweep as its process kept it; killed if that process is gone."""
-    run = TrackedRun(**read_json(path))
-    process = read_object(path.with_name("sweep.json")).get("process")
-    if run.status == RUNNING and process and not runs.is_alive(process):
-        run.status = KILLED
-    return run
+def setting_id(sweep: str, change: int) -> str:
+    """The id in trackers of a setting of a sweep, by the number of its change."""
+    return f"{sweep}/{change}"
 
 
 @dataclass
@@ -124,6 +114,7 @@ class RunContent:
     def tracked(self) -> TrackedRun:
         """The run, with the stages that it began itself."""
         record, settings = self.record, dict(flatten(self.record["settings"]))
+        sweep = record.get("sweep")
         decided = decision_metrics(record["decision"]) if record.get("decision") else {}
         run = TrackedRun(
             id_of(record),
@@ -135,7 +126,7 @@ class RunContent:
             params=facts.parameters(settings),  # nothing that differs in every run
             summary={**record["metrics"], **decided},
             inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
-            parent=str((record.get("sweep") or {}).get("name", "")),
+            parent=setting_id(sweep["name"], sweep["change"]) if sweep and "change" in sweep else "",
         )
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
@@ -166,7 +157,8 @@ class RunContent:
             "ttrain.host": record["process"].get("host"),
             NAME: record["settings"].get("name", ""),
             "ttrain.sweep": sweep.get("name"),
-            "ttrain.trial": sweep.get("trial"),
+            "ttrain.setting": sweep.get("setting"),
+            "ttrain.seed": sweep.get("seed"),
             "mlflow.source.name": f"ttrain pipeline run {record['pipeline']}",  # MLflow's columns
             "mlflow.source.type": "LOCAL",
             "mlflow.user": record.get("user"),

@@ -1,0 +1,29 @@
+"""Runs of a home that differ in their seeds alone."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ttrain.config import SHAPE_NO_RESULT, flatten
+from ttrain.config.training import seeds_of
+from ttrain.core.files import JsonObject
+from ttrain.core.hashing import digest_of
+from ttrain.store import runs
+
+
+def setting_key(settings: JsonObject) -> str:
+    """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
+    apart = {*seeds_of(1), "name"}
+    leaves = {name: value for name, value in flatten(settings) if name not in apart}
+    return digest_of({name: value for name, value in leaves.items() if name.partition(".")[0] not in SHAPE_NO_RESULT})
+
+
+def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]:
+    """The metric of the home's runs, by the key of their setting and the seeds of their trainings."""
+    values: dict[str, dict[str, float]] = {}
+    for run in runs.history(home):
+        if (value := run["metrics"].get(metric)) is not None and math.isfinite(value):
+            leaves = dict(flatten(run["settings"]))
+            seeds = str([leaves.get(name) for name in seeds_of(1)])
+            values.setdefault(setting_key(run["settings"]), {}).setdefault(seeds, value)
+    return values

@@ -1,0 +1,60 @@
+"""A sweep as a tracker shows it: a run with a run below it for each setting, and below these the trials.
+
+Everything is read from the sweep's record in the home.
+"""
+
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from ttrain.core.files import JsonDict, JsonObject, read_object
+from ttrain.reports.summary import markdown
+from ttrain.store import runs
+from ttrain.tracking.mlflow_mirror import KILLED, RUNNING, TrackedRun
+from ttrain.tracking.tracked_runs import NOTE, setting_id, status_of
+
+COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
+
+
+def sweep_file(home: Path, name: str) -> Path:
+    """The record of a sweep."""
+    return home / "sweeps" / name / "sweep.json"
+
+
+def tracked_names(home: Path) -> list[str]:
+    """The sweeps that trackers show, oldest first."""
+    files = sorted(home.glob("sweeps/*/sweep.json"))
+    return [file.parent.name for file in files if read_object(file).get("experiment")]
+
+
+def tracked_sweep(home: Path, name: str) -> TrackedRun:
+    """A sweep with its settings; killed if the process that worked on it is gone."""
+    record = read_object(sweep_file(home, name))
+    status, settings = status_of(record["outcome"]), record["settings"]
+    if status == RUNNING and runs.is_gone(record["process"]):
+        status = KILLED
+    metric, started = record["measure"]["metric"], datetime.fromisoformat(record["started"]).timestamp()
+    whole = TrackedRun(name, name, record["experiment"], started, status)
+    rows = [(one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"]) for one in settings]
+    note = f"{record['verdict']}\n\n{markdown([[*map(str, row)] for row in rows], COLUMNS)}"
+    tags = {"ttrain.sweep": name, "ttrain.outcome": record["outcome"]}
+    whole.tags = {**tags, "ttrain.pipeline": "sweep", NOTE: note}
+    whole.params = {"metric": metric, "seeds": record["seeds"]}
+    for number, setting in enumerate(settings):
+        child = replace(whole, id=setting_id(name, number), name=setting["setting"], stages=[])
+        child.params = dict(setting["changes"])
+        child.tags = {**tags, "ttrain.setting": setting["setting"], "ttrain.verdict": setting["verdict"]}
+        # of one time, by whichever process the row is pushed: then MLflow has it once
+        ended = sum(trial["outcome"] != "running" for trial in record["trials"])
+        child.rows = [{"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}]
+        whole.stages.append(child)
+    return whole
+
+
+def _metrics(setting: JsonObject, metric: str) -> JsonDict:
+    """The metrics of a setting, by which MLflow's table compares settings."""
+    values = {metric: setting["mean"], "sweep/seeds": len(setting["seeds"]), "sweep/difference": setting["difference"]}
+    for name in ("over_seeds", "over_records"):
+        low, high = setting[name] or (None, None)
+        values |= {f"sweep/{name}_low": low, f"sweep/{name}_high": high}
+    return {name: value for name, value in values.items() if value is not None}
