@@ -125,8 +125,7 @@ def stages_of(home: Path, text: str) -> list[Any]:
     return list(lineage_of(home, text).to_json()["stages"])
 
 
-BASE = ["tokenizer", "shards-pretrain", "pretrain"]
-WHOLE = ["tokenizer", "shards-sft", "shards-pretrain", "pretrain", "sft"]
+WHOLE = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
 
 
 def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +136,7 @@ def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monk
     for text in (*names, str(place), str(place.relative_to(made.parent))):
         found = lineage_of(made, text)
         assert chain(found) == WHOLE, text
-    assert chain(lineage_of(made, "ba5e00000000000000")) == BASE
+    assert chain(lineage_of(made, "ba5e00000000000000")) == WHOLE[:3]
     assert not (made / "mlflow").exists(), "asking makes no database"
 
 
@@ -158,7 +157,7 @@ def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_p
         assert chain(lineage_of(home, text)) == WHOLE, text
         for stage, same in zip(stages_of(home, text), stages_of(made, "sft"), strict=True):
             assert stage == {**same, "known_from": TRACKER, "made_unix": stage["made_unix"]}
-    assert chain(lineage_of(home, "mine-base/1")) == BASE
+    assert chain(lineage_of(home, "mine-base/1")) == WHOLE[:3]
     assert not (home / "store").exists()
 
 
@@ -211,7 +210,7 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
         assert word in said
     told = run("lineage", "mine/1", "--json").json
     assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
-    assert told["stages"][3]["inputs"]["shards"]["key"] == told["stages"][2]["key"]
+    assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
 
 
 def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:

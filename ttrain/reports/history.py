@@ -1,7 +1,6 @@
 """What an artifact was made from: all artifacts behind it, by their manifests."""
 
 from collections.abc import Callable, Iterable
-from graphlib import TopologicalSorter
 
 from ttrain.store.layout import Artifact
 
@@ -9,24 +8,24 @@ Name = tuple[str, str]  # stage and key
 
 
 def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | None]) -> list[Artifact]:
-    """List the artifacts of these names and all that they were made from, each once, inputs first.
+    """List the artifacts of these names and all that they were made from, each once, right after its inputs.
 
     `read` gives an artifact by stage and key; None where it is gone. A night compares its documents
-    with those of all nights before it, so that the paths through the inputs double every night: each
-    artifact is visited once.
+    with those of all nights before it: the paths through the inputs double every night, and the
+    longest has all nights, so each artifact is visited once, and without recursion.
     """
-    artifacts = dict[Name, Artifact | None]()
-    graph = TopologicalSorter[Name]()
-    waiting = [*roots]
+    artifacts, ordered = dict[Name, Artifact | None](), list[Artifact]()
+    waiting = [(name, False) for name in reversed([*roots])]
     while waiting:
-        name = waiting.pop()
-        if name in artifacts:
-            continue
-        artifact = artifacts[name] = read(*name)
-        used = inputs_of(artifact).values() if artifact else ()
-        graph.add(name, *used)
-        waiting += used
-    return [artifact for artifact in map(artifacts.get, graph.static_order()) if artifact]
+        name, has_inputs = waiting.pop()
+        artifact = artifacts.get(name)
+        if has_inputs and artifact:
+            ordered.append(artifact)
+        elif name not in artifacts:
+            artifact = artifacts[name] = read(*name)
+            used = inputs_of(artifact).values() if artifact else ()
+            waiting += [(name, True), *((each, False) for each in reversed([*used]))]
+    return ordered
 
 
 def inputs_of(artifact: Artifact) -> dict[str, Name]:
