@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from ttrain.store.layout import Artifact
+from ttrain.tasks import STAGES
 
 Name = tuple[str, str]  # stage and key
 
@@ -15,7 +16,7 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
     longest has all nights, so each artifact is visited once, and without recursion.
     """
     artifacts, ordered = dict[Name, Artifact | None](), list[Artifact]()
-    waiting = [(name, False) for name in reversed([*roots])]
+    waiting = [(name, False) for name in sorted(roots, key=_place, reverse=True)]
     while waiting:
         name, has_inputs = waiting.pop()
         artifact = artifacts.get(name)
@@ -23,9 +24,15 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
             ordered.append(artifact)
         elif name not in artifacts:
             artifact = artifacts[name] = read(*name)
-            used = inputs_of(artifact).values() if artifact else ()
-            waiting += [(name, True), *((each, False) for each in reversed([*used]))]
+            used = sorted(inputs_of(artifact).values() if artifact else (), key=_place, reverse=True)
+            waiting += [(name, True), *((each, False) for each in used)]
     return ordered
+
+
+def _place(name: Name) -> tuple[bool, int]:
+    """Where an input is listed: the chain of models before its data, so that each model's data precede it."""
+    stages = [*STAGES]
+    return name[0].startswith("shards-"), stages.index(name[0]) if name[0] in stages else -1
 
 
 def inputs_of(artifact: Artifact) -> dict[str, Name]:
