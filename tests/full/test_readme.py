@@ -39,7 +39,7 @@ RUN_HERE = (
     "export lora --", "lineage sft", "report",
 )  # fmt: skip
 ONLY_THERE = ("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt", "--run baseline",
-              "data.dpo=artifacts")  # fmt: skip
+              "data.dpo=artifacts", "report sweep-")  # fmt: skip
 OTHER_PAGES = sorted({
     command.text for command in commands(*PAGES[1:])
     if command.text.startswith(RUN_HERE) and not any(word in command.text for word in ONLY_THERE)
