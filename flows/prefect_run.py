@@ -20,7 +20,7 @@ from typing import Any
 from uuid import UUID
 
 from prefect import Task, flow, tags, task
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
@@ -92,6 +92,14 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
         raise TTrainError(f"Prefect ended the run, or a stage of it, as {final.name}: {final.message}")
 
 
+def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
+    """Link the task run of a stage, or the flow run, to its page in MLflow, if a server shows it."""
+    with best_effort():
+        if page := execution.page(stage):
+            key = f"mlflow-{stage}" if stage else "mlflow"
+            create_link_artifact(page, key=key, link_text=f"{stage or execution.record.run} in MLflow")
+
+
 def tags_of(execution: PipelineRun) -> list[str]:
     """The tags of the flow run: ttrain's own, the setting `name`, and the user's."""
     tags = {"name": execution.settings.name, **execution.record.snapshot().get("tags", {})}
@@ -105,6 +113,7 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
     url = None if servers.is_own() else url_for("flow-run", obj_id=flow_run.id)
     execution.record.note(prefect={"flow_run_id": str(flow_run.id), "url": url})
+    link_to_page(execution)
     with contextlib.suppress(Interrupted):
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
             for name, planned in stages.items():
@@ -186,6 +195,8 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
             logger.log(logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR, "%s", error)
             return state_of(error)
+        finally:
+            link_to_page(execution, stage.name)
         if state == "cached":
             return Completed(name="Cached", message="same settings, inputs and code", data=artifact)
         return Completed(message=f"{state}: {artifact.path}", data=artifact)

@@ -83,6 +83,7 @@ class PipelineRun(StopRequest):
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.end_tracking: Callable[[], object] = lambda: None  # called once the record is closed
+        self.page: Callable[[str | None], str | None] = lambda stage: None  # of the run, or of a stage, in a tracker
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
 from ttrain.engine.execution import PipelineRun
-from ttrain.store import runs
+from ttrain.store import runs, server_records
 from ttrain.tracking.client import cannot_be_asked
 from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
@@ -160,6 +160,16 @@ class Pusher:
                 break
         return not self.error
 
+    def page(self, stage: str | None = None) -> str | None:
+        """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
+        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
+        address = uri.rstrip("/") if uri.startswith("http") else server and server.url
+        if address is None:
+            return None
+        self.push()
+        bound = self._mirror.bound.get(id_of(runs.read(self.home, self.run) or {}, stage))
+        return f"{address}/{bound.page}" if bound else None
+
     def _loop(self) -> None:
         has_pushed = is_over = False
         while not is_over:
@@ -193,7 +203,7 @@ def track(execution: PipelineRun) -> None:
     if not execution.settings.tracking.enabled or execution.settings.runtime.node_rank:
         return
     pusher = Pusher(execution.store.root, execution.record.run, execution.record.note)
-    execution.end_tracking = pusher.finish
+    execution.end_tracking, execution.page = pusher.finish, pusher.page
     pusher.start()
 
 
