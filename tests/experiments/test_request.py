@@ -9,14 +9,12 @@ from support.planned_homes import remember_modules
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
-from ttrain.config.loading import layers, settings_of
+from ttrain.config.loading import layers
 from ttrain.errors import UsageError
 from ttrain.experiments import sampler
 from ttrain.experiments.changes import Change
 from ttrain.experiments.request import Options, Request, request_of
 from ttrain.flows.full import full
-from ttrain.lineage import lookup
-from ttrain.store import runs
 from ttrain.store import sweeps as records
 from ttrain.store.artifacts import ArtifactStore
 
@@ -91,12 +89,6 @@ def test_a_named_change_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     file.write_text("more: {sft.epochs: 2}\nsame: {sft.epochs: 2}\n", encoding="utf-8")
     with pytest.raises(UsageError, match="the change same has the settings, or the name, of more"):
         asked(files=(file,))
-
-
-def test_a_sampler_that_learns_ends_with_the_values_that_there_are() -> None:
-    found = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
-    assert (len(found.changes), found.draws) == (5, 2)
-    assert asked("sft.epochs=2,3", sampler="tpe").draws == 0
 
 
 def test_changes_are_named_in_a_file(tmp_path: Path) -> None:
@@ -196,13 +188,8 @@ def test_a_sampler_that_learns_draws_what_was_not_tried_and_again_the_same() -> 
     values = {number: abs(float(change.values["pretrain.optim.lr"]) - 3e-3) for number, change in enumerate(changes[1:], 1)}
     drawn = sampler.draw(space, changes, values)
     assert drawn == sampler.draw(space, changes, values) and drawn not in changes
+    found = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
+    assert (len(found.changes), found.draws) == (5, 2)
     few = asked("sft.epochs=2,3", sampler="tpe").space
     with pytest.raises(UsageError, match="no values left"):
         sampler.draw(few, [Change("baseline"), *map(Change.of, few.combinations(2))], {1: 1.0, 2: 2.0})
-
-
-def test_a_rerun_takes_the_settings_of_no_trial(tmp_path: Path) -> None:
-    settings = settings_of([]).settings.model_dump(mode="json")
-    whole = runs.RunRecord(tmp_path, "full", ["pretrain"], settings)
-    runs.RunRecord(tmp_path, "full", ["pretrain"], settings).note(sweep={"name": "sweep-1", "change": 1})
-    assert lookup.newest_with(tmp_path, "pretrain")["run"] == whole.run

@@ -70,6 +70,11 @@ def test_the_best_of_twelve_changes_without_effect_is_rarely_called_better() -> 
     assert sum(judgement.standing.winner is not None for judgement, _ in played) > 80
 
 
+def test_verdicts_that_are_looked_at_again_need_more() -> None:
+    looked = [play(noisy({1: -0.1}, 12), 2, looks=looks)[0].verdicts[1].verdict for looks in (0, 12)]
+    assert looked == ["better", "not decided"]
+
+
 def test_large_effects_are_decided_and_what_is_worse_stops_early() -> None:
     effects = {1: 0.33, 2: 0.08, 3: -0.15}
     worse = 0
@@ -112,24 +117,15 @@ def test_the_second_of_two_good_changes_is_to_be_compared_alone() -> None:
     assert "compare it alone" in row.why
 
 
-def test_verdicts_that_are_looked_at_again_need_more() -> None:
-    value = noisy({1: -0.1}, 12)
-    p = [play(value, 2, looks=looks)[0].verdicts[1].verdict for looks in (0, 12)]
-    assert p == ["better", "not decided"]
-
-
-def test_no_noise_stops_nothing() -> None:
-    judgement, trials = play(noisy({}, 1), 3, noise={"spread": 0.0, "freedom": 9})
-    assert len(judgement.verdicts[1].seeds) > 1 and trials > 6
-
-
 def test_more_is_better_where_the_metric_says_so() -> None:
     measure = {"metric": "eval/accuracy", "stage": "evaluate", "maximize": True}
     judgement, _ = play(noisy({1: 0.2, 2: -0.2}, 3), 3, measure=measure, rounds=False)
     assert verdicts(judgement) == ["baseline", "better", "worse"]
 
 
-def test_a_seed_that_changes_nothing_is_no_replicate() -> None:
+def test_one_seed_decides_nothing_and_one_that_changes_nothing_is_no_replicate() -> None:
+    judgement, trials = play(noisy({1: -0.5}, 1), 2, seeds=1)
+    assert trials == 2 and verdicts(judgement)[1] == "not decided"
     judgement, _ = play(lambda change, seed: 1.6 - 0.1 * change, 2)
     row = judgement.verdicts[1]
     assert row.repeats and row.verdict == "not decided" and "no replicates" in row.why
@@ -142,11 +138,6 @@ def test_a_change_that_diverges_is_lost_and_without_a_baseline_nothing_is_compar
     assert trials == 1 and verdicts(judgement)[0] == "diverged"
 
 
-def test_one_seed_decides_nothing() -> None:
-    judgement, trials = play(noisy({1: -0.5}, 1), 2, seeds=1)
-    assert trials == 2 and verdicts(judgement)[1] == "not decided"
-
-
 def test_the_noise_of_the_home_stops_what_is_far_behind_after_one_seed() -> None:
     judgement, _ = play(noisy({1: 0.5}, 1), 3, noise={"spread": 0.03, "freedom": 4})
     assert len(judgement.verdicts[1].seeds) == 1 and verdicts(judgement)[1] == "worse"
@@ -156,10 +147,6 @@ def test_intervals_over_seeds_are_those_of_paired_differences() -> None:
     row = Verdict("a", [1, 2, 3], [1.0, 1.2, 1.1], [1.1, 1.3, 1.3])
     assert row.difference == pytest.approx(-0.1333, abs=1e-4)
     assert row.over_seeds == pytest.approx((-0.2768, 0.0101), abs=1e-4)  # 0.1333 -+ 4.303 * 0.0577 / sqrt(3)
-
-
-def test_how_many_seeds_a_difference_takes() -> None:
     assert Noise(0.03, 5).seeds_for(0.1) == 4
     assert Noise(0.03, 5).seeds_for(0.03) == 18
     assert Noise(0.03, 5).seeds_for(1e-6) is None
-    assert Noise.of_values([1.0]) is None

@@ -35,9 +35,14 @@ def results(cli: Cli) -> list[Any]:
     return [(row["setting"], row["values"], row["verdict"], row["over_seeds"]) for row in shown(cli)["settings"]]
 
 
+def shown_trials(cli: Cli) -> list[Any]:
+    files = list(cli.home.glob("sweeps/*/sweep.json"))
+    trials = json.loads(files[0].read_bytes())["trials"] if files else []
+    return [trial for trial in trials if trial["outcome"] == "completed"]
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A sweep that nothing interrupted."""
     directory = tmp_path_factory.mktemp("swept")
     write_corpus(directory / "data")
     cli = Cli(directory / "home", directory / "data")
@@ -83,13 +88,6 @@ def test_a_sweep_that_is_killed_anywhere_ends_with_the_same_verdict_and_builds_n
     assert set(built(fresh).values()) == {1}
     doubled = "select count(*) from (select 1 from metrics group by run_uuid, key, step having count(*) > 1)"
     assert fresh.rows("mlflow", doubled) == [(0,)]
-
-
-def shown_trials(cli: Cli) -> list[Any]:
-    """The trials that have ended; none before there is a record."""
-    files = list(cli.home.glob("sweeps/*/sweep.json"))
-    trials = json.loads(files[0].read_bytes())["trials"] if files else []
-    return [trial for trial in trials if trial["outcome"] == "completed"]
 
 
 @pytest.mark.soak
