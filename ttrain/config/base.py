@@ -1,7 +1,6 @@
 """The base class of all groups of settings, and types and helpers that they share."""
 
 import inspect
-import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
@@ -185,7 +184,7 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         return tuple(_rebuilt(kind, entry) for entry in value)
     if not isinstance(value, dict):
         return value
-    sections = [*sections_of(kind), *itertools.chain(*map(sections_of, get_args(kind)))]  # also of a tuple of sections
+    sections = [each for form in (kind, *get_args(kind)) for each in sections_of(form)]  # also of a tuple of sections
     return sections[0].rebuilt(value) if sections else value
 
 

@@ -88,10 +88,9 @@ class Estimate:
         if self.seconds is None:
             return [f"how long it takes here is not known yet: {shown}"]
         without = f" without {', '.join(self.without)}" if self.without else ""
-        line = f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}"
         many = [each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES]
         after = f"after {FEW_PASSES} passes over the same data more of them teach less: more data helps {', '.join(many)}"
-        return [line, after] if many else [line]
+        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}", *([after] if many else [])]
 
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""

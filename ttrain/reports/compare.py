@@ -217,8 +217,7 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     if not changed:
         return ONLY_SEEDS
     home = views[0].store.root
-    noises = filter(None, (noise_of(home, metric, view.record["settings"]) for view in views))
-    noise = next(noises, None)
+    noise = next(filter(None, (noise_of(home, metric, view.record["settings"]) for view in views)), None)
     spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
     changes = shlex.join(f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT)
     trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]

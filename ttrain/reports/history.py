@@ -19,9 +19,8 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
     waiting = [(name, False) for name in sorted(roots, key=_place, reverse=True)]
     while waiting:
         name, has_inputs = waiting.pop()
-        artifact = artifacts.get(name)
-        if has_inputs and artifact:
-            ordered.append(artifact)
+        if has_inputs:
+            ordered += filter(None, [artifacts[name]])
         elif name not in artifacts:
             artifact = artifacts[name] = read(*name)
             used = sorted(inputs_of(artifact).values() if artifact else (), key=_place, reverse=True)
@@ -31,8 +30,7 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
 
 def _place(name: Name) -> tuple[bool, int]:
     """Where an input is listed: the chain of models before its data, so that each model's data precede it."""
-    stages = [*STAGES]
-    return name[0].startswith("shards-"), stages.index(name[0]) if name[0] in stages else -1
+    return name[0].startswith("shards-"), [name[0], *STAGES].index(name[0], name[0] in STAGES)
 
 
 def inputs_of(artifact: Artifact) -> dict[str, Name]:
