@@ -239,11 +239,11 @@ SWEEP, TRIAL = "sweep-20260101-000000-00000", "full-20260101-000001-aaaaa"
 
 def keep(home: Path, outcome: str, process: Any) -> None:
     setting = {"setting": "baseline", "changes": {}, "seeds": [1], "mean": 1.5, "difference": None, "verdict": "baseline"}
-    record = {
-        "experiment": "ttrain", "outcome": outcome, "process": process, "started": "2026-01-01T00:00:00+00:00", "seeds": 1,
-        "measure": {"metric": "loss"}, "verdict": "nothing yet", "trials": [{"outcome": "completed"}] * 2,
-        "settings": [{**setting, "over_seeds": None, "over_records": None}],
-    }  # fmt: skip
+    facts = {"sweep": SWEEP, "changes": [], "experiment": "ttrain", "started": "2026-01-01T00:00:00+00:00", "seeds": 1}
+    trials = [{"change": 0, "seed": seed, "outcome": "completed"} for seed in (1, 2)]
+    found = {"measure": {"metric": "loss"}, "verdict": "nothing yet", "trials": trials}
+    settings = [{**setting, "over_seeds": None, "over_records": None}]
+    record = {**facts, **found, "settings": settings, "outcome": outcome, "process": process}
     (home / "sweeps" / SWEEP).mkdir(parents=True)
     write_json(home / "sweeps" / SWEEP / "sweep.json", record)
     make_run(home, TRIAL, [], sweep={"name": SWEEP, "change": 0})

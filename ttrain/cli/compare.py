@@ -63,13 +63,14 @@ def report(
 
     Of a sweep it has its settings, each with its seeds, mean and interval.
     """
-    from ttrain.experiments.verdict import Judgement
     from ttrain.reports.report import report_of, sweep_page
-    from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.run_views import read_run
     from ttrain.store.sweeps import find_experiment, list_experiments
 
     if run.startswith("sweep-") and any(each.name.startswith(run) for each in list_experiments(home())):
+        from ttrain.experiments.verdict import Judgement
+        from ttrain.store.artifacts import ArtifactStore
+
         experiment, notes = find_experiment(home(), run), list[str]()
         name, page = experiment.name, sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
     else:

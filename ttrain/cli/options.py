@@ -303,10 +303,10 @@ class SettingsOptions:
     def load(self, **options: Any) -> LoadedSettings:
         """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
-        from ttrain.config.training import seeds_of
+        from ttrain.config.training import SEEDS
 
-        seeds = {} if self.seed is None else seeds_of(self.seed)
-        overrides = [*(f"{key}={value}" for key, value in seeds.items()), *(self.overrides or ())]
+        seeds = [] if self.seed is None else [f"{key}={self.seed}" for key in SEEDS]
+        overrides = [*seeds, *(self.overrides or ())]
         return load(overrides, files=self.config or (), profiles=self.profile or (), **options)
 
     def over_run(self, run: JsonObject) -> LoadedSettings:

@@ -67,9 +67,7 @@ class SweepOptions:
         bool, option("stop what is clearly worse, and decide the best on fresh seeds", "--rounds/--no-rounds")
     ] = True
     sampler: Annotated[Literal["spread", "tpe"], option("of ranges; tpe learns from the settings so far")] = "spread"
-    metric: Annotated[str, option("the metric to compare by", show_default="that of the model which the settings train")] = (
-        ""
-    )
+    metric: Annotated[str, option("the metric to compare by", show_default="that of the last model they train")] = ""
     maximize: Annotated[
         bool | None,
         option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),

@@ -372,12 +372,8 @@ TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
+SEEDS = tuple(f"{name}.seed" for name in TRAINING_STAGES)  # of weights, dropout, the order of rows, and replayed samples
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
-
-
-def seeds_of(seed: int) -> dict[str, int]:
-    """The settings that give all trainings one seed: of weights, dropout, the order of rows, and replayed samples."""
-    return {f"{name}.seed": seed for name in TRAINING_STAGES}
 
 
 def model_order(model: str) -> int:

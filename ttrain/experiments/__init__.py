@@ -1,1 +1,1 @@
-"""Sweeps: many runs of one pipeline that differ in a few settings, and their results. Only `sampler` imports Optuna."""
+"""Settings compared over common seeds: changes, rounds, verdicts. Only `sampler` imports Optuna."""

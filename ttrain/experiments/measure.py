@@ -67,7 +67,7 @@ def choose(
     stage = PREFIXES.get(prefix, prefix)
     if not slash:
         raise UsageError(
-            f"--metric is {metric_name}, but a metric is STAGE/FIGURE; "
+            f"--metric is {metric_name}, but a metric is STAGE/NAME; "
             f"try {settings.trainings[0]}/{VALIDATION_LOSS}, or {BITS_PER_BYTE.of_run}"
         )
     if stage not in graph:

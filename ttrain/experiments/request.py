@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ttrain.config import SHAPE_NO_RESULT, Settings
 from ttrain.config.loading import COMMAND_LINE, Override, settings_of
-from ttrain.config.training import seeds_of
+from ttrain.config.training import SEEDS
 from ttrain.core.hashing import code_digests, digest_of
 from ttrain.engine.graph import Graph, Pipeline, Plan
 from ttrain.engine.input_files import file_digests
@@ -68,7 +68,7 @@ class Request:
     def settings(self, change: Change, seed: int = 1) -> Settings:
         """The settings of a trial."""
         own = [Override(COMMAND_LINE, key, value) for key, value in change.values.items()]  # as its command has them
-        seeds = [Override("seed of the trial", key, value) for key, value in seeds_of(seed).items()]
+        seeds = [Override("seed of the trial", key, seed) for key in SEEDS]
         return settings_of([*self.overrides, *own, *seeds]).settings
 
     def plan(self, change: Change, seed: int, store: ArtifactStore) -> Plan:
@@ -90,7 +90,7 @@ class Request:
         """The stages that run once, those that run once for each seed, and those of each trial, in their order."""
         graph = self.graph()
         by_change, by_seed = (
-            measure.affected_by(measure.directly_affected(keys, graph), graph) for keys in (self.varied, seeds_of(1))
+            measure.affected_by(measure.directly_affected(keys, graph), graph) for keys in (self.varied, SEEDS)
         )
         own = [name for name in graph if name in by_change]
         of_seed = [name for name in graph if name in by_seed - by_change]
@@ -164,7 +164,7 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
             f"runtime.nodes is {runtime.nodes} and runtime.sharding is {runtime.sharding}, but a trial runs on one machine; "
             f"set runtime.nodes=1 runtime.sharding=processes"
         )
-    if seeds := sorted(varied & seeds_of(1).keys()):
+    if seeds := sorted(varied.intersection(SEEDS)):
         raise UsageError(f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds")
     graph = pipeline(request.baseline)
     chosen = measure.choose(request.baseline, sorted(varied), graph, metric=options.metric, maximize=options.maximize)
@@ -173,7 +173,7 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
 
 def _shapes(key: str) -> bool:
     """Whether a setting can be a change: one of the models, not of the data, the machine, or a seed."""
-    return key.partition(".")[0] not in ("data", "name", *SHAPE_NO_RESULT) and key not in seeds_of(1)
+    return key.partition(".")[0] not in ("data", "name", *SHAPE_NO_RESULT) and key not in SEEDS
 
 
 def _different(request: Request) -> list[Change]:

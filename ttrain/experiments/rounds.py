@@ -25,9 +25,7 @@ class Standing:
 
     seeds: dict[int, list[int]]  # of each change that is decided: the seeds which it shares with the baseline
     wanted: list[Place]  # trials that the next decision needs; empty once all is decided
-    stopped: dict[int, bool] = field(
-        default_factory=dict
-    )  # changes that rounds stopped: whether also worse than the baseline
+    stopped: dict[int, bool] = field(default_factory=dict)  # by rounds: whether also worse than the baseline
     winner: int | None = None  # the best change of the rounds, which fresh seeds decide
 
 

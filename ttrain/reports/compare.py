@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, TRAININGS, VALIDATION_LOSS, model_order, seeds_of
+from ttrain.config.training import EVALUATED, PRIMARY_METRICS, SEEDS, TRAININGS, VALIDATION_LOSS, model_order
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
@@ -35,7 +35,7 @@ WARNINGS = {
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
     "measures models on one text",
 }
-SEEDS = 5  # of a sweep that decides between two settings, as it is advised
+ADVISED_SEEDS = 5  # of a sweep that decides between two settings, as it is advised
 ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing about a setting"
 
 
@@ -213,7 +213,7 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
     """That one run of each setting decides between two models, not between two settings; and what would."""
     by_rule = facts.set_by_rule(views[-1].params)
-    changed = [row for row in shaping if row.name not in (*seeds_of(1), *by_rule) and not row.name.startswith("data.")]
+    changed = [row for row in shaping if row.name not in (*SEEDS, *by_rule) and not row.name.startswith("data.")]
     if not changed:
         return ONLY_SEEDS
     home = views[0].store.root
@@ -221,10 +221,10 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
     changes = shlex.join(f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT)
     trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]
-    time = f", about {format_duration(2 * SEEDS * sum(trained))}" if sum(trained) else ""
+    time = f", about {format_duration(2 * ADVISED_SEEDS * sum(trained))}" if sum(trained) else ""
     return (
         f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
-        f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {SEEDS}` decides it{time}"
+        f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {ADVISED_SEEDS}` decides it{time}"
     )
 
 

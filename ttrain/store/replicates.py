@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ttrain.config import SHAPE_NO_RESULT, flatten
-from ttrain.config.training import seeds_of
+from ttrain.config.training import SEEDS
 from ttrain.core.files import JsonObject
 from ttrain.core.hashing import digest_of
 from ttrain.store import runs
@@ -13,7 +13,7 @@ from ttrain.store import runs
 
 def setting_key(settings: JsonObject) -> str:
     """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
-    apart = {*seeds_of(1), "name"}
+    apart = {*SEEDS, "name"}
     leaves = {name: value for name, value in flatten(settings) if name not in apart}
     return digest_of({name: value for name, value in leaves.items() if name.partition(".")[0] not in SHAPE_NO_RESULT})
 
@@ -24,6 +24,6 @@ def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]
     for run in runs.history(home):
         if (value := run["metrics"].get(metric)) is not None and math.isfinite(value):
             leaves = dict(flatten(run["settings"]))
-            seeds = str([leaves.get(name) for name in seeds_of(1)])
+            seeds = str([leaves.get(name) for name in SEEDS])
             values.setdefault(setting_key(run["settings"]), {}).setdefault(seeds, value)
     return values

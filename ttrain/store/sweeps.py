@@ -130,6 +130,11 @@ def find_or_begin(home: Path, request: JsonObject) -> Experiment:
         return experiment
 
 
+def sweep_file(home: Path, name: str) -> Path:
+    """The record of a sweep."""
+    return home / DIRECTORY / name / FILE
+
+
 def list_experiments(home: Path) -> list[Experiment]:
     """All experiments, the newest first."""
     records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))

@@ -15,10 +15,11 @@ from ttrain.core.files import exclusive
 from ttrain.core.redact import without_user
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs, server_records
+from ttrain.store.sweeps import sweep_file
 from ttrain.tracking.client import cannot_be_asked
 from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
-from ttrain.tracking.sweeps import sweep_file, tracked_names, tracked_sweep
+from ttrain.tracking.sweeps import tracked_names, tracked_sweep
 from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked
 from ttrain.tracking.views import refresh_view
 

@@ -9,35 +9,28 @@ from pathlib import Path
 
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.reports.summary import markdown
-from ttrain.store import runs
-from ttrain.tracking.mlflow_mirror import KILLED, RUNNING, TrackedRun
+from ttrain.store.sweeps import RUNNING, Experiment, list_experiments, sweep_file
+from ttrain.tracking.mlflow_mirror import TrackedRun
 from ttrain.tracking.tracked_runs import NOTE, setting_id, status_of
 
 COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
 
 
-def sweep_file(home: Path, name: str) -> Path:
-    """The record of a sweep."""
-    return home / "sweeps" / name / "sweep.json"
-
-
 def tracked_names(home: Path) -> list[str]:
     """The sweeps that trackers show, oldest first."""
-    files = sorted(home.glob("sweeps/*/sweep.json"))
-    return [file.parent.name for file in files if read_object(file).get("experiment")]
+    return sorted(record.name for record in list_experiments(home) if record["experiment"])
 
 
 def tracked_sweep(home: Path, name: str) -> TrackedRun:
     """A sweep with its settings; killed if the process that worked on it is gone."""
-    record = read_object(sweep_file(home, name))
-    status, settings = status_of(record["outcome"]), record["settings"]
-    if status == RUNNING and runs.is_gone(record["process"]):
-        status = KILLED
+    file = sweep_file(home, name)
+    record = Experiment(file.parent, read_object(file))
+    status, settings = status_of(record.outcome), record["settings"]
     metric, started = record["measure"]["metric"], datetime.fromisoformat(record["started"]).timestamp()
     whole = TrackedRun(name, name, record["experiment"], started, status)
     rows = [(one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"]) for one in settings]
     note = f"{record['verdict']}\n\n{markdown([[*map(str, row)] for row in rows], COLUMNS)}"
-    tags = {"ttrain.sweep": name, "ttrain.outcome": record["outcome"]}
+    tags = {"ttrain.sweep": name, "ttrain.outcome": record.outcome}
     whole.tags = {**tags, "ttrain.pipeline": "sweep", NOTE: note}
     whole.params = {"metric": metric, "seeds": record["seeds"]}
     for number, setting in enumerate(settings):
@@ -45,7 +38,7 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
         child.params = dict(setting["changes"])
         child.tags = {**tags, "ttrain.setting": setting["setting"], "ttrain.verdict": setting["verdict"]}
         # of one time, by whichever process the row is pushed: then MLflow has it once
-        ended = sum(trial["outcome"] != "running" for trial in record["trials"])
+        ended = sum(trial.outcome != RUNNING for trial in record.trials)
         child.rows = [{"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}]
         whole.stages.append(child)
     return whole
