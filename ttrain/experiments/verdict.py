@@ -208,6 +208,8 @@ class Judgement:
             return replace(row, verdict=direction)
         if standing.winner and direction == BETTER and not is_winner:
             return replace(row, verdict=UNDECIDED, why="(not the best of the rounds; compare it alone)")
+        if _p(row) < level:
+            return replace(row, verdict=UNDECIDED, why="(of so many settings one may differ so much by chance)")
         return replace(row, verdict=UNDECIDED, why=_what_it_takes(row))
 
     def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
