@@ -30,7 +30,16 @@ VOCAB_SIZE = 6400
 TOKENIZER_BYTES = 10 * MEGABYTE  # of text, that a tokenizer is trained on
 TTRAIN = [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()"]
 # Prefixes of variables of this process that would change a side; the sides that need one set it.
-NOT_INHERITED = ("GLIBC_", "GOMP_", "MLFLOW_", "OMP_", "PREFECT_", "PYTHONDONTWRITEBYTECODE", "TORCH_", "TTRAIN_")
+NOT_INHERITED = (
+    "GLIBC_",
+    "GOMP_",
+    "MLFLOW_",
+    "OMP_",
+    "PREFECT_",
+    "PYTHONDONTWRITEBYTECODE",
+    "TORCH_",
+    "TTRAIN_",
+)
 LABEL_WIDTH = 64
 
 
@@ -64,10 +73,22 @@ class Table:
         return sum(line["missed"] for line in self.lines)
 
     def ratio(
-        self, label: str, ours: float, theirs: float, *, value: float | None = None, least: float = 0, most: float = 0
+        self,
+        label: str,
+        ours: float,
+        theirs: float,
+        *,
+        value: float | None = None,
+        least: float = 0,
+        most: float = 0,
     ) -> None:
         """Ours over theirs, or the value given, such as a median over rounds."""
-        self._add(label, {"ours": ours, "theirs": theirs, "ratio": ours / theirs if value is None else value}, least, most)
+        self._add(
+            label,
+            {"ours": ours, "theirs": theirs, "ratio": ours / theirs if value is None else value},
+            least,
+            most,
+        )
 
     def value(self, label: str, ours: float, *, least: float = 0, most: float = 0) -> None:
         """A figure of ours alone."""
@@ -75,10 +96,15 @@ class Table:
 
     def check(self, label: str, holds: bool) -> None:
         """A statement that must hold."""
-        print(f"{label:<{LABEL_WIDTH}}{'yes' if holds else 'NO':>12}{'' if holds else '   MISSED'}", flush=True)
+        print(
+            f"{label:<{LABEL_WIDTH}}{'yes' if holds else 'NO':>12}{'' if holds else '   MISSED'}",
+            flush=True,
+        )
         self.lines.append({"label": label, "holds": holds, "limit": "yes", "missed": not holds})
 
-    def interleave(self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = "") -> Costs:
+    def interleave(
+        self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = ""
+    ) -> Costs:
         """Every side once a round, so that a disturbance of the machine reaches all; each round begins with another side.
 
         Every round is kept for `--json`.
@@ -94,12 +120,20 @@ class Table:
                     self.costs.setdefault(f"{group}{name}", []).append(asdict(cost))
         return costs
 
-    def _add(self, label: str, figures: Mapping[str, float], least: float = 0, most: float = 0) -> None:
+    def _add(
+        self, label: str, figures: Mapping[str, float], least: float = 0, most: float = 0
+    ) -> None:
         measured = figures.get("ratio", figures["ours"])
         missed = bool((least and measured < least) or (most and measured > most))
         limit = f"at least {least:g}" if least else f"at most {most:g}" if most else ""
-        cells = [f"{shown(figures[name]):>12}" if name in figures else " " * 12 for name in ("ours", "theirs", "ratio")]
-        print(f"{label:<{LABEL_WIDTH}}{''.join(cells)}   {limit}{'  MISSED' if missed else ''}", flush=True)
+        cells = [
+            f"{shown(figures[name]):>12}" if name in figures else " " * 12
+            for name in ("ours", "theirs", "ratio")
+        ]
+        print(
+            f"{label:<{LABEL_WIDTH}}{''.join(cells)}   {limit}{'  MISSED' if missed else ''}",
+            flush=True,
+        )
         self.lines.append({"label": label, **figures, "limit": limit, "missed": missed})
 
 
@@ -124,17 +158,27 @@ def main(
     if sys.argv[1:2] == ["--side"]:
         print(json.dumps(getattr(sys.modules["__main__"], sys.argv[2])(*sys.argv[3:]) or {}))
         return
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", type=Path, help="write the lines and every round of every side to this file")
+    parser.add_argument(
+        "--json", type=Path, help="write the lines and every round of every side to this file"
+    )
     parser.add_argument("--markdown", type=Path, help="write the lines as a table to this file")
     if len(parts) > 1:
-        parser.add_argument("--only", default=default or ",".join(parts), help=f"parts, with commas: {', '.join(parts)}")
+        parser.add_argument(
+            "--only",
+            default=default or ",".join(parts),
+            help=f"parts, with commas: {', '.join(parts)}",
+        )
     options(parser)
     arguments = parser.parse_args()
     chosen = arguments.only.split(",") if len(parts) > 1 else list(parts)
     if unknown := set(chosen) - set(parts):
-        parser.error(f"--only has no part {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+        parser.error(
+            f"--only has no part {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}"
+        )
     ready(arguments)
     table = Table(machine(arguments))
     with tempfile.TemporaryDirectory(prefix="ttrain-bench-") as directory:
@@ -145,7 +189,9 @@ def main(
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     if arguments.json:
         about = {"command": command, "processor": table.processor, "load_before": table.load}
-        arguments.json.write_text(json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str))
+        arguments.json.write_text(
+            json.dumps({**about, "lines": table.lines, "sides": table.costs}, indent=1, default=str)
+        )
     if arguments.markdown:
         arguments.markdown.write_text(markdown(table, command), encoding="utf-8")
     sys.exit(table.missed > 0)
@@ -158,24 +204,35 @@ def markdown(table: Table, command: Sequence[str]) -> str:
         cells = [shown(line[name]) if name in line else "" for name in ("ours", "theirs", "ratio")]
         if "holds" in line:
             cells[0] = "yes" if line["holds"] else "no"
-        rows.append(f"| {' | '.join([line['label'], *cells, line['limit'] + (', **missed**' if line['missed'] else '')])} |")
+        rows.append(
+            f"| {' | '.join([line['label'], *cells, line['limit'] + (', **missed**' if line['missed'] else '')])} |"
+        )
     day = time.strftime("%Y-%m-%d")
     return f"# {' '.join(command)}\n\n{table.processor}, {day}.\n\n" + "\n".join(rows) + "\n"
 
 
 def run(
-    command: Sequence[object], environment: Mapping[str, str] | None = None, directory: Path | None = None,
-    *, check: bool = True,
-) -> tuple[Cost, str]:  # fmt: skip
+    command: Sequence[object],
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    *,
+    check: bool = True,
+) -> tuple[Cost, str]:
     """Run a command to its end; its cost and its output. Raises RuntimeError where it fails, unless `check` is false."""
     words = [str(word) for word in command]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)
+    }
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         started, began = time.time(), time.perf_counter()
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=directory,
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            cwd=directory,
             env={**inherited, **(environment or {})},
-        )  # fmt: skip
+        )
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -190,10 +247,17 @@ def run(
     return Cost(wall, usage.ru_utime + usage.ru_stime, memory, {"started": started}), texts[0]
 
 
-def measure(side: Callable[..., Mapping[str, Any] | None], *arguments: object, **environment: str) -> Cost:
+def measure(
+    side: Callable[..., Mapping[str, Any] | None], *arguments: object, **environment: str
+) -> Cost:
     """Run a function of a script, whose arguments are strings, as a process. Raises RuntimeError where it fails."""
-    cost, output = run([sys.executable, side.__code__.co_filename, "--side", side.__name__, *arguments], environment)
-    return Cost(cost.wall, cost.cpu, cost.memory, {**cost.result, **json.loads(output.splitlines()[-1])})
+    cost, output = run(
+        [sys.executable, side.__code__.co_filename, "--side", side.__name__, *arguments],
+        environment,
+    )
+    return Cost(
+        cost.wall, cost.cpu, cost.memory, {**cost.result, **json.loads(output.splitlines()[-1])}
+    )
 
 
 def timed(work: Callable[[], object]) -> Cost:
@@ -206,27 +270,38 @@ def timed(work: Callable[[], object]) -> Cost:
 
 def median(costs: Sequence[Cost], figure: str) -> float:
     """Median of `wall`, `cpu`, `memory`, or of a figure of the results."""
-    return statistics.median(getattr(cost, figure) if hasattr(cost, figure) else cost.result[figure] for cost in costs)
+    return statistics.median(
+        getattr(cost, figure) if hasattr(cost, figure) else cost.result[figure] for cost in costs
+    )
 
 
 def has(module: str) -> bool:
     """Whether a peer is installed; prints how to install it where it is not."""
     if importlib.util.find_spec(module):
         return True
-    print(f"SKIPPED: the comparison with {module}, which is not installed: pip install {module}", flush=True)
+    print(
+        f"SKIPPED: the comparison with {module}, which is not installed: pip install {module}",
+        flush=True,
+    )
     return False
 
 
 def copy_runs(home: Path, count: int) -> None:
     """Put so many newer runs with other artifacts on record, made from the first one."""
     runs = home / "runs"
-    first = min(path for path in runs.glob("*.json") if json.loads(path.read_bytes())["outcome"] == "completed")
+    first = min(
+        path
+        for path in runs.glob("*.json")
+        if json.loads(path.read_bytes())["outcome"] == "completed"
+    )
     record = json.loads(first.read_bytes())
     for stage in record["stages"]:
         stage["key"] = stage["key"][::-1]
     for number in range(count):
         name = f"full-2099{number // 1440 + 1:04d}-{number % 1440:06d}-0000"
-        (runs / f"{name}.json").write_text(json.dumps({**record, "run": name}, indent=1, sort_keys=True))
+        (runs / f"{name}.json").write_text(
+            json.dumps({**record, "run": name}, indent=1, sort_keys=True)
+        )
 
 
 def use_test_support() -> None:
@@ -244,8 +319,15 @@ def shown(figure: float) -> str:
 
 def text_options(parser: argparse.ArgumentParser) -> None:
     """The options of commands that work on text."""
-    parser.add_argument("--path", help="JSON lines with documents, also .gz or .zst; default: Python's own source")
-    parser.add_argument("--megabytes", type=int, default=100, help="of text, in as many passes over it as that takes")
+    parser.add_argument(
+        "--path", help="JSON lines with documents, also .gz or .zst; default: Python's own source"
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=int,
+        default=100,
+        help="of text, in as many passes over it as that takes",
+    )
 
 
 def write_text(options: argparse.Namespace, directory: Path, megabytes: int | None = None) -> Path:
@@ -255,7 +337,12 @@ def write_text(options: argparse.Namespace, directory: Path, megabytes: int | No
     """
     import orjson
 
-    path, size, documents, passes = directory / "text.jsonl", (megabytes or options.megabytes) * MEGABYTE, 0, 0
+    path, size, documents, passes = (
+        directory / "text.jsonl",
+        (megabytes or options.megabytes) * MEGABYTE,
+        0,
+        0,
+    )
     with path.open("wb") as file:
         while file.tell() < size:
             passes += 1
@@ -265,8 +352,10 @@ def write_text(options: argparse.Namespace, directory: Path, megabytes: int | No
                     hashes.add(hash(text))
                     file.write(orjson.dumps({"text": f"{passes}. {text}"}) + b"\n")
                     documents += 1
-    print(f"text: {path.stat().st_size / MEGABYTE:.0f} MB, {documents} documents in {passes} passes over "
-          f"{options.path or 'the Python standard library'}")  # fmt: skip
+    print(
+        f"text: {path.stat().st_size / MEGABYTE:.0f} MB, {documents} documents in {passes} passes over "
+        f"{options.path or 'the Python standard library'}"
+    )
     return path
 
 
@@ -274,7 +363,9 @@ def train_tokenizer(path: Path, directory: Path) -> Path:
     """A tokenizer directory of VOCAB_SIZE entries, trained on the beginning of the file."""
     from ttrain.data import tokenizer
 
-    tokenizer.save(tokenizer.train(read_texts(path, TOKENIZER_BYTES), VOCAB_SIZE), directory / "tokenizer")
+    tokenizer.save(
+        tokenizer.train(read_texts(path, TOKENIZER_BYTES), VOCAB_SIZE), directory / "tokenizer"
+    )
     return directory / "tokenizer"
 
 

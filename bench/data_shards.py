@@ -36,14 +36,21 @@ def compare_peers(options: argparse.Namespace, directory: Path, table: Table) ->
         "one worker": partial(make, shard, path, tokenizer, directory / "one", 1),
     }
     if has_peer := common.has("datasets"):
-        sides["datasets"] = partial(make, map_lean, path, tokenizer, directory / "datasets", WORKERS, **ONE_THREAD)
+        sides["datasets"] = partial(
+            make, map_lean, path, tokenizer, directory / "datasets", WORKERS, **ONE_THREAD
+        )
     costs = table.interleave(sides, options.rounds)
-    cpu, size = {side: common.median(costs[side], "cpu") for side in sides}, path.stat().st_size / MEGABYTE
+    cpu, size = (
+        {side: common.median(costs[side], "cpu") for side in sides},
+        path.stat().st_size / MEGABYTE,
+    )
     rates = [size / common.median(costs[side], "seconds") for side in ("ours", "one worker")]
     print(f"ours: {costs['ours'][0].result}")
     table.ratio("MB a second, one worker", *rates, least=LEAST_WORKERS)
     if has_peer:
-        table.ratio("MB a CPU second, datasets", size / cpu["ours"], size / cpu["datasets"], least=LEAST_CPU)
+        table.ratio(
+            "MB a CPU second, datasets", size / cpu["ours"], size / cpu["datasets"], least=LEAST_CPU
+        )
         count, equal = compare_ids(directory / "ours", directory / "datasets")
         table.check(f"each id as often, {count:,} in all", equal)
 
@@ -57,8 +64,13 @@ def compare_memory(options: argparse.Namespace, directory: Path, table: Table) -
         peaks[megabytes] = make(shard, path, tokenizer, directory / "ours", WORKERS)
         path.unlink()
     for process in ("main", "worker"):
-        large, small = (peaks[megabytes].result[f"{process}_mb"] for megabytes in (LARGE_MEGABYTES, SMALL_MEGABYTES))
-        table.ratio(f"peak MB of the {process} process, 2 GB, 100 MB", large, small, most=MOST_GROWTH)
+        large, small = (
+            peaks[megabytes].result[f"{process}_mb"]
+            for megabytes in (LARGE_MEGABYTES, SMALL_MEGABYTES)
+        )
+        table.ratio(
+            f"peak MB of the {process} process, 2 GB, 100 MB", large, small, most=MOST_GROWTH
+        )
         table.value(f"peak MB of the {process} process", large, most=MOST_MEMORY_MB)
 
 
@@ -75,12 +87,16 @@ def compare_near(options: argparse.Namespace, directory: Path, table: Table) -> 
         shutil.rmtree(directory / "ours" / "run" / "near", ignore_errors=True)
         costs.append(common.measure(shard, *work, THRESHOLD))
     without = common.measure(shard, *work)
-    print(f"{costs[0].result['near']}, {costs[0].memory:.0f} MB; {without.cpu:.1f} CPU s without near-duplicates")
+    print(
+        f"{costs[0].result['near']}, {costs[0].memory:.0f} MB; {without.cpu:.1f} CPU s without near-duplicates"
+    )
     rate = 60 * path.stat().st_size / MEGABYTE / (common.median(costs, "cpu") - without.cpu)
     table.value("near-duplicates, MB a CPU minute", rate, least=LEAST_NEAR)
 
 
-def make(side: Any, path: Path, tokenizer: Path, output: Path, workers: int, **environment: str) -> Cost:
+def make(
+    side: Any, path: Path, tokenizer: Path, output: Path, workers: int, **environment: str
+) -> Cost:
     """Run a side that writes a directory, which does not exist before."""
     shutil.rmtree(output, ignore_errors=True)
     return common.measure(side, path, tokenizer, output, workers, **environment)
@@ -126,8 +142,12 @@ def map_lean(path: str, tokenizer: str, output: str, workers: str) -> None:
         return {"input_ids": [[ends.bos_id, *encoding.ids, ends.eos_id] for encoding in encodings]}
 
     datasets.disable_progress_bars()
-    rows = datasets.load_dataset("json", data_files=path, split="train", cache_dir=f"{output}-cache")
-    rows.map(encode, batched=True, num_proc=int(workers), remove_columns=["text"]).save_to_disk(output)
+    rows = datasets.load_dataset(
+        "json", data_files=path, split="train", cache_dir=f"{output}-cache"
+    )
+    rows.map(encode, batched=True, num_proc=int(workers), remove_columns=["text"]).save_to_disk(
+        output
+    )
     shutil.rmtree(f"{output}-cache")
 
 
@@ -138,7 +158,9 @@ def compare_ids(ours: Path, theirs: Path) -> tuple[int, bool]:
 
     from ttrain.data.shards import ShardSet
 
-    columns = [column for part in ("train", "heldout") for column in ShardSet(ours / part).columns()]
+    columns = [
+        column for part in ("train", "heldout") for column in ShardSet(ours / part).columns()
+    ]
     chunks = datasets.load_from_disk(str(theirs)).data.column("input_ids").chunks
     sides = [column.tokens for column in columns], [chunk.flatten().to_numpy() for chunk in chunks]
     counts = [sum(np.bincount(array, minlength=VOCAB_SIZE) for array in arrays) for arrays in sides]

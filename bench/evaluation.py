@@ -47,12 +47,20 @@ def compare_choices(options: argparse.Namespace, directory: Path, table: Table) 
     evaluated = replace(loading.load(reference, device="cpu"), batch_tokens=BATCH_TOKENS)
     model = AutoModelForCausalLM.from_pretrained(reference.model)
     tokenizer = AutoTokenizer.from_pretrained(reference.tokenizer)
-    harness = HFLM(model, tokenizer=tokenizer, device="cpu", softmax_dtype="float32", max_length=evaluated.max_length)
+    harness = HFLM(
+        model,
+        tokenizer=tokenizer,
+        device="cpu",
+        softmax_dtype="float32",
+        max_length=evaluated.max_length,
+    )
     for shots in (0, SHOTS):
         compare_items(file, shots, options.rounds, evaluated, harness, table)
 
 
-def compare_items(file: Path, shots: int, rounds: int, evaluated: Any, harness: Any, table: Table) -> None:
+def compare_items(
+    file: Path, shots: int, rounds: int, evaluated: Any, harness: Any, table: Table
+) -> None:
     """The lines of the items with so many worked examples."""
     from lm_eval.api.instance import Instance
 
@@ -62,16 +70,29 @@ def compare_items(file: Path, shots: int, rounds: int, evaluated: Any, harness: 
     from ttrain.evaluate.log_likelihood import encode_pairs, log_likelihoods
 
     task = ChoicesTask(file=file.name, shots=shots)
-    texts = choices.choice_texts(choices.read("items", task, SuiteFiles(file.parent.resolve())).items)
-    lengths = [len(context) + len(continuation) for context, continuation in encode_pairs(evaluated, texts)]
-    harness.batch_size_per_gpu = max(1, BATCH_TOKENS // min(max(lengths), evaluated.max_length or max(lengths)))
+    texts = choices.choice_texts(
+        choices.read("items", task, SuiteFiles(file.parent.resolve())).items
+    )
+    lengths = [
+        len(context) + len(continuation) for context, continuation in encode_pairs(evaluated, texts)
+    ]
+    harness.batch_size_per_gpu = max(
+        1, BATCH_TOKENS // min(max(lengths), evaluated.max_length or max(lengths))
+    )
     requests = [Instance("loglikelihood", {}, pair, 0) for pair in texts]
     label = f"{shots} examples, {statistics.mean(lengths):.0f} tokens"
-    works = (partial(log_likelihoods, evaluated, texts, lambda done, total: None),
-             partial(harness.loglikelihood, requests, disable_tqdm=True))  # fmt: skip
+    works = (
+        partial(log_likelihoods, evaluated, texts, lambda done, total: None),
+        partial(harness.loglikelihood, requests, disable_tqdm=True),
+    )
     pairs = zip(*(work() for work in works), lengths, strict=True)  # the first time costs more
-    apart = max(abs(score.nats + log_likelihood) / length for score, (log_likelihood, _), length in pairs)
-    sides = {side: partial(common.timed, work) for side, work in zip(("ours", "theirs"), works, strict=True)}
+    apart = max(
+        abs(score.nats + log_likelihood) / length for score, (log_likelihood, _), length in pairs
+    )
+    sides = {
+        side: partial(common.timed, work)
+        for side, work in zip(("ours", "theirs"), works, strict=True)
+    }
     costs = table.interleave(sides, rounds, group=f"{label}, ")
     rates = (MADE_ITEMS / common.median(costs[side], "wall") for side in sides)
     table.ratio(f"items/s, {label}", *rates, least=LEAST_CHOICES)
@@ -81,14 +102,21 @@ def compare_items(file: Path, shots: int, rounds: int, evaluated: Any, harness: 
 def write_items(path: Path) -> Path:
     """Questions about which words of Python's source come next."""
     draw = random.Random(1)
-    words = Path(argparse.__file__).read_text().split() + Path(statistics.__file__).read_text().split()
+    words = (
+        Path(argparse.__file__).read_text().split() + Path(statistics.__file__).read_text().split()
+    )
     with path.open("w") as file:
         for _ in range(MADE_ITEMS):
             starts = draw.sample(range(len(words) - 2 * WORDS), CHOICES)
             answer = draw.randrange(CHOICES)
-            choices = [" ".join(words[start + WORDS : start + WORDS + draw.randint(3, 20)]) for start in starts]
+            choices = [
+                " ".join(words[start + WORDS : start + WORDS + draw.randint(3, 20)])
+                for start in starts
+            ]
             question = " ".join(words[starts[answer] : starts[answer] + WORDS])
-            file.write(json.dumps({"question": question, "choices": choices, "answer": answer}) + "\n")
+            file.write(
+                json.dumps({"question": question, "choices": choices, "answer": answer}) + "\n"
+            )
     return path
 
 
@@ -99,7 +127,11 @@ def write_random_model(file: Path, directory: Path) -> Path:
 
     tokenizer.save(tokenizer.train(file.read_text().splitlines(), VOCAB_SIZE), directory)
     encoder = Encoder(directory)
-    ids = {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
+    ids = {
+        "bos_token_id": encoder.bos_id,
+        "eos_token_id": encoder.eos_id,
+        "pad_token_id": encoder.pad_id,
+    }
     size = replace(train_common.SIZES["S"], row_length=2048, vocab_size=len(encoder))
     train_common.random_model(size, ids=ids, init_std=0.1).save_pretrained(directory)
     return directory

@@ -32,8 +32,26 @@ SMALL = "small"  # whose figures mean nothing: without limits, and not compiled
 VOCAB_SIZE = 32_768
 HEAD_WIDTH = 128  # for which a GPU's kernels of attention are fastest, and nanochat's
 SIZES = {
-    "124 M": Size(768, 14, 1024, 64, warmup_steps=10, measured_steps=40, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
-    "350 M": Size(1024, 25, 1024, 64, warmup_steps=10, measured_steps=20, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
+    "124 M": Size(
+        768,
+        14,
+        1024,
+        64,
+        warmup_steps=10,
+        measured_steps=40,
+        vocab_size=VOCAB_SIZE,
+        head_width=HEAD_WIDTH,
+    ),
+    "350 M": Size(
+        1024,
+        25,
+        1024,
+        64,
+        warmup_steps=10,
+        measured_steps=20,
+        vocab_size=VOCAB_SIZE,
+        head_width=HEAD_WIDTH,
+    ),
     SMALL: Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512),
 }
 ROWS, DOCUMENTS, PASSES = 32, 20, 20  # of packed rows; on a CPU two passes
@@ -46,27 +64,37 @@ def options(parser: argparse.ArgumentParser) -> None:
     train_common.options(parser)
     parser.set_defaults(megabytes=30)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny models, whose figures mean nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny models, whose figures mean nothing"
+    )
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, Size]:
     """The models by their names in the table."""
     return {
-        name: train_common.resized(size, options.steps) for name, size in SIZES.items() if (name == SMALL) == options.small
+        name: train_common.resized(size, options.steps)
+        for name, size in SIZES.items()
+        if (name == SMALL) == options.small
     }
 
 
-def settings_of(options: argparse.Namespace, directory: Path, size: Size, *without: str) -> list[str]:
+def settings_of(
+    options: argparse.Namespace, directory: Path, size: Size, *without: str
+) -> list[str]:
     """Settings of a pretraining of this size as fast as the device can, without those that begin like this."""
     text = directory / "text.jsonl"
     if not text.exists():
         common.write_text(options, directory, 1 if options.small else None)
     settings = [
-        f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}", f"runtime.device={options.device}",
-        *train_common.training("pretrain", size, size.steps), "runtime.deterministic=false", "runtime.tune=auto",
+        f"data.pretrain={text}",
+        f"tokenizer.vocab_size={size.vocab_size}",
+        f"runtime.device={options.device}",
+        *train_common.training("pretrain", size, size.steps),
+        "runtime.deterministic=false",
+        "runtime.tune=auto",
         f"runtime.compile={str(not options.small).lower()}",
-    ]  # fmt: skip
+    ]
     without = ("pretrain.optim.kind", *without)  # so that it is Muon
     return [one for one in settings if not one.startswith(without)]
 
@@ -95,19 +123,27 @@ def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> N
     for name, size in sizes_of(options).items():
         settings = settings_of(options, directory, size)
         train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
-        sides: dict[str, common.Side] = {"ours": partial(train_common.stage, "pretrain", directory, settings)}
+        sides: dict[str, common.Side] = {
+            "ours": partial(train_common.stage, "pretrain", directory, settings)
+        }
         if options.nanochat:
             work = (options.nanochat, options.device, name, size.steps)
             sides["nanochat"] = partial(common.measure, train_nanochat, *work)
         costs = table.interleave(sides, options.rounds, group=f"{name} ")
         rates = {side: train_common.median_rate(rounds, size) for side, rounds in costs.items()}
-        print(f"  {name}: {rates['ours']:,.0f} tokens/s with {costs['ours'][-1].result['manifest']['tuned']}")
+        print(
+            f"  {name}: {rates['ours']:,.0f} tokens/s with {costs['ours'][-1].result['manifest']['tuned']}"
+        )
         flops = rates["ours"] * size.flops_per_token / 1e9
-        known = peak / 1e9 or flops  # the peak is known of GPUs alone; elsewhere the ratio says nothing
+        known = (
+            peak / 1e9 or flops
+        )  # the peak is known of GPUs alone; elsewhere the ratio says nothing
         table.ratio(f"{name}: GFLOP/s, peak in bf16", flops, known, least=limit(options, LEAST_MFU))
         if "nanochat" in rates:
             least = limit(options, LEAST_NANOCHAT)
-            table.ratio(f"{name}: tokens/s, nanochat's loop", rates["ours"], rates["nanochat"], least=least)
+            table.ratio(
+                f"{name}: tokens/s, nanochat's loop", rates["ours"], rates["nanochat"], least=least
+            )
 
 
 def limit(options: argparse.Namespace, figure: float) -> float:
@@ -126,13 +162,21 @@ def train_nanochat(checkout: str, device: str, name: str, steps: str) -> dict[st
 
     size = SIZES[name]
     config = GPTConfig(
-        sequence_len=size.row_length, vocab_size=size.vocab_size, n_layer=size.layers, n_head=size.heads,
-        n_kv_head=size.heads, n_embd=size.hidden,
-    )  # fmt: skip
+        sequence_len=size.row_length,
+        vocab_size=size.vocab_size,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_kv_head=size.heads,
+        n_embd=size.hidden,
+    )
     with torch.device(device):
         model = GPT(config)
     model.init_weights()
-    optimizers = model.setup_optimizers() if hasattr(model, "setup_optimizers") else [model.setup_optimizer()]
+    optimizers = (
+        model.setup_optimizers()
+        if hasattr(model, "setup_optimizers")
+        else [model.setup_optimizer()]
+    )
     called = model if name == SMALL else torch.compile(model, dynamic=False)
     micro = min(size.rows_per_step, 32)  # as many as its script has for one GPU of 80 GB
     ids = torch.randint(0, size.vocab_size, (micro, size.row_length + 1), device=device)
@@ -154,7 +198,8 @@ def compare_packed(options: argparse.Namespace, directory: Path, table: Table) -
     """Tokens a second with twenty documents in a row, against one."""
     name = next(iter(sizes_of(options)))
     sides = {
-        str(documents): partial(common.measure, pass_rows, options.device, name, documents) for documents in (DOCUMENTS, 1)
+        str(documents): partial(common.measure, pass_rows, options.device, name, documents)
+        for documents in (DOCUMENTS, 1)
     }
     costs = table.interleave(sides, options.rounds, group="packed ")
     rates = (common.median(costs[documents], "per_s") for documents in sides)
@@ -175,14 +220,18 @@ def pass_rows(device: str, name: str, documents: str) -> dict[str, float]:
     module = task.build_model().to(device).train()
     used = contextlib.nullcontext if name == SMALL else CompiledLayers(module).used
     shape = (ROWS, size.row_length)
-    batches = [train_common.random_batch(shape, int(documents), size.vocab_size, seed) for seed in range(4)]
+    batches = [
+        train_common.random_batch(shape, int(documents), size.vocab_size, seed) for seed in range(4)
+    ]
     passes = 2 if name == SMALL else PASSES
 
     def pass_all() -> None:
         for number in range(passes):
             with used():
                 with torch.autocast(device, torch.bfloat16):
-                    loss = task.train_step(module, batches[number % len(batches)], torch.device(device))
+                    loss = task.train_step(
+                        module, batches[number % len(batches)], torch.device(device)
+                    )
                 (loss.total / loss.count).backward()
             module.zero_grad(set_to_none=True)
         if device == "cuda":
@@ -197,8 +246,12 @@ def check_resume(options: argparse.Namespace, directory: Path, table: Table) -> 
     size = next(iter(sizes_of(options).values()))
     settings = settings_of(options, directory, size, "runtime.tune", "runtime.deterministic")
     command = [*common.TTRAIN, "doctor", "--stage", "pretrain", "--json", *settings]
-    _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory, check=False)  # another may fail
-    (check,) = (check for check in json.loads(output)["checks"] if check["name"] == "save and resume")
+    _, output = common.run(
+        command, {"TTRAIN_HOME": str(directory / "home")}, directory, check=False
+    )  # another may fail
+    (check,) = (
+        check for check in json.loads(output)["checks"] if check["name"] == "save and resume"
+    )
     print(f"  save and resume: {check['measured']}")
     table.check("save and resume, to the bit", check["ok"])
 
@@ -209,10 +262,15 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
     steps = 8 if options.small else RECIPE_STEPS
     size = replace(size, warmup_steps=0, measured_steps=steps)
     without = ("pretrain.optim", "pretrain.schedule", "runtime.log_every")
-    settings = [*settings_of(options, directory, size, *without), "runtime.log_every_steps=1",
-                f"pretrain.validate_every_steps={max(1, steps // train_target.VALIDATIONS)}"]  # fmt: skip
+    settings = [
+        *settings_of(options, directory, size, *without),
+        "runtime.log_every_steps=1",
+        f"pretrain.validate_every_steps={max(1, steps // train_target.VALIDATIONS)}",
+    ]
     train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
-    first_recipe = [one for one in train_target.FIRST_RECIPE if not one.startswith("pretrain.tokens_per_step")]
+    first_recipe = [
+        one for one in train_target.FIRST_RECIPE if not one.startswith("pretrain.tokens_per_step")
+    ]
 
     def train(changes: list[str], own_steps: int) -> Cost:  # each with its own decay
         budget = f"pretrain.tokens={own_steps * size.tokens_per_step}"
@@ -222,13 +280,17 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
     ours = train([], steps if options.small else round(steps * MOST_SECONDS))
     target = first.result["validations"][-1][2]
     seconds = train_target.seconds_to_target(ours, target)
-    print(f"  first recipe: {target:.4f} in {train_target.seconds(first):.0f} s; ours ends at "
-          f"{ours.result['validations'][-1][2]:.4f}")  # fmt: skip
+    print(
+        f"  first recipe: {target:.4f} in {train_target.seconds(first):.0f} s; ours ends at "
+        f"{ours.result['validations'][-1][2]:.4f}"
+    )
     if not options.small:
         table.check("the defaults reach the loss of the first recipe", seconds is not None)
     if seconds is not None:
         most = limit(options, MOST_SECONDS)
-        table.ratio("s to the loss of the first recipe", seconds[0], train_target.seconds(first), most=most)
+        table.ratio(
+            "s to the loss of the first recipe", seconds[0], train_target.seconds(first), most=most
+        )
 
 
 def device_name(options: argparse.Namespace) -> str:
@@ -245,13 +307,21 @@ def check_device(options: argparse.Namespace) -> None:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device: nothing is measured; run this on a machine with a GPU, or with --device cpu --small")
+        print(
+            "no CUDA device: nothing is measured; run this on a machine with a GPU, or with --device cpu --small"
+        )
         sys.exit(1)
 
 
 PARTS = {
-    "tests": run_tests, "mfu": measure_mfu, "packed": compare_packed, "resume": check_resume, "recipes": compare_recipes,
-}  # fmt: skip
+    "tests": run_tests,
+    "mfu": measure_mfu,
+    "packed": compare_packed,
+    "resume": check_resume,
+    "recipes": compare_recipes,
+}
 
 if __name__ == "__main__":
-    common.main(str(__doc__), PARTS, rounds=3, options=options, ready=check_device, machine=device_name)
+    common.main(
+        str(__doc__), PARTS, rounds=3, options=options, ready=check_device, machine=device_name
+    )

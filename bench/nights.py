@@ -32,8 +32,10 @@ from typing import Any
 import common
 from common import Table
 
-SIZES = {"1M": ["model.hidden_size=128", "model.layers=4", "model.heads=2"],
-         "5M": ["model.hidden_size=256", "model.layers=5", "model.heads=4"]}  # fmt: skip
+SIZES = {
+    "1M": ["model.hidden_size=128", "model.layers=4", "model.heads=2"],
+    "5M": ["model.hidden_size=256", "model.layers=5", "model.heads=4"],
+}
 SUBJECTS = {
     "tests": "unittest doctest test/test_list.py test/list_tests.py test/string_tests.py test/test_unicode.py "
     "test/test_set.py test/test_dict.py test/seq_tests.py test/test_bytes.py test/test_float.py test/test_long.py",
@@ -50,14 +52,21 @@ SUBJECTS = {
     "ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py importlib zipimport.py fileinput.py filecmp.py",
 }
 PIECE_BYTES = 1500  # of a text, at least, from a definition or paragraph on: a document
-HELDOUT_FRACTION, HELDOUT_BYTES = 0.06, 24_000  # of a domain, at least; of it that is scored, more where there is less text
+HELDOUT_FRACTION, HELDOUT_BYTES = (
+    0.06,
+    24_000,
+)  # of a domain, at least; of it that is scored, more where there is less text
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
 PROFILE = "continual"
 AT_ONCE = "everything"  # the side that all others are compared with
 # The default schedule and rate; budget and replay stay those of the profile.
-REWARM = ["pretrain.schedule.kind=linear", "pretrain.schedule.decay_fraction=0.5", "pretrain.schedule.average=null",
-          "nightly.rate=0.5"]  # fmt: skip
+REWARM = [
+    "pretrain.schedule.kind=linear",
+    "pretrain.schedule.decay_fraction=0.5",
+    "pretrain.schedule.average=null",
+    "nightly.rate=0.5",
+]
 SIDES = {
     "ours": [],
     "rewarm": REWARM,
@@ -70,14 +79,24 @@ Runs = Sequence[Mapping[str, Any]]  # of a side, one of each seed
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
-    parser.add_argument("--path", help="JSON lines with the key `source`, also .gz or .zst; default: Python's own source")
+    parser.add_argument(
+        "--path",
+        help="JSON lines with the key `source`, also .gz or .zst; default: Python's own source",
+    )
     parser.add_argument("--nights", type=int, default=10)
     parser.add_argument("--sizes", default="1M,5M", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", default="60k", help="of a night, about; Python's own source has up to 170k")
+    parser.add_argument(
+        "--tokens", default="60k", help="of a night, about; Python's own source has up to 170k"
+    )
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--threads", type=int, help="of each training; default: all cores")
-    parser.add_argument("--set", action="append", default=[], help="a setting of our side, such as nightly.replay=0.1")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        help="a setting of our side, such as nightly.replay=0.1",
+    )
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -97,8 +116,11 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
             settings = [*SIZES[size], *common_settings, *own, f"pretrain.seed={seed}"]
             cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), side)
             results.append({**cost.result, "cpu": cost.cpu})
-            print(f"  {size}, seed {seed}, {side}: {mean_bits(results[-1]['nights'][-1:], names):.4f} bits per byte after "
-                  f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s", flush=True)  # fmt: skip
+            print(
+                f"  {size}, seed {seed}, {side}: {mean_bits(results[-1]['nights'][-1:], names):.4f} bits per byte after "
+                f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s",
+                flush=True,
+            )
         show(runs[sides[0]], runs[AT_ONCE], names, f"{size}, {sides[0]}")
         for side in sides:
             rules = RULES if side == "ours" else dict.fromkeys(RULES, 0.0)
@@ -110,7 +132,14 @@ def heldout_fraction(tokens: int) -> float:
     return max(HELDOUT_FRACTION, HELDOUT_BYTES / (HELDOUT_BYTES + tokens * BYTES_PER_TOKEN))
 
 
-def report(table: Table, label: str, ours: Runs, at_once: Runs, names: Sequence[str], rules: Mapping[str, float]) -> None:
+def report(
+    table: Table,
+    label: str,
+    ours: Runs,
+    at_once: Runs,
+    names: Sequence[str],
+    rules: Mapping[str, float],
+) -> None:
     """The lines of a side, means over its seeds: all nights, the worst domain, and the share of the tokens."""
     last = [[run["nights"][-1] for run in runs] for runs in (ours, at_once)]
     together = (mean_bits(nights, names) for nights in last)
@@ -118,8 +147,15 @@ def report(table: Table, label: str, ours: Runs, at_once: Runs, names: Sequence[
     domains = {name: [mean_bits(nights, [name]) for nights in last] for name in names}
     worst = max(names, key=lambda name: domains[name][0] / domains[name][1])
     table.ratio(f"{label}: of the worst domain, {worst}", *domains[worst], most=rules["worst"])
-    retrained = (len(names) + 1) / 2 * at_once[0]["tokens"]  # a part of the domains in the first night, all in the last
-    table.ratio(f"{label}: tokens, of retraining every night", ours[0]["tokens"], retrained, most=rules["tokens"])
+    retrained = (
+        (len(names) + 1) / 2 * at_once[0]["tokens"]
+    )  # a part of the domains in the first night, all in the last
+    table.ratio(
+        f"{label}: tokens, of retraining every night",
+        ours[0]["tokens"],
+        retrained,
+        most=rules["tokens"],
+    )
 
 
 def show(runs: Runs, at_once: Runs, names: Sequence[str], label: str) -> None:
@@ -129,10 +165,15 @@ def show(runs: Runs, at_once: Runs, names: Sequence[str], label: str) -> None:
     print(f"\n{label}: bits per byte of each domain before and after each night")
     print(f"{'':<{width}}{''.join(f'{name:>14}' for name in (*names, 'all'))}")
     before = [""] * (len(names) + 1)
-    rows = [(f"{night + 1} {name}", [run["nights"][night] for run in runs]) for night, name in enumerate(names)]
+    rows = [
+        (f"{night + 1} {name}", [run["nights"][night] for run in runs])
+        for night, name in enumerate(names)
+    ]
     for title, nights in [*rows, ("at once", [run["nights"][-1] for run in at_once])]:
         before = [""] * len(before) if title == "at once" else before
-        after = [f"{mean_bits(nights, domains):.3f}" for domains in (*([name] for name in names), names)]
+        after = [
+            f"{mean_bits(nights, domains):.3f}" for domains in (*([name] for name in names), names)
+        ]
         cells = (f"{old} {new}".strip() for old, new in zip(before, after, strict=True))
         print(f"{title:<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
         before = after
@@ -173,7 +214,9 @@ def modules() -> dict[str, list[str]]:
         pieces: list[str] = []
         for entry in entries.split():
             path = root / entry
-            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []:
+            for file in (
+                sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []
+            ):
                 pieces += pieces_of(file.read_text("utf-8", errors="ignore"))
         subjects[subject] = shuffled(pieces)
     return subjects
@@ -201,8 +244,12 @@ def sources(path: str, nights: int) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for record in common.read_documents(path):
-        found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).extend(pieces_of(record.text))
-    largest = sorted(found, key=lambda name: -sum(len(text.encode()) for text in found[name]))[:nights]
+        found.setdefault(dict(record.labels).get("source", "none").replace("/", "-"), []).extend(
+            pieces_of(record.text)
+        )
+    largest = sorted(found, key=lambda name: -sum(len(text.encode()) for text in found[name]))[
+        :nights
+    ]
     return {name: shuffled(found[name]) for name in largest}
 
 
@@ -220,8 +267,12 @@ def learn(directory: str, names: str, settings: str, side: str) -> dict[str, Any
 
     root, domains = Path(directory), json.loads(names)
     profiles = [PROFILE] if side in ("ours", "rewarm") else []
-    config = load([*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles).settings
-    plan = [(domains[number : number + 1], domains[:number]) for number in range(len(domains))]  # new, and learnt before
+    config = load(
+        [*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles
+    ).settings
+    plan = [
+        (domains[number : number + 1], domains[:number]) for number in range(len(domains))
+    ]  # new, and learnt before
     if side == AT_ONCE:
         plan = [(domains, [])]
     elif config.nightly.data == "all":
@@ -243,7 +294,13 @@ class Learner:
     def __init__(self, root: Path, settings: Any) -> None:
         self.root, self.settings = root, settings
 
-    def job(self, output: Path, inputs: Mapping[str, Path], files: Mapping[str, list[str]] = {}, **arguments: str) -> Any:
+    def job(
+        self,
+        output: Path,
+        inputs: Mapping[str, Path],
+        files: Mapping[str, list[str]] = {},
+        **arguments: str,
+    ) -> Any:
         """What a stage gets."""
         from ttrain.core.files import ProgressWriter
         from ttrain.tasks.common.job import StageContext
@@ -251,9 +308,15 @@ class Learner:
         output.mkdir(parents=True, exist_ok=True)
         groups = {role: [0] * len(paths) for role, paths in files.items()}
         return StageContext(
-            inputs, files, arguments, output, self.settings.runtime, ProgressWriter(None), lambda: False,
+            inputs,
+            files,
+            arguments,
+            output,
+            self.settings.runtime,
+            ProgressWriter(None),
+            lambda: False,
             groups=groups,
-        )  # fmt: skip
+        )
 
     def shards(self, domains: Sequence[str]) -> Path:
         """The shards of these domains; the tokenizer is that of the first night."""
@@ -261,23 +324,35 @@ class Learner:
 
         if not (tokens := self.root / "tokenizer").exists():
             text = str(self.root / f"{domains[0]}.jsonl")
-            tokenizer.train_directory([text], tokens, self.settings.tokenizer, self.settings.reading)
+            tokenizer.train_directory(
+                [text], tokens, self.settings.tokenizer, self.settings.reading
+            )
         output = self.root / "shards" / "-".join(domains)
         if not output.exists():
             files = {"train": [str(self.root / f"{name}.jsonl") for name in domains]}
-            job = self.job(output, {"tokenizer": tokens}, files, kind="documents", dataset="pretrain")
+            job = self.job(
+                output, {"tokenizer": tokens}, files, kind="documents", dataset="pretrain"
+            )
             shards.run(self.settings, job)
         return output
 
-    def night(self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None) -> tuple[Path, dict[str, Any]]:
+    def night(
+        self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None
+    ) -> tuple[Path, dict[str, Any]]:
         """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
         from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.store.model_files import PLATEAU
         from ttrain.tasks import pretrain, replay
 
         documents = self.shards(domains)
-        inputs, changes = {"tokenizer": self.root / "tokenizer", "shards": documents}, dict[str, Any]()
-        output, settings = self.root / "models" / f"{len(list(self.root.glob('models/*'))):03}", self.settings
+        inputs, changes = (
+            {"tokenizer": self.root / "tokenizer", "shards": documents},
+            dict[str, Any](),
+        )
+        output, settings = (
+            self.root / "models" / f"{len(list(self.root.glob('models/*'))):03}",
+            self.settings,
+        )
         output.mkdir(parents=True)
         if champion:
             has_plateau = (champion / PLATEAU).exists()
@@ -287,7 +362,9 @@ class Learner:
         tonight = settings.model_validate({**tree, "pretrain": {**tree["pretrain"], **changes}})
         if champion and learnt:
             inputs["replay"] = output.with_name(f"{output.name}-replay")
-            earlier = {f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)}
+            earlier = {
+                f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)
+            }
             replay.run(tonight, self.job(inputs["replay"], {"documents": documents, **earlier}))
         figures = pretrain.run(tonight, self.job(output, inputs))
         return output, figures
@@ -309,9 +386,17 @@ class Learner:
                 if size < HELDOUT_BYTES:
                     texts.append(record["text"])
                     size += len(record["text"].encode())
-            sequences = [([encoder.bos_id, *ids], [False] + [True] * len(ids)) for ids in encoder.encode(texts)]
+            sequences = [
+                ([encoder.bos_id, *ids], [False] + [True] * len(ids))
+                for ids in encoder.encode(texts)
+            ]
             scored = perplexity.score_each(
-                network, sequences, length=256, stride=128, device=torch.device("cpu"), progress=lambda done, total: None
+                network,
+                sequences,
+                length=256,
+                stride=128,
+                device=torch.device("cpu"),
+                progress=lambda done, total: None,
             )
             found[name] = (sum(score.nats for score in scored), size)
         return found

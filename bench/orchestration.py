@@ -119,7 +119,9 @@ def copy_package(directory: Path) -> Path:
     """A copy of ttrain with the pipeline `six` and its stages, and the same as a flow of Prefect."""
     package = directory / "package"
     for name in ("ttrain", "configs"):
-        shutil.copytree(REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, package / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name, code in {
         "ttrain/six_step.py": STAGE_MODULE,
         "ttrain/tasks/__init__.py": STAGE_TABLE,
@@ -140,8 +142,23 @@ def prefect_server(directory: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}/api"
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, **QUIET, "PREFECT_HOME": str(directory / "server"), "PREFECT_API_URL": address}
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    environment = {
+        **os.environ,
+        **QUIET,
+        "PREFECT_HOME": str(directory / "server"),
+        "PREFECT_API_URL": address,
+    }
     with (directory / "server.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
@@ -152,35 +169,50 @@ def prefect_server(directory: Path) -> Iterator[str]:
             except OSError:
                 time.sleep(0.2)
         else:
-            raise RuntimeError(f"the Prefect server does not answer: {(directory / 'server.log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the Prefect server does not answer: {(directory / 'server.log').read_text()[-2000:]}"
+            )
         yield address
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def run_stages(command: list[str], environment: dict[str, str], directory: Path) -> dict[str, float]:
+def run_stages(
+    command: list[str], environment: dict[str, str], directory: Path
+) -> dict[str, float]:
     """A first run, a cached one, and a first run of one stage; their seconds. Raises RuntimeError where others ran."""
     seconds: dict[str, float] = {}
     for state, home, stages, expected in (
-        ("first run", "whole", STAGES, STAGES), ("cached rerun", "whole", STAGES, 0), ("one stage", "single", 1, 1),
-    ):  # fmt: skip
+        ("first run", "whole", STAGES, STAGES),
+        ("cached rerun", "whole", STAGES, 0),
+        ("one stage", "single", 1, 1),
+    ):
         root = directory / home
         root.mkdir(parents=True, exist_ok=True)
         (root / "ran").write_text("")
-        own = {"TTRAIN_HOME": str(root / "home"), "PREFECT_HOME": str(root / "prefect"), "BENCH_RAN": str(root / "ran"),
-               "BENCH_STAGES": str(stages)}  # fmt: skip
+        own = {
+            "TTRAIN_HOME": str(root / "home"),
+            "PREFECT_HOME": str(root / "prefect"),
+            "BENCH_RAN": str(root / "ran"),
+            "BENCH_STAGES": str(stages),
+        }
         cost, _ = common.run(command, {**QUIET, **environment, **own}, root)
         if (ran := len((root / "ran").read_text().split())) != expected:
             raise RuntimeError(f"{command} ran {ran} stages in a {state}, not {expected}")
         seconds[state] = cost.wall
     shutil.rmtree(directory)
-    return {**seconds, "one more stage": (seconds["first run"] - seconds["one stage"]) / (STAGES - 1)}
+    return {
+        **seconds,
+        "one more stage": (seconds["first run"] - seconds["one stage"]) / (STAGES - 1),
+    }
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """All engines, interleaved; the first round fills the caches of bytecode and of the file system."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server ends, too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that the server ends, too
     package = copy_package(directory)
     path = {"PYTHONPATH": str(package)}
     ours = [*common.TTRAIN, "pipeline", "run", "six"]
@@ -196,13 +228,18 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
             for name, engine in engines.items()
         }
         costs = table.interleave(sides, options.rounds, warmups=1)
-    medians = {name: {state: common.median(runs, state) for state in runs[0].result} for name, runs in costs.items()}
+    medians = {
+        name: {state: common.median(runs, state) for state in runs[0].result}
+        for name, runs in costs.items()
+    }
     theirs = medians.pop("Prefect")
     for name, seconds in medians.items():
         for state, most in (("first run", 0.0), ("cached rerun", MOST_CACHED)):
             table.ratio(f"s, {state}, {name}, Prefect", seconds[state], theirs[state], most=most)
         base = theirs["one more stage"] if name == "ttrain with Prefect" else 0
-        table.value(f"s, one more stage, {name}", seconds["one more stage"], most=base + MOST_STAGE_SECONDS)
+        table.value(
+            f"s, one more stage, {name}", seconds["one more stage"], most=base + MOST_STAGE_SECONDS
+        )
 
 
 if __name__ == "__main__":

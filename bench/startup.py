@@ -50,7 +50,10 @@ def compare_commands(options: argparse.Namespace, directory: Path, table: Table)
         "plan": side([*TTRAIN, "pipeline", "plan", "full", *settings]),
         "status": side([*TTRAIN, "pipeline", "status"]),
         "cached run": side(run_full),
-        **{f"cached run, {number:,} runs before": side(run_full, homes[number]) for number in RUNS_BEFORE},
+        **{
+            f"cached run, {number:,} runs before": side(run_full, homes[number])
+            for number in RUNS_BEFORE
+        },
     }
     costs = table.interleave(sides, options.rounds, warmups=1)
     seconds = {name: common.median(rounds, "wall") for name, rounds in costs.items()}
@@ -58,7 +61,9 @@ def compare_commands(options: argparse.Namespace, directory: Path, table: Table)
         table.value(f"s, {name}", value, most=LIMITS_SECONDS.get(name.split(",")[0], 0))
     for number in RUNS_BEFORE:
         name = f"cached run, {number:,} runs before"
-        table.ratio(f"s, {name}, none before", seconds[name], seconds["cached run"], most=MOST_OF_NO_RUNS)
+        table.ratio(
+            f"s, {name}, none before", seconds[name], seconds["cached run"], most=MOST_OF_NO_RUNS
+        )
 
 
 if __name__ == "__main__":

@@ -24,9 +24,15 @@ LEAST_OF_UNTRACKED = 0.99
 WARM_STEPS = 5
 SERVER_MODES = ("well", "dead", "hanging", "error")
 MODEL = (
-    "model.hidden_size=256", "model.layers=4", "model.heads=4", "pretrain.tokens_per_step=2048", "pretrain.row_length=128",
-    "runtime.rows_per_device=8", "runtime.log_every_steps=1", "runtime.checkpoint_every_steps=1000",
-)  # fmt: skip
+    "model.hidden_size=256",
+    "model.layers=4",
+    "model.heads=4",
+    "pretrain.tokens_per_step=2048",
+    "pretrain.row_length=128",
+    "runtime.rows_per_device=8",
+    "runtime.log_every_steps=1",
+    "runtime.checkpoint_every_steps=1000",
+)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +47,11 @@ def compare_steps(options: argparse.Namespace, directory: Path, table: Table) ->
     from support.pipeline_home import Cli, write_corpus
 
     write_corpus(directory / "data")
-    settings = [*Cli(directory, directory / "data").settings, *MODEL, f"pretrain.tokens={options.tokens}"]
+    settings = [
+        *Cli(directory, directory / "data").settings,
+        *MODEL,
+        f"pretrain.tokens={options.tokens}",
+    ]
     train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
 
     def train(address: str, enabled: str = "true") -> Cost:
@@ -66,7 +76,12 @@ def compare_steps(options: argparse.Namespace, directory: Path, table: Table) ->
     for name, tracked in steps.items():
         ratio = statistics.median(off / on for off, on in zip(untracked, tracked, strict=True))
         medians = (1000 * statistics.median(seconds) for seconds in (untracked, tracked))
-        table.ratio(f"ms of a step without tracking, {name}", *medians, value=ratio, least=LEAST_OF_UNTRACKED)
+        table.ratio(
+            f"ms of a step without tracking, {name}",
+            *medians,
+            value=ratio,
+            least=LEAST_OF_UNTRACKED,
+        )
 
 
 if __name__ == "__main__":

@@ -54,13 +54,20 @@ class Size:
     @property
     def model(self) -> list[str]:
         """Settings of the model."""
-        return [f"model.hidden_size={self.hidden}", f"model.layers={self.layers}", f"model.heads={self.heads}"]
+        return [
+            f"model.hidden_size={self.hidden}",
+            f"model.layers={self.layers}",
+            f"model.heads={self.heads}",
+        ]
 
     @property
     def flops_per_token(self) -> int:
         """Forward and backward of all matrices but the embedding, and unmasked attention (arXiv:2204.02311, appendix B)."""
         inner = -(-(self.hidden * 8 // 3) // 32) * 32
-        weights = self.layers * (4 * self.hidden**2 + 3 * self.hidden * inner) + self.vocab_size * self.hidden
+        weights = (
+            self.layers * (4 * self.hidden**2 + 3 * self.hidden * inner)
+            + self.vocab_size * self.hidden
+        )
         return 6 * weights + 12 * self.layers * self.hidden * self.row_length
 
 
@@ -75,7 +82,9 @@ def options(parser: ArgumentParser) -> None:
     """The options of all measurements of training."""
     common.text_options(parser)
     parser.set_defaults(megabytes=4)
-    parser.add_argument("--steps", type=int, help="that are measured; default: as many as the size has")
+    parser.add_argument(
+        "--steps", type=int, help="that are measured; default: as many as the size has"
+    )
 
 
 def resized(size: Size, steps: int | None) -> Size:
@@ -89,10 +98,16 @@ def allocator() -> dict[str, str]:
     from ttrain.engine.processes import environment_of
 
     environment = environment_of(Settings())
-    return {name: environment[name] for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT") if name in environment}
+    return {
+        name: environment[name]
+        for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT")
+        if name in environment
+    }
 
 
-def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = False, **environment: str) -> Cost:
+def stage(
+    name: str, directory: Path, settings: Sequence[str], *, keep: bool = False, **environment: str
+) -> Cost:
     """Run a stage by its command; the result has its curve and its manifest.
 
     Memory is the peak of the process that trains, from its curve: it is no child of the command that could be waited for.
@@ -102,7 +117,9 @@ def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = F
     """
     seed = [] if keep else [f"{name}.seed={next(SEEDS)}"]
     command = [*common.TTRAIN, "stage", "run", name, "--json", *settings, *seed]
-    cost, output = common.run(command, {"TTRAIN_HOME": str(directory / "home"), **environment}, directory)
+    cost, output = common.run(
+        command, {"TTRAIN_HOME": str(directory / "home"), **environment}, directory
+    )
     outcome = json.loads(output)
     if outcome["state"] != "completed" and not (keep and outcome["state"] == "cached"):
         raise RuntimeError(f"{name} was not run: it is {outcome['state']}")
@@ -115,12 +132,19 @@ def stage(name: str, directory: Path, settings: Sequence[str], *, keep: bool = F
         shutil.copy(config, directory / "config" / "config.json")
     if not keep:
         shutil.rmtree(artifact)
-    return Cost(cost.wall, cost.cpu, max(curve["memory_bytes"], default=0.0) / common.MEGABYTE, result)
+    return Cost(
+        cost.wall, cost.cpu, max(curve["memory_bytes"], default=0.0) / common.MEGABYTE, result
+    )
 
 
 def read_curve(artifact: Path) -> dict[str, list[Any]]:
     """Stamps (steps done, wall time), seconds and memory by step, and validations (steps done, wall time, loss)."""
-    curve: dict[str, list[Any]] = {"stamps": [], "step_seconds": [], "memory_bytes": [], "validations": []}
+    curve: dict[str, list[Any]] = {
+        "stamps": [],
+        "step_seconds": [],
+        "memory_bytes": [],
+        "validations": [],
+    }
     path = artifact / "run" / "metrics.jsonl"
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
         if "step_seconds" in line["metrics"]:
@@ -128,13 +152,20 @@ def read_curve(artifact: Path) -> dict[str, list[Any]]:
             for name in ("step_seconds", "memory_bytes"):
                 curve[name].append(line["metrics"][name])
         if "validation_loss" in line["metrics"]:
-            curve["validations"].append((line["step"], line["time"], line["metrics"]["validation_loss"]))
+            curve["validations"].append(
+                (line["step"], line["time"], line["metrics"]["validation_loss"])
+            )
     return curve
 
 
-def artifacts(directory: Path, settings: Sequence[str], *names: str, **environment: str) -> list[str]:
+def artifacts(
+    directory: Path, settings: Sequence[str], *names: str, **environment: str
+) -> list[str]:
     """Run stages whose artifacts stay; their directories."""
-    return [stage(name, directory, settings, keep=True, **environment).result["artifact"] for name in names]
+    return [
+        stage(name, directory, settings, keep=True, **environment).result["artifact"]
+        for name in names
+    ]
 
 
 def steps_per_second(cost: Cost, first: int) -> float:
@@ -146,22 +177,37 @@ def steps_per_second(cost: Cost, first: int) -> float:
 
 def median_rate(costs: Sequence[Cost], size: Size) -> float:
     """Median tokens a second of the rounds of a side, after the steps that do not count."""
-    return size.tokens_per_step * statistics.median(steps_per_second(cost, size.warmup_steps) for cost in costs)
+    return size.tokens_per_step * statistics.median(
+        steps_per_second(cost, size.warmup_steps) for cost in costs
+    )
 
 
 def training(section: str, size: Size, steps: int) -> list[str]:
     """Settings of a training stage of so many steps that every side of a comparison has: AdamW at a constant rate, and bf16
     where the CPU has it.
     """
-    learning = {"tokens": steps * size.tokens_per_step, "tokens_per_step": size.tokens_per_step,
-                "row_length": size.row_length, "validation_rows": size.rows_per_step, "precision": "auto",
-                "optim.kind": "adamw", "schedule.kind": "constant"}  # fmt: skip
-    return [*size.model, *(f"{section}.{key}={value}" for key, value in learning.items()),
-            f"runtime.rows_per_device={size.rows_per_step}", f"runtime.log_every_steps={size.warmup_steps}",
-            "runtime.quick_validations=0"]  # fmt: skip  # a run has 8 of them: in these few steps one after each two or six
+    learning = {
+        "tokens": steps * size.tokens_per_step,
+        "tokens_per_step": size.tokens_per_step,
+        "row_length": size.row_length,
+        "validation_rows": size.rows_per_step,
+        "precision": "auto",
+        "optim.kind": "adamw",
+        "schedule.kind": "constant",
+    }
+    return [
+        *size.model,
+        *(f"{section}.{key}={value}" for key, value in learning.items()),
+        f"runtime.rows_per_device={size.rows_per_step}",
+        f"runtime.log_every_steps={size.warmup_steps}",
+        # A run has 8 of them: in these few steps one after every two or six.
+        "runtime.quick_validations=0",
+    ]
 
 
-def export(section: str, directory: Path, settings: Sequence[str], shards: str, tokenizer: str) -> Path:
+def export(
+    section: str, directory: Path, settings: Sequence[str], shards: str, tokenizer: str
+) -> Path:
     """The batches that a stage will see, in its order, as arrays for the other sides; and the lengths of all rows."""
     import numpy as np
 
@@ -185,7 +231,10 @@ def export(section: str, directory: Path, settings: Sequence[str], shards: str, 
         for name in ("input_ids", "labels", "positions", "segments"):
             arrays = [getattr(batch, f"{name}_BT") for batch in part_batches]
             widths = [((0, 0), (0, config.row_length - array.shape[1])) for array in arrays]
-            arrays = [np.pad(array, width, constant_values=-100) for array, width in zip(arrays, widths, strict=True)]
+            arrays = [
+                np.pad(array, width, constant_values=-100)
+                for array, width in zip(arrays, widths, strict=True)
+            ]
             np.save(output / f"{part}_{name}.npy", np.concatenate(arrays))
     np.save(output / "lengths.npy", rows.lengths())
     return output
@@ -196,8 +245,16 @@ def random_model(size: Size, *, ids: Any = TOKEN_IDS, **settings: Any) -> Any:
     from ttrain.config import Model
     from ttrain.model import factory
 
-    model = Model(hidden_size=size.hidden, layers=size.layers, heads=size.heads, max_length=size.row_length, **settings)
-    return factory.build(model, vocab_size=size.vocab_size, ids=ids, stop_ids=[ids["eos_token_id"]], seed=1)
+    model = Model(
+        hidden_size=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        max_length=size.row_length,
+        **settings,
+    )
+    return factory.build(
+        model, vocab_size=size.vocab_size, ids=ids, stop_ids=[ids["eos_token_id"]], seed=1
+    )
 
 
 def random_batch(shape: tuple[int, int], documents: int, vocab_size: int, seed: int) -> Any:
@@ -211,5 +268,7 @@ def random_batch(shape: tuple[int, int], documents: int, vocab_size: int, seed: 
     for row in segments:
         row[generator.choice(np.arange(1, length), documents - 1, replace=False)] = 1
     segments = segments.cumsum(1)
-    begins = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=-1) != 0, np.arange(length), 0), 1)
+    begins = np.maximum.accumulate(
+        np.where(np.diff(segments, axis=1, prepend=-1) != 0, np.arange(length), 0), 1
+    )
     return Batch(ids, np.roll(ids, -1, 1), np.arange(length) - begins, segments)

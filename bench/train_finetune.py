@@ -40,8 +40,13 @@ def compare_sft(options: argparse.Namespace, directory: Path, table: Table) -> N
     chats, texts = directory / "chats.jsonl", directory / "texts.jsonl"
     write_chats(common.write_text(options, directory), chats, texts)
     # A base of one step: its weights do not change how fast the next stage is.
-    settings = [f"data.pretrain={texts}", f"data.sft={chats}", f"tokenizer.vocab_size={size.vocab_size}",
-                *train_common.training("pretrain", size, 1), *train_common.training("sft", size, size.steps)]  # fmt: skip
+    settings = [
+        f"data.pretrain={texts}",
+        f"data.sft={chats}",
+        f"tokenizer.vocab_size={size.vocab_size}",
+        *train_common.training("pretrain", size, 1),
+        *train_common.training("sft", size, size.steps),
+    ]
     names = ("tokenizer", "shards-pretrain", "shards-sft", "pretrain")
     tokenizer, _, shards, _ = train_common.artifacts(directory, settings, *names)
     rows = train_common.export("sft", directory, [*settings, "sft.packing=none"], shards, tokenizer)
@@ -54,12 +59,17 @@ def compare_sft(options: argparse.Namespace, directory: Path, table: Table) -> N
         return cost
 
     def train_padded(width: str) -> Cost:
-        accumulated = max(1, round(size.rows_per_step * packed["pieces"] / packed["rows"] / CHATS_PER_BATCH))
+        accumulated = max(
+            1, round(size.rows_per_step * packed["pieces"] / packed["rows"] / CHATS_PER_BATCH)
+        )
         steps = max(2, round(size.steps * STEPS_SHARE[width]))
         work = (rows, directory / "config", CHATS_PER_BATCH, accumulated, steps, width, next(seeds))
         return common.measure(train_peers.train_padded, *work, **train_common.allocator())
 
-    sides = {"packed": train_packed, **{width: partial(train_padded, width) for width in STEPS_SHARE}}
+    sides = {
+        "packed": train_packed,
+        **{width: partial(train_padded, width) for width in STEPS_SHARE},
+    }
     costs = table.interleave(sides, options.rounds)
     fill = 1 - packed["pad_fraction"]
     ours = train_common.median_rate(costs["packed"], size) * fill
@@ -82,12 +92,19 @@ def write_chats(documents: Path, chats: Path, texts: Path) -> None:
 
     generator = np.random.default_rng(1)
     text = "\n".join(common.read_texts(documents))
-    lengths = np.exp(generator.normal(np.log(MEDIAN_CHARACTERS), SIGMA, CHATS)).clip(*CHARACTERS).astype(int)
+    lengths = (
+        np.exp(generator.normal(np.log(MEDIAN_CHARACTERS), SIGMA, CHATS))
+        .clip(*CHARACTERS)
+        .astype(int)
+    )
     with chats.open("w") as file, texts.open("w") as text_file:
         for length in lengths.tolist():
             start = int(generator.integers(0, len(text) - length))
             middle = start + int(QUESTION_FRACTION * length)
-            turns = {"user": text[start:middle].strip() or "?", "assistant": text[middle : start + length].strip() or "?"}
+            turns = {
+                "user": text[start:middle].strip() or "?",
+                "assistant": text[middle : start + length].strip() or "?",
+            }
             messages = [{"role": role, "content": content} for role, content in turns.items()]
             file.write(json.dumps({"messages": messages}) + "\n")
             text_file.write(json.dumps({"text": "\n".join(turns.values())}) + "\n")

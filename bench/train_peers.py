@@ -32,7 +32,14 @@ def train_bare(rows: str, config: str, rows_per_step: str, steps: str) -> dict[s
             span = slice(step * int(rows_per_step), (step + 1) * int(rows_per_step))
             ids_BT, labels_BT, positions_BT, segments_BT = (columns[name][span] for name in COLUMNS)
             mask_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT
-            yield {"input_ids": ids_BT, "position_ids": positions_BT, "attention_mask": mask_BTT[:, None]}, labels_BT
+            yield (
+                {
+                    "input_ids": ids_BT,
+                    "position_ids": positions_BT,
+                    "attention_mask": mask_BTT[:, None],
+                },
+                labels_BT,
+            )
 
     return {"stamps": train(batches(), config)}
 
@@ -65,14 +72,21 @@ def train_padded(
     return {"stamps": train(batches(), config, int(accumulated)), "useful": useful}
 
 
-def train(batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulated: int = 1) -> list[tuple[int, float]]:
+def train(
+    batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulated: int = 1
+) -> list[tuple[int, float]]:
     """AdamW (fused), clipping, autocast over fp32 weights, the loss outside the model; wall time after each step."""
     import torch
 
     model = new_model(config)
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    groups = [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    groups = [
+        {"params": matrices},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
     stamps = []
     for number, (inputs, labels) in enumerate(batches, start=1):
         (loss_of(model, inputs, labels) / accumulated).backward()
@@ -85,7 +99,13 @@ def train(batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulate
 
 
 def train_with_transformers(
-    rows: str, config: str, rows_per_step: str, steps: str, output: str, learning_rate: str, schedule: str
+    rows: str,
+    config: str,
+    rows_per_step: str,
+    steps: str,
+    output: str,
+    learning_rate: str,
+    schedule: str,
 ) -> dict[str, Any]:
     """`transformers.Trainer` with its own loader, logs and final checkpoint; the held-out loss at the end."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -100,11 +120,22 @@ def train_with_transformers(
 
     model, count = new_model(config), int(steps)
     arguments = TrainingArguments(
-        output_dir=output, use_cpu=True, bf16=in_bf16(), max_steps=count, per_device_train_batch_size=int(rows_per_step),
-        learning_rate=float(learning_rate), lr_scheduler_type=schedule, warmup_steps=round(WARMUP_FRACTION * count),
-        adam_beta2=BETAS[1], weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP, logging_steps=10, save_steps=count,
-        report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=output,
+        use_cpu=True,
+        bf16=in_bf16(),
+        max_steps=count,
+        per_device_train_batch_size=int(rows_per_step),
+        learning_rate=float(learning_rate),
+        lr_scheduler_type=schedule,
+        warmup_steps=round(WARMUP_FRACTION * count),
+        adam_beta2=BETAS[1],
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP,
+        logging_steps=10,
+        save_steps=count,
+        report_to="none",
+        disable_tqdm=True,
+    )
     examples = [{"input_ids": ids, "labels": ids} for ids in arrays(rows)["input_ids"]]
     Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[Stamp()]).train()
     return {"stamps": stamps, "validation_loss": heldout_loss(model, rows)}
@@ -116,7 +147,9 @@ def heldout_loss(model: Any, rows: str) -> float:
 
     columns, total, count = arrays(rows, "heldout"), 0.0, 0
     model.eval()
-    for ids, labels in zip(columns["input_ids"].split(16), columns["labels"].split(16), strict=True):
+    for ids, labels in zip(
+        columns["input_ids"].split(16), columns["labels"].split(16), strict=True
+    ):
         with torch.no_grad():
             total += float(loss_of(model, {"input_ids": ids}, labels, reduction="sum"))
         count += int((labels != IGNORE).sum())
@@ -130,7 +163,9 @@ def new_model(config: str) -> Any:
 
     torch.manual_seed(1)
     shape = AutoConfig.from_pretrained(config)
-    return AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa", dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(
+        shape, attn_implementation="sdpa", dtype=torch.float32
+    ).train()
 
 
 def loss_of(model: Any, inputs: dict[str, Any], labels: Any, **how: str) -> Any:
@@ -140,7 +175,9 @@ def loss_of(model: Any, inputs: dict[str, Any], labels: Any, **how: str) -> Any:
 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16()):
         logits = model(**inputs, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, **how)
+        return F.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, **how
+        )
 
 
 @functools.cache

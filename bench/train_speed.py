@@ -52,7 +52,9 @@ def compare_speed(options: argparse.Namespace, directory: Path, table: Table) ->
     if "transformers" in chosen and not common.has("accelerate"):
         chosen.remove("transformers")
     sides = sides_of(size, common.write_text(options, directory), directory)
-    costs = table.interleave({side: run for side, run in sides.items() if side in chosen}, options.rounds)
+    costs = table.interleave(
+        {side: run for side, run in sides.items() if side in chosen}, options.rounds
+    )
     rates = {side: train_common.median_rate(rounds, size) for side, rounds in costs.items()}
     memory = {side: common.median(rounds, "memory") for side, rounds in costs.items()}
     for side, rate in rates.items():
@@ -67,8 +69,11 @@ def compare_speed(options: argparse.Namespace, directory: Path, table: Table) ->
 
 def sides_of(size: Size, text: Path, directory: Path) -> dict[str, Callable[[], Cost]]:
     """All sides, which get the same rows."""
-    settings = [f"data.pretrain={text}", f"tokenizer.vocab_size={size.vocab_size}",
-                *train_common.training("pretrain", size, size.steps)]  # fmt: skip
+    settings = [
+        f"data.pretrain={text}",
+        f"tokenizer.vocab_size={size.vocab_size}",
+        *train_common.training("pretrain", size, size.steps),
+    ]
     tokenizer, shards = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
     rows = train_common.export("pretrain", directory, settings, shards, tokenizer)
     work = (rows, directory / "config", size.rows_per_step, size.steps)
@@ -110,8 +115,15 @@ def compare_tuned(options: argparse.Namespace, directory: Path, table: Table) ->
     """What the search finds, against all sizes."""
     name = options.size
     result = common.measure(search_sizes, name, options.rounds, **train_common.allocator()).result
-    print(f"  {name}: rows_per_device={result['size']} after {result['seconds']:.0f} s; the fastest is {result['best']}")
-    table.ratio(f"{name}: s of a step, tuned, the fastest size", result["tuned"], result["fastest"], most=MOST_TUNED)
+    print(
+        f"  {name}: rows_per_device={result['size']} after {result['seconds']:.0f} s; the fastest is {result['best']}"
+    )
+    table.ratio(
+        f"{name}: s of a step, tuned, the fastest size",
+        result["tuned"],
+        result["fastest"],
+        most=MOST_TUNED,
+    )
 
 
 def search_sizes(name: str, rounds: str) -> dict[str, Any]:
@@ -130,7 +142,9 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
     rows, ranks = RandomRows(size), Ranks(0, 1, device)
     task = LanguageModeling(Pretrain(), train_common.random_model(size))
     order = ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1)
-    measure = partial(tuning.step_seconds, task, rows, order, resolve_precision("auto", device), ranks)
+    measure = partial(
+        tuning.step_seconds, task, rows, order, resolve_precision("auto", device), ranks
+    )
     began = time.monotonic()
     chosen = tuning.fastest(measure, order, ranks)
     seconds = time.monotonic() - began
@@ -142,8 +156,20 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
             times.append(measure(each))
     least = {each: min(times) for each, times in turns.items()}
     best = min(least, key=least.__getitem__)
-    return {"size": chosen, "best": best, "tuned": least[chosen], "fastest": least[best], "seconds": seconds}
+    return {
+        "size": chosen,
+        "best": best,
+        "tuned": least[chosen],
+        "fastest": least[best],
+        "seconds": seconds,
+    }
 
 
 if __name__ == "__main__":
-    common.main(str(__doc__), {"speed": compare_speed, "tune": compare_tuned}, default="speed", rounds=5, options=options)
+    common.main(
+        str(__doc__),
+        {"speed": compare_speed, "tune": compare_tuned},
+        default="speed",
+        rounds=5,
+        options=options,
+    )

@@ -40,27 +40,51 @@ LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 BUDGETS = (0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8)  # shares of the steps of the other side
 VALIDATION_ROWS, VALIDATIONS = 128, 8  # of a run of ours
 MOST = 0.25
-FIRST_RECIPE = ["model.kind=llama", "model.tie_embeddings=true", "pretrain.packing=stream", "pretrain.tokens_per_step=4096",
-                "pretrain.optim.lr=4e-3", "pretrain.optim.muon_lr=0.02", "pretrain.optim.betas=[0.9,0.95]",
-                "pretrain.optim.embedding_lr=null", "pretrain.optim.head_lr=null"]  # fmt: skip
+FIRST_RECIPE = [
+    "model.kind=llama",
+    "model.tie_embeddings=true",
+    "pretrain.packing=stream",
+    "pretrain.tokens_per_step=4096",
+    "pretrain.optim.lr=4e-3",
+    "pretrain.optim.muon_lr=0.02",
+    "pretrain.optim.betas=[0.9,0.95]",
+    "pretrain.optim.embedding_lr=null",
+    "pretrain.optim.head_lr=null",
+]
 TOKENS, MOST_BITS, MOST_AT_EQUAL_TOKENS = 1_000_000, 1.78, 0.95
-SHARE, MOST_TO_LOSS = 0.55, 0.6  # of the tokens of equal seconds; of the first version's seconds to its loss
+SHARE, MOST_TO_LOSS = (
+    0.55,
+    0.6,
+)  # of the tokens of equal seconds; of the first version's seconds to its loss
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     train_common.options(parser)
     parser.add_argument("--seeds", type=int, default=3, help="of the recipes")
-    parser.add_argument("--preset", help="of the model of the recipes; default: the quickstart's model")
+    parser.add_argument(
+        "--preset", help="of the model of the recipes; default: the quickstart's model"
+    )
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of the first version's recipe")
-    parser.add_argument("--first", type=Path, help="a checkout of the first version, which then trains with its own code")
+    parser.add_argument(
+        "--first",
+        type=Path,
+        help="a checkout of the first version, which then trains with its own code",
+    )
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Bits per byte at equal seconds of training, or with a preset at equal tokens, seed by seed."""
     model = [f"model.preset={options.preset}"] if options.preset else []
-    own = {"PYTHONPATH": str(options.first.resolve()), "TTRAIN_HOME": str(directory / "first")} if options.first else {}
-    inputs, recipe = ("source", "tokenizer", "shards-pretrain"), [] if options.first else FIRST_RECIPE
+    own = (
+        {"PYTHONPATH": str(options.first.resolve()), "TTRAIN_HOME": str(directory / "first")}
+        if options.first
+        else {}
+    )
+    inputs, recipe = (
+        ("source", "tokenizer", "shards-pretrain"),
+        [] if options.first else FIRST_RECIPE,
+    )
     train_common.artifacts(directory, model, *inputs, **own)
     source, *_ = train_common.artifacts(directory, model, *inputs)
     heldout = Path(source) / "pretrain_heldout.jsonl"
@@ -71,32 +95,57 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         settings = [*model, *changes, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
         cost = train_common.stage("pretrain", directory, settings, keep=True, **environment)
         rates[name == "first"].append(tokens / seconds(cost))
-        command = [*common.TTRAIN, "eval", cost.result["artifact"] + "/model", "--text", str(heldout), "--json"]
+        command = [
+            *common.TTRAIN,
+            "eval",
+            cost.result["artifact"] + "/model",
+            "--text",
+            str(heldout),
+            "--json",
+        ]
         _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
         (figures,) = json.loads(output)["tasks"][0]["models"].values()
-        return replace(cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]})
+        return replace(
+            cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]}
+        )
 
     tokens = dict.fromkeys(("first", "ours"), options.tokens)
     for name, count in () if options.preset else tokens.items():
         side(name, count, 1000)
     for seed in range(1, options.seeds + 1):
         if not options.preset:  # by all runs so far, since the speed of a machine varies
-            tokens["ours"] = round(options.tokens * statistics.median(rates[False]) / statistics.median(rates[True]))
+            tokens["ours"] = round(
+                options.tokens * statistics.median(rates[False]) / statistics.median(rates[True])
+            )
             tokens["fewer"] = round(SHARE * tokens["ours"])
         for name, count in tokens.items():
             costs[name].append(cost := side(name, count, seed))
-            print(f"  seed {seed}, {name}, {count:,} tokens: {cost.result['bits']:.3f} in {seconds(cost):.0f} s", flush=True)
+            print(
+                f"  seed {seed}, {name}, {count:,} tokens: {cost.result['bits']:.3f} in {seconds(cost):.0f} s",
+                flush=True,
+            )
     medians = {name: statistics.median(map(seconds, runs)) for name, runs in costs.items()}
-    table.ratio("s of training", medians["ours"], medians["first"], most=0 if options.preset else 1.03)
-    means = {name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()}
+    table.ratio(
+        "s of training", medians["ours"], medians["first"], most=0 if options.preset else 1.03
+    )
+    means = {
+        name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()
+    }
     if options.preset:
         label = f"{options.preset}: bits per byte at equal tokens"
         table.ratio(label, means["ours"], means["first"], most=MOST_AT_EQUAL_TOKENS)
     else:
         table.ratio("bits per byte at equal seconds", means["ours"], means["first"])
         table.value("bits per byte", means["ours"], most=MOST_BITS)
-        table.ratio(f"bits per byte with {SHARE:g} of the tokens", means["fewer"], means["first"], most=1)
-        table.ratio("s of training to the first version's bits", medians["fewer"], medians["first"], most=MOST_TO_LOSS)
+        table.ratio(
+            f"bits per byte with {SHARE:g} of the tokens", means["fewer"], means["first"], most=1
+        )
+        table.ratio(
+            "s of training to the first version's bits",
+            medians["fewer"],
+            medians["first"],
+            most=MOST_TO_LOSS,
+        )
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -104,10 +153,19 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     if not common.has("accelerate"):
         return
     steps = options.steps or SIZE.measured_steps
-    row = {"row_length": SIZE.row_length, "tokens_per_step": SIZE.tokens_per_step, "validation_rows": VALIDATION_ROWS}
-    settings = [f"data.pretrain={common.write_text(options, directory)}", f"tokenizer.vocab_size={SIZE.vocab_size}",
-                *SIZE.model, *(f"pretrain.{name}={value}" for name, value in row.items()),
-                f"runtime.rows_per_device={SIZE.rows_per_step}", "runtime.log_every_steps=1"]  # fmt: skip
+    row = {
+        "row_length": SIZE.row_length,
+        "tokens_per_step": SIZE.tokens_per_step,
+        "validation_rows": VALIDATION_ROWS,
+    }
+    settings = [
+        f"data.pretrain={common.write_text(options, directory)}",
+        f"tokenizer.vocab_size={SIZE.vocab_size}",
+        *SIZE.model,
+        *(f"pretrain.{name}={value}" for name, value in row.items()),
+        f"runtime.rows_per_device={SIZE.rows_per_step}",
+        "runtime.log_every_steps=1",
+    ]
     tokenizer, shards = train_common.artifacts(directory, settings, "tokenizer", "shards-pretrain")
     rows = train_common.export("pretrain", directory, [*settings, budget(steps)], shards, tokenizer)
 
@@ -119,7 +177,15 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
     def theirs(learning_rate: float) -> Cost:
         output = directory / "transformers"
         shutil.rmtree(output, ignore_errors=True)
-        work = (rows, directory / "config", SIZE.rows_per_step, steps, output, learning_rate, "cosine")
+        work = (
+            rows,
+            directory / "config",
+            SIZE.rows_per_step,
+            steps,
+            output,
+            learning_rate,
+            "cosine",
+        )
         return common.measure(train_peers.train_with_transformers, *work)
 
     tries = {BUDGETS[0]: ours(BUDGETS[0])}  # leaves the config.json of the model for the other side
@@ -132,22 +198,31 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
         if seconds_to_target(tries[max(tries)], target) is None:
             tries[share] = ours(share)
     share = max(tries)
-    print(f"  ours by share of the steps: { {share: cost.result['validations'][-1][2] for share, cost in tries.items()} }")
+    print(
+        f"  ours by share of the steps: { {share: cost.result['validations'][-1][2] for share, cost in tries.items()} }"
+    )
     costs = {"ours": [tries[share]], "theirs": [rates[best]]}
     if seconds_to_target(tries[share], target):
         sides = {"ours": lambda: ours(share), "theirs": lambda: theirs(best)}
         for side, rounds in table.interleave(sides, options.rounds - 1).items():
             costs[side] += rounds
     reached = [seconds for cost in costs["ours"] if (seconds := seconds_to_target(cost, target))]
-    table.check(f"reaches the target in {share:g} of the steps, in every round", len(reached) == len(costs["ours"]))
+    table.check(
+        f"reaches the target in {share:g} of the steps, in every round",
+        len(reached) == len(costs["ours"]),
+    )
     if len(reached) < len(costs["ours"]):
         return
     stamps = [cost.result["stamps"] for cost in costs["theirs"]]
     training = [times[-1][1] - times[0][1] for times in stamps]
-    whole = [times[-1][1] - cost.result["started"] for times, cost in zip(stamps, costs["theirs"], strict=True)]
+    whole = [
+        times[-1][1] - cost.result["started"]
+        for times, cost in zip(stamps, costs["theirs"], strict=True)
+    ]
     for label, index, peer, limit in (
-        ("s of training to the target", 0, training, MOST), ("s from the start of the command", 1, whole, 0),
-    ):  # fmt: skip
+        ("s of training to the target", 0, training, MOST),
+        ("s from the start of the command", 1, whole, 0),
+    ):
         own = statistics.median(seconds[index] for seconds in reached)
         table.ratio(label, own, statistics.median(peer), most=limit)
 

@@ -62,7 +62,9 @@ for (const section of document.querySelectorAll('section')) {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--home", type=Path, help="a home with two runs; without it two tiny ones are made")
+    parser.add_argument(
+        "--home", type=Path, help="a home with two runs; without it two tiny ones are made"
+    )
     home = parser.parse_args().home
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +72,9 @@ def main() -> None:
         write_corpus(cli.data)
         if not home:
             for labels, changed in (((), ()), (LABELS, CHANGED)):  # without the time limit of tests
-                command = cli.command("pipeline", "run", "full", "--engine", "none", *labels, *SMOOTH, *changed)
+                command = cli.command(
+                    "pipeline", "run", "full", "--engine", "none", *labels, *SMOOTH, *changed
+                )
                 subprocess.run(command, env=cli.environment, cwd=cli.data, check=True)
         runs = [run["run"] for run in cli.runs() if run["outcome"] == "completed"][:2][::-1]
         take_of_mlflow(cli, runs)
@@ -94,11 +98,18 @@ def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
         browser.open(pages["table"].partition("#")[0])
         for name, value in QUIET.items():
             browser.evaluate(f"localStorage.setItem({json.dumps(name)}, {json.dumps(value)})")
-        go(pages["table"], "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1")
+        go(
+            pages["table"],
+            "document.querySelectorAll('[role=gridcell][col-id*=\"eval/\"]').length > 1",
+        )
         save(browser, "mlflow-runs.png", TABLE, ROWS)
         browser.resize(1500, 1150)
         go(pages["curves"], "document.querySelectorAll('.js-plotly-plot .lines').length > 3")
-        save(browser, "mlflow-curves.png", f"{CHARTS}.closest('[style*=grid], [class*=grid]') || {CHARTS}")
+        save(
+            browser,
+            "mlflow-curves.png",
+            f"{CHARTS}.closest('[style*=grid], [class*=grid]') || {CHARTS}",
+        )
         browser.resize(1500, 1700)
         switches = "document.querySelectorAll('button[role=switch]')"
         go(pages["url"], f"{switches}.length > 1", f"{switches}.forEach(one => one.click())")
@@ -152,7 +163,9 @@ def served(cli: Cli, runs: list[str]) -> Iterator[dict[str, Any]]:
 
 def addresses(cli: Cli, runs: list[str]) -> dict[str, Any]:
     """The addresses that `ttrain up` names; it starts the servers unless they run."""
-    output = cli("up", *runs, "--json", settings=False)  # with what it says while it starts the servers
+    output = cli(
+        "up", *runs, "--json", settings=False
+    )  # with what it says while it starts the servers
     found: dict[str, Any] = json.loads(output[output.index("{") : output.rindex("}") + 1])
     return found
 

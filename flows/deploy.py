@@ -14,7 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo, available_timezones
 
-from ttrain.core.files import PRIVATE_FILE, JsonObject, private_directory, read_json, read_object, write_json
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonObject,
+    private_directory,
+    read_json,
+    read_object,
+    write_json,
+)
 from ttrain.errors import UsageError
 from ttrain.store.runs import is_alive
 
@@ -76,7 +83,9 @@ def next_slots(cron: str | None, timezone: str, count: int = 1) -> list[datetime
 
     dates: list[datetime] = []
     with contextlib.suppress(ValueError):
-        dates = asyncio.run(CronSchedule(cron=cron, timezone=timezone).get_dates(count)) if cron else []
+        dates = (
+            asyncio.run(CronSchedule(cron=cron, timezone=timezone).get_dates(count)) if cron else []
+        )
     return [date.astimezone(ZoneInfo(timezone)) for date in dates]
 
 
@@ -114,7 +123,9 @@ def find(home: Path, which: str | None) -> Schedule:
         return matches[0]
     if not schedules:
         raise UsageError("nothing is scheduled; try `ttrain pipeline schedule nightly`")
-    meaning = f"'{which}' means {len(matches)} schedules" if which else "there are several schedules"
+    meaning = (
+        f"'{which}' means {len(matches)} schedules" if which else "there are several schedules"
+    )
     raise UsageError(f"{meaning}; name one of {', '.join(schedules)}")
 
 

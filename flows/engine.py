@@ -80,7 +80,9 @@ def run_pipeline(
                 execution.raise_if_signalled()
                 with execution.stopping_at(options.stop_at):
                     if engine == "prefect":
-                        from ttrain.flows.prefect_run import run_in_prefect  # after `begin`, which sets what it reads
+                        from ttrain.flows.prefect_run import (
+                            run_in_prefect,
+                        )  # after `begin`, which sets what it reads
 
                         run_in_prefect(execution, in_flow=options.in_flow, night=options.night)
                     else:

@@ -6,7 +6,16 @@ A value: the planner, Prefect and the plain engine, nights and sweeps are loops 
 from ttrain import config
 from ttrain.config import DATASETS, Settings
 from ttrain.engine.graph import Graph, Source
-from ttrain.tasks import EVALUATE, EXISTING_MODEL, NEW_MODEL, REFERENCE, SHARDS, SOURCE, TOKENIZER, TRAINING_STAGES
+from ttrain.tasks import (
+    EVALUATE,
+    EXISTING_MODEL,
+    NEW_MODEL,
+    REFERENCE,
+    SHARDS,
+    SOURCE,
+    TOKENIZER,
+    TRAINING_STAGES,
+)
 
 
 def full(settings: Settings) -> Graph:
@@ -37,10 +46,14 @@ def full(settings: Settings) -> Graph:
     evaluated: dict[str, str | None] = {"base": base}
     for name in settings.trainings:
         training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
-        inputs: dict[str, str | None] = {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
+        inputs: dict[str, str | None] = (
+            {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
+        )
         inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[name]}
         if name == "dpo" and settings.dpo.has_reference:
-            inputs[REFERENCE.name] = graph.add(REFERENCE, base=inputs["base"], shards=inputs["shards"])
+            inputs[REFERENCE.name] = graph.add(
+                REFERENCE, base=inputs["base"], shards=inputs["shards"]
+            )
         models[name] = graph.add(training, **inputs)
         evaluated |= {row.model: models[name], row.part: shards[name]}
     graph.add(EVALUATE, **evaluated)

@@ -84,7 +84,10 @@ class Guard:
             return None
         if method == "GET" and self._is_token(request.query_params.get("token", "")):
             # the first page of a browser, which keeps a cookie and leaves the token behind
-            landing, cookie = HTMLResponse(LANDING, headers=LANDING_HEADERS), (self._cookie_name, self._cookie)
+            landing, cookie = (
+                HTMLResponse(LANDING, headers=LANDING_HEADERS),
+                (self._cookie_name, self._cookie),
+            )
             landing.set_cookie(*cookie, COOKIE_SECONDS, httponly=True, samesite="strict")
             return landing
         if not self._has_token(request):

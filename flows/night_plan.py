@@ -56,13 +56,17 @@ def plan_night(settings: Settings, store: ArtifactStore) -> NightPlan:
     nights = Nights(store.root, settings.name)
     newest = nights.newest()
     try:
-        frozen, reason = choose_inputs(settings, store, nights, newest if newest and newest.is_open else None)
+        frozen, reason = choose_inputs(
+            settings, store, nights, newest if newest and newest.is_open else None
+        )
     except NothingNew as nothing:
         return NightPlan(f"nothing new: {nothing}")
     inputs = night_inputs.inputs_of(frozen, settings, store)
     reason = "; ".join(filter(None, (reason, inputs.note)))
     near = 0.0 if inputs.kept_base else inputs.settings.reading.near_duplicates or 0.0
-    return NightPlan(reason, frozen, plan_of(inputs, store).stages, near, len(inputs.learnt) if near else 0)
+    return NightPlan(
+        reason, frozen, plan_of(inputs, store).stages, near, len(inputs.learnt) if near else 0
+    )
 
 
 def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
@@ -153,7 +157,9 @@ def choose_inputs(
         frozen = replace(frozen, settings=present)
     elif is_changed:
         reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
-    files = night_inputs.watched_files(night_inputs.settings_of(frozen, settings), store, may_be_gone=True)
+    files = night_inputs.watched_files(
+        night_inputs.settings_of(frozen, settings), store, may_be_gone=True
+    )
     frozen, changed = night_inputs.refreshed_snapshot(frozen, files)
     if changed:
         names = records.shortened_names(changed)
@@ -161,7 +167,9 @@ def choose_inputs(
     return frozen, reason
 
 
-def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tuple[InputSnapshot, str]:
+def _new_inputs(
+    settings: Settings, store: ArtifactStore, nights: Nights
+) -> tuple[InputSnapshot, str]:
     """What is new, and the reason. Raises NothingNew."""
     watched, left_out = night_inputs.without_damaged(
         night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
@@ -174,27 +182,46 @@ def _new_inputs(settings: Settings, store: ArtifactStore, nights: Nights) -> tup
         raise nothing  # most nights
     champion = current_champion(settings, store)
     if champion is None:
-        night_inputs.watched_files(settings, store, may_be_gone=False)  # which raises where there are none
+        night_inputs.watched_files(
+            settings, store, may_be_gone=False
+        )  # which raises where there are none
     learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
     new = [file["location"] for file in present if file["sha256"] not in read | learnt]
     if not new:
         raise nothing
     files, has_new_chats_alone = night_inputs.select_files(
-        settings.nightly, watched, read | learnt, in_nights | learnt, has_champion=champion is not None
+        settings.nightly,
+        watched,
+        read | learnt,
+        in_nights | learnt,
+        has_champion=champion is not None,
     )
     earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
-    learnt_before = tuple(sorted(learnt - in_nights))  # the next champion's own artifacts will not record them
+    learnt_before = tuple(
+        sorted(learnt - in_nights)
+    )  # the next champion's own artifacts will not record them
     nightly, weights = settings.nightly, settings.data.weights
     # Weighted sources are all read again, and have no new part
-    are_new = {"pretrain": nightly.start_from == "champion" and nightly.data == "new", "sft": has_new_chats_alone}
+    are_new = {
+        "pretrain": nightly.start_from == "champion" and nightly.data == "new",
+        "sft": has_new_chats_alone,
+    }
     documents, chats = (
-        night_inputs.learnt_shards(stage, champion, nights.newest_first(), store) if is_new and not weights(stage) else ()
+        night_inputs.learnt_shards(stage, champion, nights.newest_first(), store)
+        if is_new and not weights(stage)
+        else ()
         for stage, is_new in are_new.items()
     )
     frozen = InputSnapshot(
-        files, settings.model_dump(mode="json"), champion, earlier.reference, learnt_before, documents, chats,
+        files,
+        settings.model_dump(mode="json"),
+        champion,
+        earlier.reference,
+        learnt_before,
+        documents,
+        chats,
         heldout_nights=earlier.nights,
-    )  # fmt: skip
+    )
     base = f"the champion, version {champion.version}" if champion else "no champion"
     reason = f"{len(new)} new: {records.shortened_names(new)}; {base}"
     return frozen, "; ".join(filter(None, (reason, left_out, earlier.note)))
@@ -205,4 +232,6 @@ def current_champion(settings: Settings, store: ArtifactStore) -> Champion | Non
     champion = take_over_champions(store.root).champion(settings.name)
     if champion is None:
         return None
-    return Champion(champion.version, {stage: model.key for stage, model in champion.members.items()})
+    return Champion(
+        champion.version, {stage: model.key for stage, model in champion.members.items()}
+    )

@@ -128,7 +128,9 @@ class NightRun:
             self._failed(night, error)
             raise
 
-    def _end(self, night: NightRecord | None, outcome: str, reason: str, *, closed: bool = True) -> NightResult:
+    def _end(
+        self, night: NightRecord | None, outcome: str, reason: str, *, closed: bool = True
+    ) -> NightResult:
         """Record how the night ended, and notify of it, unless nothing was new."""
         if night:
             night.end_try(outcome, reason, closed=closed)
@@ -170,10 +172,17 @@ class NightRun:
         else:
             outcome = records.FAILED
             is_damage = isinstance(error, StageFailed) and bool(error.files)
-            failures, attempts = (night.failures if night else 0) + 1, self.settings.nightly.attempts
+            failures, attempts = (
+                (night.failures if night else 0) + 1,
+                self.settings.nightly.attempts,
+            )
             gives_up = is_damage or failures >= attempts
             tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
-            advice = "its list is given up, the next night makes a new one" if gives_up else "the next night tries it again"
+            advice = (
+                "its list is given up, the next night makes a new one"
+                if gives_up
+                else "the next night tries it again"
+            )
             advice = f"failed ({tries}); {advice}"
         result = self._end(night, outcome, str(error), closed=gives_up)
         if night:
@@ -190,7 +199,9 @@ class NightRun:
                     damaged, goes_on = error.files, "the night goes on without it"
                     if not damaged:
                         raise
-                    night.leave_out(night_inputs.entries_of(frozen, damaged), str(error), self.settings)
+                    night.leave_out(
+                        night_inputs.entries_of(frozen, damaged), str(error), self.settings
+                    )
                 smaller = night_inputs.smaller_snapshot(frozen, damaged, self.nights.read())
                 if smaller is None or len(night.left_out) > MOST_LEFT_OUT:
                     raise
@@ -198,7 +209,9 @@ class NightRun:
                 self.say(f"{error}; {goes_on}")
                 night.note(inputs=frozen.to_json())
 
-    def _run_stages(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
+    def _run_stages(
+        self, night: NightRecord, frozen: InputSnapshot
+    ) -> tuple[PipelineRun, NightInputs]:
         inputs = night_inputs.inputs_of(frozen, self.settings, self.store)
         if inputs.note:
             self.say(inputs.note)

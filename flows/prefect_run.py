@@ -89,7 +89,9 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
     if error := failure_of(execution):
         raise error
     if final and not final.is_completed():
-        raise TTrainError(f"Prefect ended the run, or a stage of it, as {final.name}: {final.message}")
+        raise TTrainError(
+            f"Prefect ended the run, or a stage of it, as {final.name}: {final.message}"
+        )
 
 
 def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
@@ -97,7 +99,9 @@ def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
     with best_effort():
         if page := execution.page(stage):
             key = f"mlflow-{stage}" if stage else "mlflow"
-            create_link_artifact(page, key=key, link_text=f"{stage or execution.record.run} in MLflow")
+            create_link_artifact(
+                page, key=key, link_text=f"{stage or execution.record.run} in MLflow"
+            )
 
 
 def tags_of(execution: PipelineRun) -> list[str]:
@@ -118,7 +122,9 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
         with TagsContext(current_tags=set()):  # for each tag of a task Prefect asks for a slot
             for name, planned in stages.items():
                 # All shards: a stage with too few rows ends the run before it trains
-                needed = execution.plan.graph[name].reads | (shards if planned.stage.uses_ranks else frozenset())
+                needed = execution.plan.graph[name].reads | (
+                    shards if planned.stage.uses_ranks else frozenset()
+                )
                 before = [future for of, future in futures.items() if of in needed]
                 futures[name] = stage_task(planned, execution).submit(wait_for=before)
         for future in futures.values():
@@ -126,7 +132,9 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
     with best_effort():  # what the run measured, on its page in Prefect
         rows, record = execution.evaluation_table(), execution.record.snapshot()
         text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
-        create_markdown_artifact(text, key="report", description=f"report of {execution.record.run}")
+        create_markdown_artifact(
+            text, key="report", description=f"report of {execution.record.run}"
+        )
     return [future.state for future in futures.values()]
 
 
@@ -164,10 +172,16 @@ def mark_crashed_runs(home: Path) -> None:
     )
     with best_effort(), get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            runs_in_it = (each for each in newest_first(home) if each.get("prefect", {}).get("flow_run_id") == str(run.id))
+            runs_in_it = (
+                each
+                for each in newest_first(home)
+                if each.get("prefect", {}).get("flow_run_id") == str(run.id)
+            )
             record = next(runs_in_it, None)
             has_ended = record is not None and record["outcome"] != "running"
-            if has_ended and str(run.id) != flow_run.id:  # our own may be the second try of one that ended
+            if (
+                has_ended and str(run.id) != flow_run.id
+            ):  # our own may be the second try of one that ended
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
 
 
@@ -193,7 +207,11 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
             artifact, state = execution.run_stage(planned, logger.info)
         except TTrainError as error:
             # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
-            logger.log(logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR, "%s", error)
+            logger.log(
+                logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR,
+                "%s",
+                error,
+            )
             return state_of(error)
         finally:
             link_to_page(execution, stage.name)
@@ -207,7 +225,9 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
         task_run_name=stage.name,
         description=f"stage {stage.name}, module {stage.module}",
         retries=retries,
-        retry_condition_fn=lambda task, run, state: not execution.signum and not getattr(state.data, "is_mistake", False),
+        retry_condition_fn=lambda task, run, state: (
+            not execution.signum and not getattr(state.data, "is_mistake", False)
+        ),
         persist_result=False,
         cache_policy=NO_CACHE,
     )
@@ -257,7 +277,10 @@ class DaskPool:
     def _result(self, waiting: deque[Any]) -> Any:
         while not waiting[0].wrapped_future.done():
             if self._run.signum:
-                raise Interrupted("stopped while Dask made its blocks; the next run continues there", self._run.signum)
+                raise Interrupted(
+                    "stopped while Dask made its blocks; the next run continues there",
+                    self._run.signum,
+                )
             waiting[0].wait(LOOK_SECONDS)
         return waiting.popleft().result()
 
@@ -269,7 +292,12 @@ def make_on_dask(run: PipelineRun, stage: Stage, work: Path) -> None:
 
     runner, ahead = task_runner(run.settings.runtime)
 
-    @flow(name=f"{stage.name}-blocks", task_runner=runner, persist_result=False, validate_parameters=False)  # type: ignore[untyped-decorator]
+    @flow(
+        name=f"{stage.name}-blocks",
+        task_runner=runner,
+        persist_result=False,
+        validate_parameters=False,
+    )  # type: ignore[untyped-decorator]
     def blocks() -> None:
         config, job = job_of(work, progress=False)
         shards.make_blocks(config, job, DaskPool(ahead, run))
@@ -290,7 +318,9 @@ def task_runner(runtime: Runtime) -> tuple[Any, int]:
         return DaskTaskRunner(address=runtime.dask_address), CLUSTER_AHEAD
     import dask
 
-    dask.config.set({"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}})
+    dask.config.set(
+        {"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}}
+    )
     # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
     cluster = {
         "n_workers": workers,

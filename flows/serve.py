@@ -46,7 +46,14 @@ from ttrain.core.text import timed_lines
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.flows import deploy, engine, servers
 from ttrain.flows.deploy import Schedule
-from ttrain.flows.prefect_run import MAX_CONCURRENT_STAGES, TAG, best_effort, mark_crashed_runs, rename, state_of
+from ttrain.flows.prefect_run import (
+    MAX_CONCURRENT_STAGES,
+    TAG,
+    best_effort,
+    mark_crashed_runs,
+    rename,
+    state_of,
+)
 from ttrain.lineage.lookup import base_of
 from ttrain.store import server_records
 from ttrain.store.layout import usable_home
@@ -302,7 +309,9 @@ class ScheduleServer:
 
     async def _make(self, runner: Runner, schedule: Schedule) -> Any:
         """Make or change a deployment."""
-        cron = Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
+        cron = (
+            Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
+        )
         options: dict[str, Any] = {
             "name": schedule.name,
             "schedules": [cron] if cron else [],  # an empty list removes an earlier one

@@ -130,7 +130,9 @@ def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
                 stop(home, name)  # remains of one that does not answer
                 port, mark = free_port(ports[name]), secrets.token_hex(8)
                 if port != ports[name]:
-                    log.warning("port %d is taken; %s listens on %d instead", ports[name], name, port)
+                    log.warning(
+                        "port %d is taken; %s listens on %d instead", ports[name], name, port
+                    )
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
                 server = Server(name, process.pid, port, mark, owner)
@@ -164,7 +166,9 @@ def running(home: Path) -> dict[str, str]:
     return {name: server.url for name, server in servers.items() if server}
 
 
-def _start(home: Path, name: str, port: int, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    home: Path, name: str, port: int, token: str, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """Start the process of a server.
 
     It is in its own session, where the terminal's Ctrl-C does not reach it, and runs in the log's
@@ -199,12 +203,16 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
         aside = set_aside(database)
         log.warning("%s is damaged (%s); it is kept as %s", database, damage, aside.name)
     if not database.exists():
-        log.warning("Prefect makes its database in %s, which takes some 15 s, once", database.parent)
+        log.warning(
+            "Prefect makes its database in %s, which takes some 15 s, once", database.parent
+        )
     environment = {
         **unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
         "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
-        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(home / "prefect" / "ui"),  # else it is built inside site-packages
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(
+            home / "prefect" / "ui"
+        ),  # else it is built inside site-packages
     }
     return uvicorn_command(prefect_app, port), environment
 
@@ -213,13 +221,23 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
     """The arguments of `python` that serve what a function at the top of its module makes."""
     name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
     command = ["uvicorn", "--factory", name, "--app-dir", str(directory), "--host", HOST]
-    return [*command, "--port", str(port), "--log-level", "warning", "--timeout-graceful-shutdown", "2"]
+    return [
+        *command,
+        "--port",
+        str(port),
+        "--log-level",
+        "warning",
+        "--timeout-graceful-shutdown",
+        "2",
+    ]
 
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of `python` and environment variables that start the MLflow server."""
     mlflow_mirror.prepare(home)  # the server would refuse a damaged one
-    no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # eight processes more, for LLMs that judge
+    no_jobs = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"
+    }  # eight processes more, for LLMs that judge
     return uvicorn_command(tracker_app, port), {HOME: str(home), **no_jobs}
 
 
@@ -278,7 +296,9 @@ _own: dict[Path, tuple[dict[str, str], subprocess.Popen[bytes]]] = {}
 
 def is_own() -> bool:
     """Whether this process started the Prefect server that it uses."""
-    return os.environ.get("PREFECT_API_URL") in [variables["PREFECT_API_URL"] for variables, _ in _own.values()]
+    return os.environ.get("PREFECT_API_URL") in [
+        variables["PREFECT_API_URL"] for variables, _ in _own.values()
+    ]
 
 
 def start_own_server(home: Path) -> None:
@@ -306,10 +326,14 @@ def start_own_server(home: Path) -> None:
         importlib.import_module("prefect")  # 0.9 s
         _wait(home, "prefect", port, process)
         _own[home] = variables, process
-    threading.Thread(target=_keep, args=(process, start_again), name="own-server", daemon=True).start()
+    threading.Thread(
+        target=_keep, args=(process, start_again), name="own-server", daemon=True
+    ).start()
 
 
-def _keep(process: subprocess.Popen[bytes], start_again: Callable[[], subprocess.Popen[bytes]]) -> None:
+def _keep(
+    process: subprocess.Popen[bytes], start_again: Callable[[], subprocess.Popen[bytes]]
+) -> None:
     """Start a run's own server again where it dies, as the kernel kills what takes memory.
 
     Prefect's client would ask for minutes at each state: eight stages of 20 s had not ended after 5.

@@ -39,7 +39,9 @@ class Stage:
     reads_python_docs: bool = False  # the text that ships with ttrain is its input
     memory: tuple[str, ...] = ()  # settings that lower the memory of its processes, for a message
     about: str = ""  # what it does, in a line for people
-    reuses_parts: bool = False  # what unfinished work and earlier artifacts hold is taken where it fits
+    reuses_parts: bool = (
+        False  # what unfinished work and earlier artifacts hold is taken where it fits
+    )
     job: type[config.Section] = config.Settings  # what its process gets
 
     def part_of(self, settings: config.Settings) -> JsonDict:
@@ -54,7 +56,9 @@ class Stage:
 
 
 # Reading of stages that do not compare documents.
-EXACT_READING = tuple(f"reading.{name}" for name in config.Reading.model_fields if name != "near_duplicates")
+EXACT_READING = tuple(
+    f"reading.{name}" for name in config.Reading.model_fields if name != "near_duplicates"
+)
 EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
 
 
@@ -62,11 +66,15 @@ def _shards(dataset: str, kind: str) -> Stage:
     return Stage(
         name=f"shards-{dataset}",
         module="ttrain.tasks.shards",
-        sees=("reading", "shards") if kind == "documents" else (*EXACT_READING, "shards", "sft.learn_reasoning"),
+        sees=("reading", "shards")
+        if kind == "documents"
+        else (*EXACT_READING, "shards", "sft.learn_reasoning"),
         inputs={
             "tokenizer": (),
             "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl"),
-            **({EARLIER_HELDOUT: ("heldout",)} if dataset == "pretrain" else {}),  # and, in a night, what was learnt before
+            **(
+                {EARLIER_HELDOUT: ("heldout",)} if dataset == "pretrain" else {}
+            ),  # and, in a night, what was learnt before
         },
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
@@ -124,7 +132,9 @@ REFERENCE = Stage(
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
 # What a training stage reads besides the model that it starts from and its shards.
-OF_ROLE: Mapping[str, dict[str, tuple[str, ...]]] = {"base": {"tokenizer": (), "plateau": (PLATEAU,)}}
+OF_ROLE: Mapping[str, dict[str, tuple[str, ...]]] = {
+    "base": {"tokenizer": (), "plateau": (PLATEAU,)}
+}
 OF_ROWS: Mapping[str, dict[str, tuple[str, ...]]] = {"pairs": {REFERENCE.name: ()}}
 
 
@@ -133,7 +143,11 @@ def _training(row: config.TrainingStage) -> Stage:
         row.name,
         f"ttrain.tasks.{row.name}",
         (row.name, "model") if row.name == "pretrain" else (row.name,),
-        {**OF_ROLE.get(row.role, {}), **OF_ROWS.get(row.rows, {}), **dict.fromkeys(("replay", "base", "shards"), ())},
+        {
+            **OF_ROLE.get(row.role, {}),
+            **OF_ROWS.get(row.rows, {}),
+            **dict.fromkeys(("replay", "base", "shards"), ()),
+        },
         uses_ranks=True,
         memory=("runtime.rows_per_device",),
         about=row.about,
@@ -143,9 +157,7 @@ def _training(row: config.TrainingStage) -> Stage:
 # The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read it, too.
 TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in ROWS}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
-BASE_OF = (
-    "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
-)
+BASE_OF = "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
 EVALUATE = Stage(
     "evaluate",
     "ttrain.tasks.evaluate",
@@ -188,18 +200,34 @@ HELDOUT = Stage(
     {EARLIER_HELDOUT: ("heldout",), "documents": ("heldout",)},
     about="Collect the held-out documents of all nights",
 )
-EVALUATE_CHAMPION = replace(EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night")
+EVALUATE_CHAMPION = replace(
+    EVALUATE, name="evaluate-champion", about="Measure the champion on the same data, in a night"
+)
 OF_NIGHTS = frozenset(stage.name for stage in (REPLAY, REPLAY_SFT, HELDOUT, EVALUATE_CHAMPION))
 
 STAGES: Mapping[str, Stage] = {
     stage.name: stage
     for stage in (
         *(SOURCE, TOKENIZER, *SHARDS.values(), EXISTING_MODEL, NEW_MODEL),
-        *(REPLAY, REPLAY_SFT, REFERENCE, *TRAINING_STAGES.values(), HELDOUT, EVALUATE, EVALUATE_CHAMPION),
+        *(
+            REPLAY,
+            REPLAY_SFT,
+            REFERENCE,
+            *TRAINING_STAGES.values(),
+            HELDOUT,
+            EVALUATE,
+            EVALUATE_CHAMPION,
+        ),
     )
 }
 
 # What `ttrain train` and `ttrain gate train` run is not part of a pipeline, but runs like a stage.
-TASK = Stage("task", "ttrain.tasks.user_task", job=config.TaskJob, uses_ranks=True, memory=("runtime.rows_per_device",))
+TASK = Stage(
+    "task",
+    "ttrain.tasks.user_task",
+    job=config.TaskJob,
+    uses_ranks=True,
+    memory=("runtime.rows_per_device",),
+)
 GATE = Stage("gate", "ttrain.tasks.gate", job=config.GateJob, uses_ranks=True)
 RUNNABLE: Mapping[str, Stage] = {**STAGES, TASK.name: TASK, GATE.name: GATE}

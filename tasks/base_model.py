@@ -36,7 +36,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
 
-def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path) -> Figures:
+def prepare_base_model(
+    files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path
+) -> Figures:
     """Load the files, give the model a row for each token of the tokenizer, and write both under `directory`.
 
     `files` by the roles of `existing_model.files`. Raises ArtifactError that lists each tensor which is missing, left over
@@ -49,7 +51,9 @@ def prepare_base_model(files: Mapping[str, Sequence[Path]], tokenizer: Path, dir
     seen = {*known.values()} if "tokenizer" in files else range(rows_before)
     new = _vocabulary(tokenizer / "tokenizer.json")
     unseen = {number for number in new.values() if number >= rows_before or number not in seen}
-    moved = sum(number < rows_before and new.get(token) != number for token, number in known.items())
+    moved = sum(
+        number < rows_before and new.get(token) != number for token, number in known.items()
+    )
     if moved:
         log.warning(
             "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
@@ -77,7 +81,9 @@ def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
         try:
             return new_model.load(temporary)
         except ArtifactError as error:
-            raise ArtifactError(str(error).replace(str(temporary), str(files["config"][0].parent))) from None
+            raise ArtifactError(
+                str(error).replace(str(temporary), str(files["config"][0].parent))
+            ) from None
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
@@ -89,7 +95,8 @@ def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[
     tokens = sorted((number, token) for token, number in new.items() if number in unseen)
     spelled = encoder.encode([" ".join(WORDS.findall(token)) for _, token in tokens])
     return {
-        number: [piece for piece in ids if piece not in unseen] for (number, _), ids in zip(tokens, spelled, strict=True)
+        number: [piece for piece in ids if piece not in unseen]
+        for (number, _), ids in zip(tokens, spelled, strict=True)
     }
 
 
@@ -116,16 +123,23 @@ def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]])
     old = embedding_rows(model)
     if size > old:
         model.resize_token_embeddings(size, mean_resizing=False)
-        if hasattr(model, multi_token.NAME):  # it has no row for them; `model.multi_token` makes another
+        if hasattr(
+            model, multi_token.NAME
+        ):  # it has no row for them; `model.multi_token` makes another
             delattr(model, multi_token.NAME)
     seen_ids = [number for number in range(old) if number not in pieces]
     head = model.get_output_embeddings()
     # With a row, or one number, per token: [V, D] or [V]; of tied ones one table twice
-    tables = {id(table): table for table in (model.get_input_embeddings().weight, head.weight, head.bias)}
+    tables = {
+        id(table): table for table in (model.get_input_embeddings().weight, head.weight, head.bias)
+    }
     with torch.no_grad():
         for table in tables.values():
             if table is not None:
-                means = {number: table[list(chosen or seen_ids)].mean(dim=0) for number, chosen in pieces.items()}
+                means = {
+                    number: table[list(chosen or seen_ids)].mean(dim=0)
+                    for number, chosen in pieces.items()
+                }
                 for number, mean in means.items():
                     table[number] = mean
 

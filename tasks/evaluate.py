@@ -36,9 +36,15 @@ from ttrain.train import precision
 from ttrain.train.distributed import Ranks, share_cores
 
 ROWS = {row.model: row for row in TRAINING_STAGES.values()}
-PARTS = {row.part: row for row in ROWS.values()}  # held-out records, and the stage whose metric is over them
+PARTS = {
+    row.part: row for row in ROWS.values()
+}  # held-out records, and the stage whose metric is over them
 METRICS = {row.part: row.metric for row in ROWS.values()}
-SPECS: dict[str, type[RecordsTask]] = {"documents": TextTask, "chats": ChatsTask, "pairs": PairsTask}
+SPECS: dict[str, type[RecordsTask]] = {
+    "documents": TextTask,
+    "chats": ChatsTask,
+    "pairs": PairsTask,
+}
 log = logging.getLogger("ttrain")
 
 
@@ -53,7 +59,11 @@ def run(config: Settings, job: StageContext) -> Figures:
     shared = _shared_results(held_out, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
         return {}
-    prompts = _prompts(held_out, settings, Encoder(job.inputs["base"] / "model")) if settings.new_tokens else []
+    prompts = (
+        _prompts(held_out, settings, Encoder(job.inputs["base"] / "model"))
+        if settings.new_tokens
+        else []
+    )
     suite_items = _suite_items(settings, job)
     recorded, counts = dict[str, Metric](), {part: 0 for part in PARTS if part != "pairs"}
     samples_by_model, outcomes = dict[str, Any](), list[TaskResult]()
@@ -62,7 +72,9 @@ def run(config: Settings, job: StageContext) -> Figures:
         for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
             recorded |= result.recorded(_names(result, name), BITS_PER_BYTE.of(""))
             counts |= _counts(result)
-        samples_by_model[name] = samples.continuations(subject, prompts, new_tokens=settings.new_tokens)
+        samples_by_model[name] = samples.continuations(
+            subject, prompts, new_tokens=settings.new_tokens
+        )
         outcomes += running.ask(suite_items[name], subject, _progress(job, name, 1))
     rule = statistics.Rule(settings.confidence, settings.resamples, settings.seed)
     results = Results(outcomes, rule)
@@ -99,19 +111,25 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
         if row.rows != "documents":
             records = comparable(records)[: settings.max_chats]
             own = {"file": part, **({"answers": 0} if row.rows == "chats" else {})}
-        elif not heldout.read_nights(inputs[part]):  # of a set of several nights, each brought its share
+        elif not heldout.read_nights(
+            inputs[part]
+        ):  # of a set of several nights, each brought its share
             records = scored_documents(records, settings.max_bytes)
         if records:
             windows = settings.model_dump(include={"row_length", "stride"})
             spec = SPECS[row.rows].model_validate({**windows, **own})
-            tasks.append(running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records})))
+            tasks.append(
+                running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records}))
+            )
     return tasks
 
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:
     """The metrics of a part that are recorded, by their names in its result."""
     names = {result.primary.name: METRICS[result.task].of(model)}
-    return names | ({"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {})
+    return names | (
+        {"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {}
+    )
 
 
 def _counts(result: TaskResult) -> dict[str, int]:
@@ -125,10 +143,17 @@ def _counts(result: TaskResult) -> dict[str, int]:
     return counts
 
 
-def _prompts(held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder) -> list[SamplePrompt]:
+def _prompts(
+    held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder
+) -> list[SamplePrompt]:
     """What the models write samples for: what the settings name, else held-out documents and questions."""
-    size = {"new_tokens": settings.new_tokens, "room": max(8, settings.row_length - settings.new_tokens)}
-    items = {task.spec.kind: task.items for task in reversed(held_out)}  # of the first part of each kind
+    size = {
+        "new_tokens": settings.new_tokens,
+        "room": max(8, settings.row_length - settings.new_tokens),
+    }
+    items = {
+        task.spec.kind: task.items for task in reversed(held_out)
+    }  # of the first part of each kind
     return [
         *(
             samples.of_documents(items.get("text", ()), encoder, **size)
@@ -146,13 +171,18 @@ def _prompts(held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder) -
 # --- the figures --------------------------------------------------------------------------------------------------------
 
 
-def _paired(figures: Mapping[str, Metric], models: list[str], rule: statistics.Rule) -> dict[str, dict[str, Any]]:
+def _paired(
+    figures: Mapping[str, Metric], models: list[str], rule: statistics.Rule
+) -> dict[str, dict[str, Any]]:
     """{metric: how the model compares with the one before it on the same held-out records}."""
     paired = {}
     for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
         first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
         if first and second and statistics.comparable(first, second):
-            paired[first.name] = {"against": earlier, **finite(asdict(statistics.compare(first, second, rule)))}
+            paired[first.name] = {
+                "against": earlier,
+                **finite(asdict(statistics.compare(first, second, rule))),
+            }
     return paired
 
 
@@ -160,14 +190,23 @@ def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[
     """The items of each model's suites; a suite of several models is read once."""
     inputs = {part: job.inputs[part] for part in PARTS if part in job.inputs}
     records = {part: comparable(heldout_records(directory)) for part, directory in inputs.items()}
-    overlaps = {digest for directory in inputs.values() for digest in contamination.read_item_shares(directory)}
+    overlaps = {
+        digest
+        for directory in inputs.values()
+        for digest in contamination.read_item_shares(directory)
+    }
     by_suite: dict[str, list[Items[Any]]] = {}
-    for suite in dict.fromkeys(suite for name in _models(job) for suite in settings.suites.of(name)):
+    for suite in dict.fromkeys(
+        suite for name in _models(job) for suite in settings.suites.of(name)
+    ):
         read = running.read([suites.load(suite)], records)
         by_suite[suite] = [running.mark_overlaps(items, overlaps) for items in read]
         for line in notes_on(read):
             log.warning("%s", line)  # not among the results: they name paths of this machine
-    return {name: [items for suite in settings.suites.of(name) for items in by_suite[suite]] for name in _models(job)}
+    return {
+        name: [items for suite in settings.suites.of(name) for items in by_suite[suite]]
+        for name in _models(job)
+    }
 
 
 # --- the models ---------------------------------------------------------------------------------------------------------
@@ -184,18 +223,24 @@ def _progress(job: StageContext, model: str, half: int) -> Callable[[float], Non
     return lambda share: job.progress.update(done_before + share, 2 * len(models), "parts")
 
 
-def _load(name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
+def _load(
+    name: str, job: StageContext, device: torch.device, ranks: Ranks | None = None
+) -> LoadedModel:
     model: Any
     if ROWS[name].role == "adapter":
         directory = job.inputs[name] / "adapter"
-        bases = [job.inputs[model] / "model" for model in _models(job) if ROWS[model].role != "adapter"]
+        bases = [
+            job.inputs[model] / "model" for model in _models(job) if ROWS[model].role != "adapter"
+        ]
         bases += [job.inputs[own] / "model" for own in (f"{BASE_OF}{name}",) if own in job.inputs]
         digest = base_digest_of(directory)
         base = next((path for path in reversed(bases) if weights_digest(path) == digest), bases[-1])
         model = adapters.load(factory.load(base), directory, weights_digest(base))
     else:
         model = factory.load(job.inputs[name] / "model")
-    return replace(with_tokenizer(name, model.to(device), job.inputs["base"] / "model"), ranks=ranks)
+    return replace(
+        with_tokenizer(name, model.to(device), job.inputs["base"] / "model"), ranks=ranks
+    )
 
 
 def join_ranks(runtime: Runtime) -> Ranks:
@@ -204,11 +249,14 @@ def join_ranks(runtime: Runtime) -> Ranks:
     return Ranks.join(device, runtime.rank_timeout_seconds)
 
 
-def _shared_results(held_out: list[Items[Any]], job: StageContext, ranks: Ranks) -> dict[str, list[TaskResult]]:
+def _shared_results(
+    held_out: list[Items[Any]], job: StageContext, ranks: Ranks
+) -> dict[str, list[TaskResult]]:
     """Score every model with all ranks together; then each rank may end on its own, since samples and suites can take
     longer than a collective's timeout."""
     results = {
-        name: running.ask(held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0)) for name in _models(job)
+        name: running.ask(held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0))
+        for name in _models(job)
     }
     torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     return results

@@ -49,9 +49,14 @@ def run(config: GateJob, job: StageContext) -> Figures:
     weights = job.output / gate_files.WEIGHTS
     save_file(router.state_dict(), weights)
     gate = gate_files.GateFile(
-        experts=config.experts, settings=settings, figures=routing, router_sha256=sha256_file(weights)
+        experts=config.experts,
+        settings=settings,
+        figures=routing,
+        router_sha256=sha256_file(weights),
     )
-    write_json(job.output / gate_files.GATE, gate.model_dump(mode="json"))  # last, since it makes the directory a gate
+    write_json(
+        job.output / gate_files.GATE, gate.model_dump(mode="json")
+    )  # last, since it makes the directory a gate
     return {"routing": routing, "heldout_rows": int(heldout_R.sum())}
 
 
@@ -60,14 +65,22 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     torch.manual_seed(settings.seed)
     router = Router(settings, nats_RE.shape[1])
     rows = [run_ids(text, settings) for text in texts]
-    best_R = torch.from_numpy(nats_RE.argmin(axis=1))  # bytes and tokens of a record are the same for all experts
+    best_R = torch.from_numpy(
+        nats_RE.argmin(axis=1)
+    )  # bytes and tokens of a record are the same for all experts
     steps = math.ceil(settings.epochs * len(rows) / settings.rows_per_step)
-    optimizer = torch.optim.AdamW(router.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        router.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order = itertools.chain.from_iterable(torch.randperm(len(rows)).tolist() for _ in itertools.count())
+    order = itertools.chain.from_iterable(
+        torch.randperm(len(rows)).tolist() for _ in itertools.count()
+    )
     for _ in range(steps):
         batch = [*itertools.islice(order, settings.rows_per_step)]
-        loss = nn.functional.cross_entropy(router(padded([rows[row] for row in batch])), best_R[batch])
+        loss = nn.functional.cross_entropy(
+            router(padded([rows[row] for row in batch])), best_R[batch]
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         optimizer.step()
@@ -86,12 +99,16 @@ def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
     tally, by_content = json_rows.Tally(), dict[bytes, sources.Record]()
     for location in locations:
         is_chats = first_rows.kind_of_file(location, Reading()) == "chats"
-        parse = sources.parse_conversation if is_chats else sources.document_parser(settings.text_field)
+        parse = (
+            sources.parse_conversation if is_chats else sources.document_parser(settings.text_field)
+        )
         for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
             by_content[sources.content_hash(record)] = record
     expected_fields = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
     tally.check("--data", settings.rejected_fraction, expected_fields, prefix="")
-    records = sampled([by_content[key] for key in sorted(by_content)], settings.limit, settings.seed)
+    records = sampled(
+        [by_content[key] for key in sorted(by_content)], settings.limit, settings.seed
+    )
     log.info("%d records of %d files", len(records), len(locations))
     return records
 
@@ -108,12 +125,18 @@ def bytes_of(record: sources.Record) -> int:
     """UTF-8 bytes of what is scored: a document's text, or a chat's answers."""
     if isinstance(record, sources.TextDocument):
         return len(record.text.encode("utf-8"))
-    return sum(len(message.content.encode("utf-8")) for message in record.messages if message.role == "assistant")
+    return sum(
+        len(message.content.encode("utf-8"))
+        for message in record.messages
+        if message.role == "assistant"
+    )
 
 
 def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDArray[np.bool_]:
     """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
-    is_heldout = np.array([sources.position(record) < settings.heldout_fraction for record in records])
+    is_heldout = np.array(
+        [sources.position(record) < settings.heldout_fraction for record in records]
+    )
     if is_heldout.all() or not is_heldout.any():
         raise DataError(
             f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but router and metrics need some "
@@ -126,7 +149,11 @@ def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDAr
 
 
 def score(
-    experts: Sequence[Expert], records: Sequence[sources.Record], settings: Gate, job: StageContext, device: torch.device
+    experts: Sequence[Expert],
+    records: Sequence[sources.Record],
+    settings: Gate,
+    job: StageContext,
+    device: torch.device,
 ) -> Floats:
     """Summed negative log-likelihoods of all experts in nats, [R, E]. They are loaded one after the other.
 
@@ -138,12 +165,18 @@ def score(
         def report_progress(done: int, total: int, scored: int = number) -> None:
             job.progress.update(scored + done / total, len(experts), "experts")
             if job.stop_requested():
-                raise Interrupted(f"stopped while scoring the experts: {scored} of {len(experts)} are scored")
+                raise Interrupted(
+                    f"stopped while scoring the experts: {scored} of {len(experts)} are scored"
+                )
 
         log.info("scoring %s", expert.reference)
         model = loading.load(gate_files.reference_of(expert), device=device.type)
-        if not model.can_chat and any(isinstance(record, sources.Conversation) for record in records):
-            raise UsageError(f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template")
+        if not model.can_chat and any(
+            isinstance(record, sources.Conversation) for record in records
+        ):
+            raise UsageError(
+                f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template"
+            )
         sequences = [_sequence(model, record) for record in records]
         scores = perplexity.score_items(settings, model, sequences, report_progress)
         nats_ER.append([score.nats for score in scores])
@@ -160,7 +193,9 @@ def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.
 # --- the figures --------------------------------------------------------------------------------------------------------
 
 
-def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[np.int64]) -> Figures:
+def routing_metrics(
+    nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[np.int64]
+) -> Figures:
     """Compute the metrics of records routed to `chosen_R`; losses are in bits per byte, which no tokenizer changes.
 
     accuracy            share of records that went to the expert with the least loss
@@ -188,7 +223,11 @@ def routing_metrics(nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[n
         "loss_best_single": single,
         "gain": (single - routed) / (single - oracle) if single > oracle else None,
         "experts": [
-            {"loss": float(loss), "best_share": float(often / records), "routed_share": float(chosen / records)}
+            {
+                "loss": float(loss),
+                "best_share": float(often / records),
+                "routed_share": float(chosen / records),
+            }
             for loss, often, chosen in zip(losses_E, best_often_E, chosen_often_E, strict=True)
         ],
     }

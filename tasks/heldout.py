@@ -19,8 +19,12 @@ from ttrain.tasks.shards import heldout_records, scored_documents
 
 NIGHT_SHARE = 10  # nights whose text has `evaluate.max_bytes` together
 RECORDS = "records.jsonl"
-UNSCORED = Path("heldout", "unscored.json")  # names of records beyond the share of the night that brought them
-NIGHTS = Path("heldout", "nights.json")  # a list for each night, the oldest first: what identifies its records in scores
+UNSCORED = Path(
+    "heldout", "unscored.json"
+)  # names of records beyond the share of the night that brought them
+NIGHTS = Path(
+    "heldout", "nights.json"
+)  # a list for each night, the oldest first: what identifies its records in scores
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -31,7 +35,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
     text. Text only: each model has its own tokenizer.
     """
     earlier = job.inputs[EARLIER_HELDOUT]
-    earlier_documents, documents = (_by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"]))
+    earlier_documents, documents = (
+        _by_name(heldout_records(directory)) for directory in (earlier, job.inputs["documents"])
+    )
     passed = {*(read_json(earlier / UNSCORED) or ()), *earlier_documents}
     brought = documents.keys() - passed
     by_name = {**documents, **earlier_documents}
@@ -42,7 +48,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
         share = settings.evaluate.max_bytes // NIGHT_SHARE
         return [record_name(document["text"]) for document in scored_documents(ordered, share)]
 
-    nights = read_nights(earlier) or [scored(earlier_documents)]  # a set of one night alone has no list
+    nights = read_nights(earlier) or [
+        scored(earlier_documents)
+    ]  # a set of one night alone has no list
     nights.append(scored(brought))
     kept = sorted({*itertools.chain.from_iterable(nights)})
     lines = [orjson.dumps(by_name[name], option=orjson.OPT_SORT_KEYS) for name in kept]
@@ -50,13 +58,25 @@ def run(settings: Settings, job: StageContext) -> Figures:
     shards.write_files([(directory / RECORDS, b"".join(line + b"\n" for line in lines))])
     write_json(job.output / NIGHTS, nights)
     write_json(job.output / UNSCORED, sorted({*passed, *documents}.difference(kept)))
-    inputs = [contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")]
+    inputs = [
+        contamination.read_item_shares(job.inputs[name]) for name in (EARLIER_HELDOUT, "documents")
+    ]
     # A model of many nights has learnt from all of them.
     contamination.write_item_shares(job.output, {**inputs[0], **inputs[1]})
     # No tokens of any tokenizer.
-    entry = {**dict.fromkeys(shards.COUNTED, 0), "file": "", "records": RECORDS, "sha256": "", "group": 0}
+    entry = {
+        **dict.fromkeys(shards.COUNTED, 0),
+        "file": "",
+        "records": RECORDS,
+        "sha256": "",
+        "group": 0,
+    }
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
-    counts = {"records": len(lines), "new": len(nights[-1]), "unscored": len(brought) - len(nights[-1])}
+    counts = {
+        "records": len(lines),
+        "new": len(nights[-1]),
+        "unscored": len(brought) - len(nights[-1]),
+    }
     return {**counts, "nights": [len(night) for night in nights]}
 
 

@@ -30,7 +30,13 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     model = adapters.attach(adapters.load_quantized(base, config), config)
     held_in = None if config.quantize == "none" else config.quantize
     start = config.start_from  # the name for people, which reveals no path; what binds the adapter to its base is the digest
-    name = f"ttrain-{start}" if start in TRAININGS else "ttrain-new-model" if start == NONE else "ttrain-base-model"
+    name = (
+        f"ttrain-{start}"
+        if start in TRAININGS
+        else "ttrain-new-model"
+        if start == NONE
+        else "ttrain-base-model"
+    )
     own_files = adapters.files(model, base=name, base_digest=weights_digest(base), held_in=held_in)
     return training.TrainableModel(
         model,

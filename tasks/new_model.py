@@ -26,13 +26,19 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 def special_ids(encoder: Encoder) -> dict[str, int]:
     """The ids of the special tokens, by the names that models have for them."""
-    return {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.eos_id, "pad_token_id": encoder.pad_id}
+    return {
+        "bos_token_id": encoder.bos_id,
+        "eos_token_id": encoder.eos_id,
+        "pad_token_id": encoder.pad_id,
+    }
 
 
 def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
     """A freshly initialised model for this tokenizer."""
     stops = [encoder.eos_id, encoder.end_id]
-    model = factory.build(config, vocab_size=len(encoder), ids=special_ids(encoder), stop_ids=stops, seed=seed)
+    model = factory.build(
+        config, vocab_size=len(encoder), ids=special_ids(encoder), stop_ids=stops, seed=seed
+    )
     if config.multi_token is not None:
         multi_token.attach(model, config.multi_token, seed)
     return model

@@ -49,7 +49,11 @@ def run(settings: Settings, job: StageContext) -> Figures:
     model.to(ranks.device).eval()
 
     def scored(rows: Rows, block: range) -> Scores:
-        columns: dict[str, list[npt.NDArray[Any]]] = {ANSWERS: [], LOG_PROBABILITIES: [], TOKENS: []}
+        columns: dict[str, list[npt.NDArray[Any]]] = {
+            ANSWERS: [],
+            LOG_PROBABILITIES: [],
+            TOKENS: [],
+        }
         for first in block[:: runtime.rows_per_device]:
             batch = rows.batch(range(first, min(first + runtime.rows_per_device, block.stop)))
             assert isinstance(batch, PairBatch)
@@ -89,13 +93,17 @@ def _join(job: StageContext, part: str) -> tuple[int, float | None]:
 
     An answer that no row holds has no number of tokens, and NaN.
     """
-    answers = 2 * int(ShardSet(job.inputs["shards"] / part).index["rows"])  # numbers that there may be
+    answers = 2 * int(
+        ShardSet(job.inputs["shards"] / part).index["rows"]
+    )  # numbers that there may be
     log_probs_A, tokens_A = np.full(answers, np.nan), np.zeros(answers, np.int64)
     for block in sorted((job.output / "blocks" / part).glob("[0-9]*.safetensors")):
         scores = load_file(block)
         log_probs_A[scores[ANSWERS]] = scores[LOG_PROBABILITIES]
         tokens_A[scores[ANSWERS]] = scores[TOKENS]
-    write_bytes(job.output / f"{part}.safetensors", save({LOG_PROBABILITIES: log_probs_A, TOKENS: tokens_A}))
+    write_bytes(
+        job.output / f"{part}.safetensors", save({LOG_PROBABILITIES: log_probs_A, TOKENS: tokens_A})
+    )
     is_scored = tokens_A > 0
     return int(is_scored.sum()), float(log_probs_A[is_scored].mean()) if is_scored.any() else None
 

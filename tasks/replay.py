@@ -24,7 +24,9 @@ from ttrain.tasks import EARLIER_HELDOUT, LEARNT_BEFORE, SHARE
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_documents
 
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
+GOLDEN = (
+    5**0.5 - 1
+) / 2  # multiples of it modulo 1 are spread evenly: nights one after the other replay other parts
 TEMPLATE = "template"  # in the index of chats: the digest of the template that they were made with
 
 
@@ -44,14 +46,22 @@ def run(settings: Settings, job: StageContext) -> Figures:
     row_length = training.row_length if of_documents and not training.mask_intervals else None
     tokenizer, share = new.index["tokenizer"], settings.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
-    learnt = {name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names}
-    passes = Sft.by_rows.epochs if training.epochs == AUTO else training.epochs  # more passes read the same sample again
+    learnt = {
+        name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names
+    }
+    passes = (
+        Sft.by_rows.epochs if training.epochs == AUTO else training.epochs
+    )  # more passes read the same sample again
     tokens_per_pass = new.tokens / (1 - share)
     budget = rules.budget(tokens_per_pass) if training.tokens == AUTO else training.tokens
     read = budget or math.ceil((passes or 0) * tokens_per_pass)
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
-    held_out = {digest for name in ("documents", *names) for digest in _digests(ShardSet(job.inputs[name] / "heldout"))}
+    held_out = {
+        digest
+        for name in ("documents", *names)
+        for digest in _digests(ShardSet(job.inputs[name] / "heldout"))
+    }
     if EARLIER_HELDOUT in job.inputs:  # as text, which gets the tokens of tonight's tokenizer
         encoder = encoder_of(str(job.inputs["tokenizer"]))
         for document in heldout_documents(job.inputs[EARLIER_HELDOUT]):
@@ -61,8 +71,12 @@ def run(settings: Settings, job: StageContext) -> Figures:
     entries: list[dict[str, Any]] = []
     for nights_since, sources in zip(reversed(range(len(names))), learnt.values(), strict=True):
         for source in sources:
-            column = sample(source, sampled_share, training.seed, nights_since, held_out, row_length)
-            entry = write_shard(directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"])
+            column = sample(
+                source, sampled_share, training.seed, nights_since, held_out, row_length
+            )
+            entry = write_shard(
+                directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"]
+            )
             entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
     index = write_index(
         directory,
@@ -73,17 +87,29 @@ def run(settings: Settings, job: StageContext) -> Figures:
         **({TEMPLATE: new.index[TEMPLATE]} if TEMPLATE in new.index else {}),
         **{SHARE: share},
     )
-    return {"records": index["rows"], "tokens": index["tokens"], "share": share, "nights": len(names)}
+    return {
+        "records": index["rows"],
+        "tokens": index["tokens"],
+        "share": share,
+        "nights": len(names),
+    }
 
 
 def _sources(shards: ShardSet) -> Iterator[ShardSet]:
     """The sources of a night, which are apart where they have weights."""
     numbers = range(len(shards.weights))
-    yield from (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
+    yield from (
+        (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
+    )
 
 
 def sample(
-    source: ShardSet, share: float, seed: int, nights_since: int, heldout: Collection[bytes], row_length: int | None
+    source: ShardSet,
+    share: float,
+    seed: int,
+    nights_since: int,
+    heldout: Collection[bytes],
+    row_length: int | None,
 ) -> Column:
     """Parts of a source that have this share of its tokens, rounded up to a part, without those of held-out records.
 

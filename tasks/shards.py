@@ -54,7 +54,9 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
         weights=job.weights,
         against=against if items else None,
         earlier=[job.inputs[name] for name in sorted(job.inputs) if name.startswith(LEARNT_BEFORE)],
-        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT]) if EARLIER_HELDOUT in job.inputs else None,
+        earlier_heldout=heldout_hashes(job.inputs[EARLIER_HELDOUT])
+        if EARLIER_HELDOUT in job.inputs
+        else None,
     )
 
 
@@ -66,7 +68,9 @@ def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
         reading = reading.model_copy(update={"heldout_fraction": 0.0})
     else:
         parser = records.parser_of(kind, reading.text_field)
-        reading = records.with_heldout_share(reading, [file.location for file in files["train"]], parser)
+        reading = records.with_heldout_share(
+            reading, [file.location for file in files["train"]], parser
+        )
     recipe = replace(
         recipe_of(reading, job.inputs["tokenizer"], kind, job.home),
         learn_reasoning=kind == "documents" or settings.sft.learn_reasoning,
@@ -87,13 +91,20 @@ def files_of(job: StageContext) -> dict[str, list[DataFile]]:
     """The files by role; the quickstart's source brings both parts."""
     if not job.files.keys() - {AGAINST}:
         path = job.inputs["source"] / job.arguments["dataset"]
-        return {"train": [DataFile(f"{path}.jsonl")], "heldout": [DataFile(f"{path}_heldout.jsonl")]}
+        return {
+            "train": [DataFile(f"{path}.jsonl")],
+            "heldout": [DataFile(f"{path}_heldout.jsonl")],
+        }
     return {
-        role: list(map(DataFile, locations, job.groups[role])) for role, locations in job.files.items() if role != AGAINST
+        role: list(map(DataFile, locations, job.groups[role]))
+        for role, locations in job.files.items()
+        if role != AGAINST
     }
 
 
-def recipe_of(reading: Reading, tokenizer: Path, kind: str, home: Path | None = None) -> BlockRecipe:
+def recipe_of(
+    reading: Reading, tokenizer: Path, kind: str, home: Path | None = None
+) -> BlockRecipe:
     """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
     encoder = blocks.encoder_of(str(tokenizer))
     return BlockRecipe(
@@ -119,7 +130,10 @@ def _code(home: Path | None) -> str:
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
-    expected_fields, near = records.expected_fields(kind, reading.text_field), built.near_duplicates or {}
+    expected_fields, near = (
+        records.expected_fields(kind, reading.text_field),
+        built.near_duplicates or {},
+    )
     train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
     train.check(name, reading.rejected_fraction, expected_fields, may_be_empty=True)
     if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
@@ -130,9 +144,15 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
         )
     for role, tally in built.tallies.items():
         if role == "train" or tally.rows:
-            tally.check(name if role == "train" else f"{name}_heldout", reading.rejected_fraction, expected_fields)
+            tally.check(
+                name if role == "train" else f"{name}_heldout",
+                reading.rejected_fraction,
+                expected_fields,
+            )
     if is_empty:
-        reason = "went to the held-out part" + (" or hold items of an evaluation" if built.contamination else "")
+        reason = "went to the held-out part" + (
+            " or hold items of an evaluation" if built.contamination else ""
+        )
         raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 

@@ -14,7 +14,10 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.tasks.common.job import Figures, StageContext
 
-MEASURED_DOCUMENTS, MEASURED_BYTES = 200, 1_000_000  # of each file, to say how well the tokenizer fits it
+MEASURED_DOCUMENTS, MEASURED_BYTES = (
+    200,
+    1_000_000,
+)  # of each file, to say how well the tokenizer fits it
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
@@ -50,19 +53,34 @@ def train_directory(
     """
     tally, figures = json_rows.Tally(), dict[str, int]()
     if config.existing:
-        existing.install(existing_files or existing.tokenizer_files(config.existing), output, config.template)
+        existing.install(
+            existing_files or existing.tokenizer_files(config.existing), output, config.template
+        )
     else:
-        share = records.with_heldout_share(reading, paths, records.document_parser(reading.text_field)).heldout_fraction
+        share = records.with_heldout_share(
+            reading, paths, records.document_parser(reading.text_field)
+        ).heldout_fraction
         split = records.split(_documents(paths, reading, tally), float(share))
-        training = (record.text for heldout, record in split if not heldout and isinstance(record, records.TextDocument))
+        training = (
+            record.text
+            for heldout, record in split
+            if not heldout and isinstance(record, records.TextDocument)
+        )
         texts, figures = tokenizers.sample(training, config, progress)
         tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
         if not texts:
-            raise DataError(f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents")
-        tokenizers.save(tokenizers.train(texts, config.vocab_size, config.template), output, config.template)
+            raise DataError(
+                f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents"
+            )
+        tokenizers.save(
+            tokenizers.train(texts, config.vocab_size, config.template), output, config.template
+        )
     encoder, measured = Encoder(output), tally if config.existing else json_rows.Tally()
     files = [
-        {"name": locations.name(path), **tokenizers.measure(encoder, _beginning(_documents([path], reading, measured)))}
+        {
+            "name": locations.name(path),
+            **tokenizers.measure(encoder, _beginning(_documents([path], reading, measured))),
+        }
         for path in paths
     ]
     if config.existing and paths:
@@ -86,7 +104,9 @@ def train_directory(
     }
 
 
-def _documents(paths: Sequence[str], reading: Reading, tally: json_rows.Tally) -> Iterator[records.Record]:
+def _documents(
+    paths: Sequence[str], reading: Reading, tally: json_rows.Tally
+) -> Iterator[records.Record]:
     parse = records.document_parser(reading.text_field)
     return records.read(paths, parse, tally, reading.max_line_bytes, reading.text_field)
 

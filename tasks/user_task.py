@@ -38,18 +38,24 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     allow = allowed(config.allow, kind.Config)
     ranks = training.start(job.runtime)
     task = kind(settings)
-    rows, heldout = (Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ()))
+    rows, heldout = (
+        Batches(dataset, task.collate) for dataset in (task.rows(), task.heldout_rows() or ())
+    )
     if len(rows) < settings.rows_per_step:
         raise DataError(
             f"rows_per_step is {settings.rows_per_step} but the task's rows() has only {len(rows)} rows; "
             f"set rows_per_step={max(1, len(rows))} or less, or bring more rows"
         )
-    order = ShuffledOrder(len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed)
+    order = ShuffledOrder(
+        len(rows), settings.rows_per_step, math.ceil(settings.epochs * len(rows)), settings.seed
+    )
     validation = validation_batches(heldout, settings.validation_rows, job.runtime.rows_per_device)
     torch.manual_seed(settings.seed)
     model = task.build_model()
     counts = {"rows": len(rows), "heldout_rows": len(heldout)}
-    loader = Loader(rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world)
+    loader = Loader(
+        rows, order, rows_per_device=job.runtime.rows_per_device, rank=ranks.rank, world=ranks.world
+    )
     trained = training.TrainableModel(model, lambda: state(model), {}, directory=".")
     options = TrainerOptions(
         trained,
@@ -73,7 +79,9 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     adapted = cast("TrainingTask", Adapted(task, model))
     figures = training.train(adapted, trained, loader, options, job, callbacks)
     if ranks.first:
-        (job.output / SETTINGS).write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+        (job.output / SETTINGS).write_text(
+            yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+        )
     return {**figures, **counts}
 
 
@@ -90,11 +98,17 @@ def task_class(name: str) -> type[UserTask]:
     except (ModuleNotFoundError, AttributeError) as error:
         raise UsageError(f"the task is '{name}', which cannot be imported: {error}") from error
     if not (inspect.isclass(task_type) and issubclass(task_type, UserTask)):
-        raise UsageError(f"the task is '{name}', which is not a subclass of ttrain.train.task.UserTask")
+        raise UsageError(
+            f"the task is '{name}', which is not a subclass of ttrain.train.task.UserTask"
+        )
     if inspect.isabstract(task_type):
-        raise UsageError(f"the task {name} lacks {', '.join(sorted(task_type.__abstractmethods__))}; write them")
+        raise UsageError(
+            f"the task {name} lacks {', '.join(sorted(task_type.__abstractmethods__))}; write them"
+        )
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
-        raise UsageError(f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'")
+        raise UsageError(
+            f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'"
+        )
     return task_type
 
 
@@ -105,7 +119,9 @@ def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
     for name in names:
         meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]
         if not meant:
-            raise UsageError(f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}")
+            raise UsageError(
+                f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}"
+            )
         allowed_names.update(meant)
     return frozenset(allowed_names)
 
@@ -139,7 +155,11 @@ class Batches:
         """The rows with these numbers."""
         numbers = [int(row) for row in rows]
         read_many = getattr(self._rows, "__getitems__", None)
-        return RowBatch(self._collate(read_many(numbers) if read_many else [self._rows[number] for number in numbers]))
+        return RowBatch(
+            self._collate(
+                read_many(numbers) if read_many else [self._rows[number] for number in numbers]
+            )
+        )
 
 
 @final
@@ -156,10 +176,14 @@ class Adapted:
         return self._model
 
     def train_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
-        return self._checked("train_step", self._task.train_step(model, batch.content, device), batch)
+        return self._checked(
+            "train_step", self._task.train_step(model, batch.content, device), batch
+        )
 
     def validation_step(self, model: nn.Module, batch: RowBatch, device: torch.device) -> LossSum:
-        return self._checked("validation_step", self._task.validation_step(model, batch.content, device), batch)
+        return self._checked(
+            "validation_step", self._task.validation_step(model, batch.content, device), batch
+        )
 
     def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
         """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
@@ -170,7 +194,10 @@ class Adapted:
             )
         if batch.counts:
             return loss
-        nothing = [{name: value * 0 for name, value in tensors.items()} for tensors in (loss.parts, loss.sums)]
+        nothing = [
+            {name: value * 0 for name, value in tensors.items()}
+            for tensors in (loss.parts, loss.sums)
+        ]
         return LossSum(loss.total * 0.0, 0, *nothing)
 
 

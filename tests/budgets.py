@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_name("budgets.json")
-Budgets = Mapping[str, Mapping[str, int]]  # by package: "budget", and "now", its statements when they were recorded
+Budgets = Mapping[
+    str, Mapping[str, int]
+]  # by package: "budget", and "now", its statements when they were recorded
 UNLISTED = {"budget": 0, "now": 0}
 
 
@@ -22,7 +24,9 @@ def count_statements(root: Path) -> Counter[str]:
     for top in ("ttrain", "flows", "tasks"):
         for path in (root / top).rglob("*.py"):
             package = "/".join(path.relative_to(root).parent.parts[: 2 if top == "ttrain" else 1])
-            counts[package] += sum(map(_is_statement, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+            counts[package] += sum(
+                map(_is_statement, ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            )
     return counts
 
 
@@ -55,11 +59,18 @@ def recorded(budgets: Budgets, counts: Mapping[str, int]) -> dict[str, dict[str,
 
 
 if __name__ == "__main__":
-    budgets, counts = json.loads(FILE.read_text(encoding="utf-8")), count_statements(FILE.parents[1])
+    budgets, counts = (
+        json.loads(FILE.read_text(encoding="utf-8")),
+        count_statements(FILE.parents[1]),
+    )
     present, problems = recorded(budgets, counts), grown(budgets, counts)
     if "--write" in sys.argv:
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in present.items())
+        lines = ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in present.items()
+        )
         FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
     elif present != budgets:
-        problems.append("tests/budgets.json is not up to date; run `make budgets`, and commit the file with your change")
+        problems.append(
+            "tests/budgets.json is not up to date; run `make budgets`, and commit the file with your change"
+        )
     sys.exit("\n".join(problems) or 0)

@@ -37,11 +37,16 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ |= mlflow_client.ENVIRONMENT
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 # The processes of stages find `support`, too, whatever server forks them: one of its own, with torch, takes 5 s of CPU.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+)
 # Homes and databases are written with fsync, which waits for a disk for milliseconds each time and for memory not at all.
 MEMORY = Path("/dev/shm")
 HOMES_BYTES = 4 << 30  # 0.2 GB of them are there at once; the rest is for the tests' own memory
-has_room = MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > HOMES_BYTES
+has_room = (
+    MEMORY.is_dir()
+    and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > HOMES_BYTES
+)
 if has_room and "TMPDIR" not in os.environ and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 # Modules are compiled once, not in each of some hundred processes.
@@ -54,7 +59,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sample", action="store_true", help="of each file, run the first of the selected tests only")
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help="of each file, run the first of the selected tests only",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +93,9 @@ def pytest_collection_finish() -> None:
     """Leave out what the modules hold, in this process and in its forks, whenever garbage is looked for."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000)  # of the default, 700, looking for garbage takes a tenth of the time of tests of training
+    gc.set_threshold(
+        100_000
+    )  # of the default, 700, looking for garbage takes a tenth of the time of tests of training
     gc.enable()
 
 
@@ -100,7 +111,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch: Any = sys.modules.get("torch")
     if torch and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, or after a command that was stopped here
+    if (
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ):  # under nohup, or after a command that was stopped here
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -118,7 +131,9 @@ def add_database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], N
 
 
 @pytest.fixture
-def tracked_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
+def tracked_home(
+    tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A home with such a database."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(tmp_path / "home")

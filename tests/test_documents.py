@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import yaml
 from support import reference
-from support.snippets import OUTPUT, PAGES, ROOT, SHELL, Command, Snippet, commands, shell_lines, snippets
+from support.snippets import (
+    OUTPUT,
+    PAGES,
+    ROOT,
+    SHELL,
+    Command,
+    Snippet,
+    commands,
+    shell_lines,
+    snippets,
+)
 from support.tiny_trainers import tiny_model
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -27,24 +37,50 @@ from ttrain.evaluate import suites
 from ttrain.experiments.changes import read_changes
 
 PROGRAMS = {  # of others, on the pages for convenience
-    "make", "python", "python3", "uv", "git", "pip", "llama-cli", "printf", "mlflow", "export", "createdb", "prefect",
-    "srun", "if", "exit", "source", "mkdir",
-}  # fmt: skip
+    "make",
+    "python",
+    "python3",
+    "uv",
+    "git",
+    "pip",
+    "llama-cli",
+    "printf",
+    "mlflow",
+    "export",
+    "createdb",
+    "prefect",
+    "srun",
+    "if",
+    "exit",
+    "source",
+    "mkdir",
+}
 ASSIGNED = re.compile(r"^\w+=")
-FILES = ("my.yaml", "mine.yaml", "suite.yaml", "model_config.json")  # that pages name as if the reader had them
+FILES = (
+    "my.yaml",
+    "mine.yaml",
+    "suite.yaml",
+    "model_config.json",
+)  # that pages name as if the reader had them
 IDS = {"ids": lambda value: value.name if isinstance(value, Snippet) else ""}
 
 
 def test_no_block_is_left_out_and_no_fence_is_open() -> None:
     handled = {"console", "sh", "yaml", "json", "python", "toml", "dockerfile", *OUTPUT}
-    assert {snippet.language for snippet in snippets()} <= handled, "a language that no test here knows"
+    assert {snippet.language for snippet in snippets()} <= handled, (
+        "a language that no test here knows"
+    )
     for page in PAGES:
-        fences = re.findall(r"^ *```", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        fences = re.findall(
+            r"^ *```", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
         assert len(fences) == 2 * sum(snippet.page == page for snippet in snippets()), page
     for snippet in snippets(*SHELL):
         for line in shell_lines(snippet):
             first = line.split()[0] if line.split() else "#"
-            assert first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first), (snippet.name, line)
+            assert (
+                first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first)
+            ), (snippet.name, line)
     assert len(commands()) > 120
 
 
@@ -68,10 +104,14 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 
 def test_the_index_names_every_page_and_pages_show_every_image() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {
+        "index.md"
+    }
     assert {name for name, _ in LINK.findall(index) if "/" not in name} == pages | {"python.ipynb"}
     shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-    assert [image.name for image in (ROOT / "docs/images").glob("*.png") if image.name not in shown] == []
+    assert [
+        image.name for image in (ROOT / "docs/images").glob("*.png") if image.name not in shown
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -86,7 +126,9 @@ def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     command, context, rest, name = get_command(app), None, list(words), "ttrain"
     while isinstance(command, TyperGroup):
         context = command.make_context(name, rest, parent=context)
-        called, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        called, command, rest = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
         assert command is not None
         name = f"{name} {called}"
     if "--help" in rest:
@@ -102,14 +144,26 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", {command.text: command for command in commands()}.values(), ids=lambda one: one.text)
-def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exist(command: Command, directory: Path) -> None:
+@pytest.mark.parametrize(
+    "command", {command.text: command for command in commands()}.values(), ids=lambda one: one.text
+)
+def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exist(
+    command: Command, directory: Path
+) -> None:
     name, values = parsed(command.words)
     if name.startswith("ttrain train task") or "=(" in str(values.get("overrides")):
         return  # the settings of a task are its own
     overrides, profiles = (values.get(key) or () for key in ("overrides", "profile"))
-    if name in ("ttrain pipeline run", "ttrain pipeline plan", "ttrain stage run", "ttrain doctor", "ttrain config show"):
-        loaded = load(list(overrides), files=values.get("config") or (), profiles=profiles, environment={})
+    if name in (
+        "ttrain pipeline run",
+        "ttrain pipeline plan",
+        "ttrain stage run",
+        "ttrain doctor",
+        "ttrain config show",
+    ):
+        loaded = load(
+            list(overrides), files=values.get("config") or (), profiles=profiles, environment={}
+        )
         assert len(loaded.sources) >= len(overrides)
 
 
@@ -133,7 +187,10 @@ def test_settings_and_commands_within_sentences_exist(page: str) -> None:
             assert is_known or name.startswith("model.fields."), f"{page}: {span}"
         elif span.startswith("ttrain ") and span[7].islower():
             command = re.sub("^ttrain train ", "ttrain train task ", span)
-            assert any(f"{command} ".startswith(f"{name} ") for name in commands_known) or span in groups, f"{page}: {span}"
+            assert (
+                any(f"{command} ".startswith(f"{name} ") for name in commands_known)
+                or span in groups
+            ), f"{page}: {span}"
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), **IDS)
@@ -165,7 +222,9 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
 
 
 def page_code(page: str, holds: str) -> str:
-    (snippet,) = [snippet for snippet in snippets("python") if snippet.page == page and holds in snippet.text]
+    (snippet,) = [
+        snippet for snippet in snippets("python") if snippet.page == page and holds in snippet.text
+    ]
     return snippet.text
 
 
@@ -180,7 +239,9 @@ def test_every_python_snippet_is_run_by_a_test() -> None:
         ("docs/tracking.md", "full/test_readme.py"),
         ("docs/tutorial.md", "test_the_tutorial_s_script_makes_data_that_its_settings_name"),
     ]
-    assert sorted(snippet.page for snippet in snippets("python")) == sorted(page for page, _ in run_by)
+    assert sorted(snippet.page for snippet in snippets("python")) == sorted(
+        page for page, _ in run_by
+    )
 
 
 def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
@@ -211,5 +272,9 @@ def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path)
     )
     assert len(documents) > len(chats) > 5
     assert set(documents[0]) == {"text", "source"} and set(chats[0]) == {"instruction", "output"}
-    (settings,) = [yaml.safe_load(snippet.text) for snippet in snippets("yaml") if snippet.page == "docs/tutorial.md"]
+    (settings,) = [
+        yaml.safe_load(snippet.text)
+        for snippet in snippets("yaml")
+        if snippet.page == "docs/tutorial.md"
+    ]
     assert (tmp_path / settings["data"]["sft"]).is_file()

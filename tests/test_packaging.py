@@ -23,10 +23,25 @@ def test_uv_gets_the_pins_of_pip_and_no_lock_file_is_committed() -> None:
 
 def test_the_image_copies_what_a_wheel_is_made_of_and_runs_as_a_user() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    copied = {word for line in re.findall(r"^COPY (.*)", text, flags=re.MULTILINE) for word in line.split()[:-1]}
-    sources = {path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values()} | {"ttrain"}
-    assert copied >= sources | {"constraints.txt", "pyproject.toml", PROJECT["project"]["readme"], "LICENSE"}
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if line.startswith("!")}
+    copied = {
+        word
+        for line in re.findall(r"^COPY (.*)", text, flags=re.MULTILINE)
+        for word in line.split()[:-1]
+    }
+    sources = {
+        path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values()
+    } | {"ttrain"}
+    assert copied >= sources | {
+        "constraints.txt",
+        "pyproject.toml",
+        PROJECT["project"]["readme"],
+        "LICENSE",
+    }
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+        if line.startswith("!")
+    }
     assert copied == allowed and all((ROOT / name).exists() for name in copied)
     assert text.index("\nUSER ttrain") < text.index("ENTRYPOINT")
     (extras,) = re.findall(r"ARG EXTRAS=(.*)", text)
@@ -34,7 +49,9 @@ def test_the_image_copies_what_a_wheel_is_made_of_and_runs_as_a_user() -> None:
 
 
 def test_services_listen_on_this_machine_alone_and_need_passwords() -> None:
-    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
     assert {*services} == {"postgres", "mlflow", "prefect", "worker"}
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
@@ -47,7 +64,13 @@ def test_the_workflow_calls_what_the_makefile_has() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert "make lint test" in commands
-    versions = [text.rpartition(" :: ")[2] for text in PROJECT["project"]["classifiers"] if "Python :: 3." in text]
+    versions = [
+        text.rpartition(" :: ")[2]
+        for text in PROJECT["project"]["classifiers"]
+        if "Python :: 3." in text
+    ]
     assert jobs["test"]["strategy"]["matrix"]["python"] == versions
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    targets = re.findall(
+        r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert {"lint", "test", "run", "soak"} <= {*targets}

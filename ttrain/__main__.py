@@ -14,7 +14,9 @@ def main() -> None:
     """Run the command line. SIGTERM and SIGHUP let a command that has no handlers of its own remove its temporary files."""
     gc.set_threshold(GC_THRESHOLD)
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) is signal.SIG_DFL:  # under nohup SIGHUP is ignored, and stays so
+        if (
+            signal.getsignal(signum) is signal.SIG_DFL
+        ):  # under nohup SIGHUP is ignored, and stays so
             signal.signal(signum, _end)
     from ttrain.cli import main as command_line
 
@@ -22,7 +24,10 @@ def main() -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP):  # which `timeout`, systemd and the kernel send twice
+    for each in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # which `timeout`, systemd and the kernel send twice
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + signum)
 

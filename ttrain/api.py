@@ -30,7 +30,9 @@ from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
 
-logging.getLogger("ttrain").addHandler(logging.NullHandler())  # else Python prints warnings to standard error
+logging.getLogger("ttrain").addHandler(
+    logging.NullHandler()
+)  # else Python prints warnings to standard error
 
 ENGINES = ("prefect", "none")
 
@@ -38,7 +40,10 @@ ENGINES = ("prefect", "none")
 @contextlib.contextmanager
 def _as_found() -> Iterator[None]:
     """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
-    environment, loggers = dict(os.environ), [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
+    environment, loggers = (
+        dict(os.environ),
+        [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")],
+    )
     handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         yield
@@ -53,7 +58,9 @@ def _as_found() -> Iterator[None]:
 
 
 def load_settings(
-    *files: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), profile: str | Sequence[str] = ()
+    *files: str | Path,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    profile: str | Sequence[str] = (),
 ) -> Settings:
     """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
     `overrides`, {"sft.epochs": 3} or ["sft.epochs=3"], over all. Raises UsageError, which names the setting."""
@@ -98,9 +105,13 @@ def plan(
     graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)
     try:
-        stages = plan_stages(graph, settings, store, rerun, selection=selection, compared_with=earlier)
+        stages = plan_stages(
+            graph, settings, store, rerun, selection=selection, compared_with=earlier
+        )
     except UsageError:
-        check_first_rows(settings)  # all mistakes; and a file of another kind explains more than what is missing
+        check_first_rows(
+            settings
+        )  # all mistakes; and a file of another kind explains more than what is missing
         raise
     check_first_rows(settings, [planned.stage for planned in stages if planned.state == "run"])
     name = str(earlier["run"]) if earlier else ""
@@ -131,7 +142,11 @@ class Run:
         from ttrain.reports import summary
 
         stages = [summary.status_row(stage)[:4] for stage in summary.shown_stages(self.record)]
-        tables = [html_table(("stage", "outcome", "time", "figures"), stages, f"{self.name}: {self.outcome}")]
+        tables = [
+            html_table(
+                ("stage", "outcome", "time", "figures"), stages, f"{self.name}: {self.outcome}"
+            )
+        ]
         if evaluation := summary.rows(self.metrics, {}):
             tables.append(html_table(("evaluation", "value", ""), evaluation))
         return "".join(tables)
@@ -170,7 +185,11 @@ class Run:
     def artifacts(self) -> Artifacts:
         """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
         keys = run_records.keys_of(self.record).items()
-        return {name: artifact for name, key in keys if key and (artifact := self.store.at(self.store.path(name, key)))}
+        return {
+            name: artifact
+            for name, key in keys
+            if key and (artifact := self.store.at(self.store.path(name, key)))
+        }
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline status --json` prints."""
@@ -187,16 +206,21 @@ class Runs(list[Run]):
         import pandas
 
         columns = ("name", "pipeline", "outcome", "started", "seconds")
-        return pandas.DataFrame([{name: getattr(run, name) for name in columns} | dict(run.metrics) for run in self])
+        return pandas.DataFrame(
+            [{name: getattr(run, name) for name in columns} | dict(run.metrics) for run in self]
+        )
 
 
-def runs(name: str = "", *, pipeline: str = "", limit: int | None = None, home: str | Path | None = None) -> Runs:
+def runs(
+    name: str = "", *, pipeline: str = "", limit: int | None = None, home: str | Path | None = None
+) -> Runs:
     """The recorded runs of a home, newest first: all, or those whose setting `name`, or pipeline, is this."""
     store = ArtifactStore(_home(home))
     chosen = (
         Run(record, store)
         for record in run_records.history(store.root)
-        if (not name or record["settings"].get("name") == name) and (not pipeline or record["pipeline"] == pipeline)
+        if (not name or record["settings"].get("name") == name)
+        and (not pipeline or record["pipeline"] == pipeline)
     )
     return Runs(list(chosen)[:limit])
 
@@ -232,7 +256,9 @@ def run(
     if engine not in ENGINES:
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
     if pipeline == "nightly":
-        raise UsageError("pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`")
+        raise UsageError(
+            "pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`"
+        )
     labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
     planned = plan(pipeline, settings, home=home, **selection)
     if record := record_cached(planned, labels):
@@ -244,7 +270,9 @@ def run(
         try:
             screen = console() if progress is True else Console(quiet=True)
             display = progress if callable(progress) else None
-            execution = run_pipeline(planned, screen, RunOptions(engine, labels=labels, display=display))
+            execution = run_pipeline(
+                planned, screen, RunOptions(engine, labels=labels, display=display)
+            )
         except Interrupted as error:
             raise KeyboardInterrupt(str(error)) from None
     return Run(run_records.read(planned.store.root, execution.record.run) or {}, planned.store)
@@ -291,4 +319,15 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-__all__ = ["Plan", "Planned", "Run", "Runs", "TTrainError", "load", "load_settings", "plan", "run", "runs"]
+__all__ = [
+    "Plan",
+    "Planned",
+    "Run",
+    "Runs",
+    "TTrainError",
+    "load",
+    "load_settings",
+    "plan",
+    "run",
+    "runs",
+]

@@ -22,7 +22,9 @@ from pathlib import Path
 from ttrain.core import redact
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-RUST_DISK_FULL = f"(os error {errno.ENOSPC})"  # how safetensors and tokenizers say it, in errors of their own
+RUST_DISK_FULL = (
+    f"(os error {errno.ENOSPC})"  # how safetensors and tokenizers say it, in errors of their own
+)
 FREE_SPACE = "free some space and run the same command again"
 
 
@@ -42,7 +44,11 @@ class TTrainError(Exception):
 def is_disk_full(error: object) -> bool:
     """Whether a file or a SQLite database could not be written for want of space, also by a library written in Rust."""
     text = str(error)
-    return getattr(error, "errno", None) in DISK_FULL or "database or disk is full" in text or RUST_DISK_FULL in text
+    return (
+        getattr(error, "errno", None) in DISK_FULL
+        or "database or disk is full" in text
+        or RUST_DISK_FULL in text
+    )
 
 
 def exit_code_of(error: TTrainError | OSError) -> int:
@@ -107,7 +113,9 @@ class StageFailed(TTrainError):
     `damaged`: the file of the store that the process found damaged. `files`: locations of data files at fault.
     """
 
-    def __init__(self, message: str, kind: str = "", damaged: Path | None = None, files: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, kind: str = "", damaged: Path | None = None, files: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
         self.kind, self.damaged, self.files = kind, damaged, tuple(files)
         self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
@@ -148,4 +156,6 @@ class Interrupted(TTrainError):
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
 
 
-MISTAKES = frozenset(error.__name__ for error in (DataError, CannotRead, DamagedFile))  # kinds that no second try mends
+MISTAKES = frozenset(
+    error.__name__ for error in (DataError, CannotRead, DamagedFile)
+)  # kinds that no second try mends

@@ -31,7 +31,9 @@ def chats_about(items: list[DocumentedItem]) -> Iterator[dict[str, Any]]:
     public = [item for item in items if item.public]
     homes = Counter(item.qualname for item in public if item.kind in ("function", "class"))
     unique = {name for name, count in homes.items() if count == 1}
-    candidates = [(order(f"{item.name}#{form}"), item, form) for item in public for form in range(len(FORMS))]
+    candidates = [
+        (order(f"{item.name}#{form}"), item, form) for item in public for form in range(len(FORMS))
+    ]
     for _, item, form in sorted(candidates, key=lambda candidate: candidate[0]):
         turn = FORMS[form](item, unique)
         if turn and len(turn.answer) <= ANSWER_CHARACTERS:
@@ -42,10 +44,15 @@ def chats_about(items: list[DocumentedItem]) -> Iterator[dict[str, Any]]:
             }
 
 
-def messages_of(item: DocumentedItem, form: int, turn: QuestionAnswer, unique: set[str]) -> list[dict[str, str]]:
+def messages_of(
+    item: DocumentedItem, form: int, turn: QuestionAnswer, unique: set[str]
+) -> list[dict[str, str]]:
     """Three in ten rows start with a system turn, one in five asks a second question about the same object."""
     key = f"{item.name}#{form}"
-    messages = [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    messages = [
+        {"role": "user", "content": turn.question},
+        {"role": "assistant", "content": turn.answer},
+    ]
     if pick(key + " system", 10) < 3:
         messages.insert(0, {"role": "system", "content": SYSTEMS[pick(key, len(SYSTEMS))]})
     if pick(key + " second", 5) == 0:
@@ -53,7 +60,9 @@ def messages_of(item: DocumentedItem, form: int, turn: QuestionAnswer, unique: s
         fits = [
             next_turn
             for next_turn in turns
-            if next_turn and len(next_turn.answer) <= ANSWER_CHARACTERS and next_turn.answer != turn.answer
+            if next_turn
+            and len(next_turn.answer) <= ANSWER_CHARACTERS
+            and next_turn.answer != turn.answer
         ]
         if fits:
             next_turn = fits[pick(key + " which", len(fits))]
@@ -112,14 +121,20 @@ def ask_first_line(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | N
     line = item.doc.partition("\n")[0]
     question = f"Give the first line of the documentation of `{item.name}`."
     return (
-        QuestionAnswer(question, "Now give the first line of its documentation.", line) if len(line.split()) >= 3 else None
+        QuestionAnswer(question, "Now give the first line of its documentation.", line)
+        if len(line.split()) >= 3
+        else None
     )
 
 
 def ask_signature(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
     if parameters_of(item) is None:
         return None
-    return QuestionAnswer(f"Write the signature of `{item.name}`.", "Write its signature.", f"`{item.name}{item.signature}`")
+    return QuestionAnswer(
+        f"Write the signature of `{item.name}`.",
+        "Write its signature.",
+        f"`{item.name}{item.signature}`",
+    )
 
 
 def ask_arguments(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
@@ -127,7 +142,9 @@ def ask_arguments(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | No
     if parameters is None:
         return None
     answer = f"`{item.name}` takes {join_names(name for name, _ in parameters) if parameters else 'no arguments'}."
-    return QuestionAnswer(f"What arguments does `{item.name}` take?", "What arguments does it take?", answer)
+    return QuestionAnswer(
+        f"What arguments does `{item.name}` take?", "What arguments does it take?", answer
+    )
 
 
 def ask_default(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
@@ -136,7 +153,11 @@ def ask_default(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None
         return None
     name, default = optional[pick(item.name, len(optional))]
     answer = f"The default of `{name}` in `{item.name}` is `{default}`."
-    return QuestionAnswer(f"What is the default of `{name}` in `{item.name}`?", f"And the default of `{name}`?", answer)
+    return QuestionAnswer(
+        f"What is the default of `{name}` in `{item.name}`?",
+        f"And the default of `{name}`?",
+        answer,
+    )
 
 
 def ask_optional(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
@@ -147,7 +168,9 @@ def ask_optional(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | Non
     subject = join_names(optional) if optional else "no argument"
     answer = f"In `{item.name}`, {subject} {'have' if len(optional) > 1 else 'has'} a default."
     return QuestionAnswer(
-        f"Which arguments of `{item.name}` have a default?", "Which of its arguments have a default?", answer
+        f"Which arguments of `{item.name}` have a default?",
+        "Which of its arguments have a default?",
+        answer,
     )
 
 
@@ -155,7 +178,9 @@ def ask_module(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
     if item.qualname not in unique:
         return None
     answer = f"The {item.kind} `{item.qualname}` is in the module `{item.module}`."
-    return QuestionAnswer(f"Which module has the {item.kind} `{item.qualname}`?", "Which module is it in?", answer)
+    return QuestionAnswer(
+        f"Which module has the {item.kind} `{item.qualname}`?", "Which module is it in?", answer
+    )
 
 
 def ask_kind(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
@@ -166,7 +191,9 @@ def ask_kind(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
     article = "an" if item.kind == "attribute" else "a"
     answer = f"`{item.name}` is {article} {item.kind} {home}."
     return QuestionAnswer(
-        f"Is `{item.name}` a class, a function, a method or an attribute?", "What kind of object is it?", answer
+        f"Is `{item.name}` a class, a function, a method or an attribute?",
+        "What kind of object is it?",
+        answer,
     )
 
 
@@ -174,17 +201,23 @@ def ask_members(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None
     if not item.members:
         return None
     member_kind, short_kind = (
-        ("methods", "public methods") if item.kind == "class" else ("functions and classes", "contents")
+        ("methods", "public methods")
+        if item.kind == "class"
+        else ("functions and classes", "contents")
     )
     answer = f"`{item.name}` defines {join_names(item.members)}."
-    return QuestionAnswer(f"Which public {member_kind} does `{item.name}` define?", f"List its {short_kind}.", answer)
+    return QuestionAnswer(
+        f"Which public {member_kind} does `{item.name}` define?", f"List its {short_kind}.", answer
+    )
 
 
 def ask_bases(item: DocumentedItem, unique: set[str]) -> QuestionAnswer | None:
     if not item.bases:
         return None
     answer = f"`{item.name}` inherits from {join_names(item.bases)}."
-    return QuestionAnswer(f"What does the class `{item.name}` inherit from?", "What does it inherit from?", answer)
+    return QuestionAnswer(
+        f"What does the class `{item.name}` inherit from?", "What does it inherit from?", answer
+    )
 
 
 FORMS: tuple[Callable[[DocumentedItem, set[str]], QuestionAnswer | None], ...] = (

@@ -62,15 +62,26 @@ def main() -> None:
     packed = pack_documents(originals)
     documents = drop_contained(packed)
     rows = split_parts(documents, list(islice(chats_about(originals), CHAT_ROWS)), make_letters())
-    lines = [json.dumps({"set": name, **row}, ensure_ascii=False) + "\n" for name, part in rows.items() for row in part]
+    lines = [
+        json.dumps({"set": name, **row}, ensure_ascii=False) + "\n"
+        for name, part in rows.items()
+        for row in part
+    ]
     data = "".join(lines).encode()
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else python_docs.text_file()
     file.write_bytes(pa.Codec("zstd", compression_level=22).compress(data, asbytes=True))
-    print(f"Python {sys.version.split()[0]}: {file}, {file.stat().st_size:,} bytes of {len(data):,}")
+    print(
+        f"Python {sys.version.split()[0]}: {file}, {file.stat().st_size:,} bytes of {len(data):,}"
+    )
     for name, part in rows.items():
         print(f"{name}: {len(part):,} rows, {python_docs.count_bytes(part):,} bytes of text")
-    print(f"left out: {unreadable} unreadable files, {len(items) - len(distinct)} repeated items, ", end="")
-    print(f"{len(distinct) - len(originals)} copies by 8-grams, {len(packed) - len(documents)} documents within others")
+    print(
+        f"left out: {unreadable} unreadable files, {len(items) - len(distinct)} repeated items, ",
+        end="",
+    )
+    print(
+        f"{len(distinct) - len(originals)} copies by 8-grams, {len(packed) - len(documents)} documents within others"
+    )
 
 
 def split_parts(documents: list[Row], chats: list[Row], letters: list[Row]) -> dict[str, list[Row]]:
@@ -132,8 +143,16 @@ def make_pairs(chats: Iterable[Row]) -> Iterator[Row]:
     for subject, _, answer, _ in turns:
         answers[subject][answer] = None
     for subject, prompt, answer, source in turns:
-        others = (other for other in answers[subject] if not (other.startswith(answer) or answer.startswith(other)))
-        rejected = min(others, key=lambda other: sha256(f"{prompt[-1]['content']}{other}".encode()).digest(), default=None)
+        others = (
+            other
+            for other in answers[subject]
+            if not (other.startswith(answer) or answer.startswith(other))
+        )
+        rejected = min(
+            others,
+            key=lambda other: sha256(f"{prompt[-1]['content']}{other}".encode()).digest(),
+            default=None,
+        )
         if rejected is not None:
             yield {"prompt": prompt, "chosen": answer, "rejected": rejected, "source": source}
 
@@ -159,7 +178,10 @@ def drop_exact(items: list[DocumentedItem]) -> list[DocumentedItem]:
 def shingles(text: str) -> set[str]:
     """Word 8-grams, without case and punctuation."""
     tokens = re.findall(r"\w+", text.lower())
-    return {" ".join(tokens[start : start + NGRAM_WORDS]) for start in range(len(tokens) - NGRAM_WORDS + 1)}
+    return {
+        " ".join(tokens[start : start + NGRAM_WORDS])
+        for start in range(len(tokens) - NGRAM_WORDS + 1)
+    }
 
 
 def drop_near(items: list[DocumentedItem]) -> list[DocumentedItem]:
@@ -171,7 +193,10 @@ def drop_near(items: list[DocumentedItem]) -> list[DocumentedItem]:
             groups_of[gram][item.group] += 1
     dropped: set[DocumentedItem] = set()
     for item in sorted(items, key=lambda item: len(grams[item])):
-        repeated = sum(any(count for group, count in groups_of[gram].items() if group != item.group) for gram in grams[item])
+        repeated = sum(
+            any(count for group, count in groups_of[gram].items() if group != item.group)
+            for gram in grams[item]
+        )
         if repeated > 0.5 * len(grams[item]):
             dropped.add(item)
             for gram in grams[item]:
@@ -233,7 +258,11 @@ def contained_documents(documents: list[Row]) -> set[int]:
     """
     texts = [row["text"] for row in documents]
     index = GramIndex(texts)
-    shares = {(record, text): share for record, row in enumerate(texts) for text, share in index.find(row).items()}
+    shares = {
+        (record, text): share
+        for record, row in enumerate(texts)
+        for text, share in index.find(row).items()
+    }
     contained: set[int] = set()
     for (record, text), share in shares.items():
         is_copy = share >= SHARE and documents[record]["group"] != documents[text]["group"]
@@ -247,7 +276,9 @@ def make_letters() -> list[Row]:
     """A row of each letter; a letter and its capital, 3 in 4 characters of the answer alike, stand together as a group."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for letter in map(chr, range(0xC0, 0x2000)):
-        if unicodedata.category(letter) in ("Lu", "Ll") and unicodedata.name(letter).startswith(ALPHABETS):
+        if unicodedata.category(letter) in ("Lu", "Ll") and unicodedata.name(letter).startswith(
+            ALPHABETS
+        ):
             pairs[letter.upper()].append(letter)
     return [letter_row(letter, pair) for pair in sorted(pairs, key=order) for letter in pairs[pair]]
 
@@ -256,13 +287,17 @@ def letter_row(letter: str, pair: str) -> Row:
     """Code point, name, script, case, counterpart and bytes of a letter, asked for in one of three ways."""
     name, code = unicodedata.name(letter), f"U+{ord(letter):04X}"
     case, other_case, change = (
-        ("small", "capital", letter.upper()) if letter.islower() else ("capital", "small", letter.lower())
+        ("small", "capital", letter.upper())
+        if letter.islower()
+        else ("capital", "small", letter.lower())
     )
     answer = f"{letter} is {code}, {name}: a {case} letter of the {name.partition(' ')[0].capitalize()} script. "
     if len(change) == 1 and change != letter:
         answer += f"Its {other_case} letter is {change}, U+{ord(change):04X}. "
     answer += f"In UTF-8 it is {letter.encode().hex(' ').upper()}."
-    question = LETTER_QUESTIONS[pick(name, len(LETTER_QUESTIONS))].format(letter=letter, code=code, name=name)
+    question = LETTER_QUESTIONS[pick(name, len(LETTER_QUESTIONS))].format(
+        letter=letter, code=code, name=name
+    )
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"group": pair, "messages": messages, "source": f"letter:{code}"}
 

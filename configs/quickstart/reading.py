@@ -34,7 +34,9 @@ def read_python() -> tuple[list[DocumentedItem], int]:
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         try:
             source = importlib.util.decode_source(path.read_bytes())
-            with warnings.catch_warnings(action="ignore"):  # a stray backslash is an error under -W error
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # a stray backslash is an error under -W error
                 tree = ast.parse(source)
         except (OSError, SyntaxError, ValueError):
             unreadable += 1
@@ -43,7 +45,9 @@ def read_python() -> tuple[list[DocumentedItem], int]:
                 items.setdefault((item.module, item.qualname), item)
     for item in runtime_items():
         items.setdefault((item.module, item.qualname), item)
-    return reference_items(root) + [item for item in items.values() if len(item.doc.split()) >= 3], unreadable
+    return reference_items(root) + [
+        item for item in items.values() if len(item.doc.split()) >= 3
+    ], unreadable
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -59,11 +63,21 @@ def source_files(root: Path) -> Iterator[Path]:
 def items_of(tree: ast.Module, module: str) -> Iterator[DocumentedItem]:
     """The module, its classes, functions and methods, with or without docstring, in source order."""
     members = tuple(name for name in definitions(tree) if not name.startswith("_"))
-    yield DocumentedItem("docstring", module, "", "module", "", clean(ast.get_docstring(tree, clean=False)), members=members)
+    yield DocumentedItem(
+        "docstring",
+        module,
+        "",
+        "module",
+        "",
+        clean(ast.get_docstring(tree, clean=False)),
+        members=members,
+    )
     yield from members_of(tree, module, "")
 
 
-def definitions(parent: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def definitions(
+    parent: ast.AST,
+) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     """Functions and classes of a body by name, including those under `if` and `try`; the first of each name."""
     nodes_by_name: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef] = {}
     for node in ast.iter_child_nodes(parent):
@@ -81,18 +95,29 @@ def members_of(parent: ast.AST, module: str, prefix: str) -> Iterator[Documented
         if isinstance(node, ast.ClassDef):
             methods = definitions(node)
             start = methods.get("__init__")
-            signature = signature_of(start, bound=True) if isinstance(start, ast.FunctionDef) else ""
+            signature = (
+                signature_of(start, bound=True) if isinstance(start, ast.FunctionDef) else ""
+            )
             public = tuple(method for method in methods if not method.startswith("_"))
             bases = tuple(ast.unparse(base) for base in node.bases)
-            yield DocumentedItem("docstring", module, qualname, "class", signature, doc, bases, public)
+            yield DocumentedItem(
+                "docstring", module, qualname, "class", signature, doc, bases, public
+            )
             yield from members_of(node, module, qualname + ".")
         elif doc:
-            decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+            decorators = {
+                ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list
+            }
             if decorators & {"property", "cached_property", "setter", "deleter"}:
                 yield DocumentedItem("docstring", module, qualname, "attribute", "", doc)
             else:
                 yield DocumentedItem(
-                    "docstring", module, qualname, "method" if prefix else "function", signature_of(node), doc
+                    "docstring",
+                    module,
+                    qualname,
+                    "method" if prefix else "function",
+                    signature_of(node),
+                    doc,
                 )
 
 
@@ -131,13 +156,21 @@ def print_runtime_docs(skipped: list[str]) -> None:
     def add(module: str, qualname: str, kind: str, thing: object) -> None:
         doc = getattr(thing, "__doc__", None)
         if isinstance(doc, str):
-            rows.append([module, qualname, kind, getattr(thing, "__text_signature__", None) or "", doc])
+            rows.append(
+                [module, qualname, kind, getattr(thing, "__text_signature__", None) or "", doc]
+            )
 
-    callables = (types.BuiltinFunctionType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+    callables = (
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.ClassMethodDescriptorType,
+    )
     for module_name in sorted(sys.stdlib_module_names - set(skipped)):
         try:
             spec = importlib.util.find_spec(module_name)
-            if spec is None or not (spec.origin == "built-in" or type(spec.loader).__name__ == "ExtensionFileLoader"):
+            if spec is None or not (
+                spec.origin == "built-in" or type(spec.loader).__name__ == "ExtensionFileLoader"
+            ):
                 continue
             module = importlib.import_module(module_name)
         except (ImportError, ValueError):
@@ -154,7 +187,9 @@ def print_runtime_docs(skipped: list[str]) -> None:
                 for member_name, member in sorted(vars(thing).items()):
                     if isinstance(member, (*callables, staticmethod)):
                         add(home, f"{name}.{member_name}", "method", getattr(thing, member_name))
-                    elif isinstance(member, types.GetSetDescriptorType | types.MemberDescriptorType):
+                    elif isinstance(
+                        member, types.GetSetDescriptorType | types.MemberDescriptorType
+                    ):
                         add(home, f"{name}.{member_name}", "attribute", member)
     sys.stdout.write(json.dumps(rows))
 
@@ -164,10 +199,14 @@ def runtime_items() -> list[DocumentedItem]:
     program = f"from __future__ import annotations\nimport importlib.util\n{inspect.getsource(print_runtime_docs)}\n"
     program += f"print_runtime_docs({sorted(SKIPPED_EXTENSIONS)!r})"
     command = [sys.executable, "-I", "-S", "-W", "ignore", "-c", program]
-    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, encoding="ascii").stdout)
+    rows = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, encoding="ascii").stdout
+    )
     items = []
     for module, qualname, kind, raw_signature, doc in rows:
-        signature = "" if "<" in raw_signature else re.sub(r"^\(\$\w+(, /)?(, )?", "(", raw_signature)
+        signature = (
+            "" if "<" in raw_signature else re.sub(r"^\(\$\w+(, /)?(, )?", "(", raw_signature)
+        )
         home = "os" if module in ("posix", "nt") else module
         items.append(DocumentedItem("docstring", home, qualname, kind, signature, clean(doc)))
     return items
@@ -179,7 +218,9 @@ def reference_items(root: Path) -> list[DocumentedItem]:
     if not path.is_file():
         return []
     tree = ast.parse(path.read_bytes())
-    topics: dict[str, str] = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
+    topics: dict[str, str] = next(
+        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
+    )
     order = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
     return [
         DocumentedItem("reference", topic, str(number), "topic", "", paragraph)
@@ -189,15 +230,33 @@ def reference_items(root: Path) -> list[DocumentedItem]:
 
 
 def clean_paragraphs(text: str) -> list[str]:
-    return [paragraph.strip("\n") for paragraph in re.split(r"\n{2,}", plain(text)) if paragraph.strip()]
+    return [
+        paragraph.strip("\n") for paragraph in re.split(r"\n{2,}", plain(text)) if paragraph.strip()
+    ]
 
 
 # Modules that repeat another module's documentation under an unrelated name.
-TWINS = {"collections_abc": "collections", "weakrefset": "weakref", "strptime": "time", "thread": "threading"}
+TWINS = {
+    "collections_abc": "collections",
+    "weakrefset": "weakref",
+    "strptime": "time",
+    "thread": "threading",
+}
 
-TWINS |= {"threading_local": "threading", "elementtree": "xml", "pyexpat": "xml", "lsprof": "profile"}
+TWINS |= {
+    "threading_local": "threading",
+    "elementtree": "xml",
+    "pyexpat": "xml",
+    "lsprof": "profile",
+}
 
-TWINS |= {"cProfile": "profile", "sre_compile": "re", "sre_parse": "re", "sre_constants": "re", "sre": "re"}
+TWINS |= {
+    "cProfile": "profile",
+    "sre_compile": "re",
+    "sre_parse": "re",
+    "sre_constants": "re",
+    "sre": "re",
+}
 
 TWINS |= dict.fromkeys(("posix", "nt", "posixpath", "ntpath", "genericpath"), "os")
 
@@ -215,7 +274,9 @@ class DocumentedItem:
     signature: str  # "(text, width=70)", or empty where none is known
     doc: str
     bases: tuple[str, ...] = ()
-    members: tuple[str, ...] = ()  # public methods of a class, public functions and classes of a module
+    members: tuple[
+        str, ...
+    ] = ()  # public methods of a class, public functions and classes of a module
 
     @property
     def name(self) -> str:
@@ -230,7 +291,9 @@ class DocumentedItem:
 
     @property
     def public(self) -> bool:
-        return self.origin == "docstring" and not any(name_part.startswith("_") for name_part in self.name.split("."))
+        return self.origin == "docstring" and not any(
+            name_part.startswith("_") for name_part in self.name.split(".")
+        )
 
 
 def group_of(module: str) -> str:

@@ -27,7 +27,14 @@ from ttrain.inference.loading import LoadedModel, causal_of, with_encoder
 from ttrain.store.runs import read_rows
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.shards import heldout_records
-from ttrain.train.callbacks import Callback, LogLines, MetricsFile, Perplexity, ProgressBar, installed_callbacks
+from ttrain.train.callbacks import (
+    Callback,
+    LogLines,
+    MetricsFile,
+    Perplexity,
+    ProgressBar,
+    installed_callbacks,
+)
 from ttrain.train.distributed import Ranks
 from ttrain.train.guards import default_guards
 from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
@@ -47,7 +54,11 @@ log = logging.getLogger("ttrain")
 
 
 def training_callbacks(
-    config: Training | TaskConfig, job: StageContext, loader: Loader, options: TrainerOptions, flops_per_token: float = 0.0
+    config: Training | TaskConfig,
+    job: StageContext,
+    loader: Loader,
+    options: TrainerOptions,
+    flops_per_token: float = 0.0,
 ) -> list[Callback]:
     """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
 
@@ -94,17 +105,33 @@ def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Fig
         "group": run_name or None,
         "job_type": stage,
         "name": f"{stage} {run_name.rpartition('-')[2]}".strip(),
-        "config": masked({f"{config.prefix}{name}": value for name, value in flatten(config.model_dump(mode="json"))}),
+        "config": masked(
+            {
+                f"{config.prefix}{name}": value
+                for name, value in flatten(config.model_dump(mode="json"))
+            }
+        ),
     }
 
 
 def language_model_callbacks(
-    config: Training, job: StageContext, loader: Loader, options: TrainerOptions, model: nn.Module, encoder: Encoder
+    config: Training,
+    job: StageContext,
+    loader: Loader,
+    options: TrainerOptions,
+    model: nn.Module,
+    encoder: Encoder,
 ) -> list[Callback]:
     """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
     runtime = job.runtime
-    callbacks = training_callbacks(config, job, loader, options, flops_per_token(model, config.row_length))
-    if (runtime.sample_every_steps or runtime.eval_every_steps) and runtime.parallel == "fsdp" and options.ranks.world > 1:
+    callbacks = training_callbacks(
+        config, job, loader, options, flops_per_token(model, config.row_length)
+    )
+    if (
+        (runtime.sample_every_steps or runtime.eval_every_steps)
+        and runtime.parallel == "fsdp"
+        and options.ranks.world > 1
+    ):
         raise UsageError(
             "runtime.sample_every_steps and runtime.eval_every_steps ask the model in training, but with "
             "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or runtime.parallel=ddp"
@@ -118,15 +145,23 @@ def language_model_callbacks(
             with generation_mode(model, encoder) as subject:
                 return samples.continuations(subject, prompts, new_tokens=SAMPLE_TOKENS)
 
-        callbacks.append(PeriodicSamples(job.run_directory / "samples", model, write, every=runtime.sample_every_steps))
+        callbacks.append(
+            PeriodicSamples(
+                job.run_directory / "samples", model, write, every=runtime.sample_every_steps
+            )
+        )
     if runtime.eval_every_steps:
         writers = [callback for callback in callbacks if callback.keeps_metrics]
         measure = measure_of(config, job, model, encoder, options.ranks)
-        callbacks.append(PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps))
+        callbacks.append(
+            PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps)
+        )
     return callbacks
 
 
-def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> list[samples.SamplePrompt]:
+def sample_prompts(
+    config: Training, job: StageContext, encoder: Encoder
+) -> list[samples.SamplePrompt]:
     """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
     of_documents = TRAINING_STAGES[config.section].rows == "documents"
     if (texts := job.runtime.sample_prompts) is not None:
@@ -136,7 +171,9 @@ def sample_prompts(config: Training, job: StageContext, encoder: Encoder) -> lis
     if of_documents:
         return samples.of_documents([record["text"] for record in heldout], encoder, **size)
     turns = (record.get("messages") or (*record["prompt"], *record["chosen"]) for record in heldout)
-    return samples.of_chats([tuple(map(Message.from_json, chat)) for chat in turns], encoder, **size)
+    return samples.of_chats(
+        [tuple(map(Message.from_json, chat)) for chat in turns], encoder, **size
+    )
 
 
 def is_without_effect(curve: Path) -> bool:
@@ -146,7 +183,9 @@ def is_without_effect(curve: Path) -> bool:
     The value of the last step is of all rows, and is not compared.
     """
     quick = [
-        row for row in read_rows(curve) if row["metrics"].get(QUICK) is not None and "validation_loss" not in row["metrics"]
+        row
+        for row in read_rows(curve)
+        if row["metrics"].get(QUICK) is not None and "validation_loss" not in row["metrics"]
     ]
     if len(quick) < 3 or quick[0]["step"] != 0:
         return False
@@ -168,7 +207,10 @@ def measure_of(
         with generation_mode(model, encoder) as subject:
             outcomes = run.ask(items, subject, lambda share: None)
         results = Results(outcomes, RULE)
-        shown = [f"{outcome.task}/{outcome.primary.name} {results.cell(outcome.primary)}" for outcome in outcomes]
+        shown = [
+            f"{outcome.task}/{outcome.primary.name} {results.cell(outcome.primary)}"
+            for outcome in outcomes
+        ]
         log.info("evaluation at step %d: %s", step, "  ".join(shown))
         directory = job.run_directory / "evaluations"
         directory.mkdir(exist_ok=True)
@@ -182,8 +224,14 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
     """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
     are not the stage's own are left out."""
     part_name = TRAINING_STAGES[config.section].part
-    full_suite = suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
-    suite = suites.at_most(suites.with_parts(full_suite, [part_name]), limit=job.runtime.eval_limit, max_bytes=MOST_BYTES)
+    full_suite = (
+        suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
+    )
+    suite = suites.at_most(
+        suites.with_parts(full_suite, [part_name]),
+        limit=job.runtime.eval_limit,
+        max_bytes=MOST_BYTES,
+    )
     log.info("evaluated on %s of %s", ", ".join(suite.suite.tasks), full_suite.name)
     return run.read([suite], {part_name: comparable(heldout_records(job.inputs["shards"]))})
 
@@ -191,7 +239,11 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 def figures_of(results: Results) -> dict[str, float]:
     """Every metric as TASK/METRIC, and the primary one of a group as TASK/METRIC/KEY:VALUE; none without an item."""
     model_infix = f"/{NAME}"
-    return {name.replace(model_infix, "", 1): value for name, value in results.metrics().items() if model_infix in name}
+    return {
+        name.replace(model_infix, "", 1): value
+        for name, value in results.metrics().items()
+        if model_infix in name
+    }
 
 
 @contextlib.contextmanager

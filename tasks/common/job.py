@@ -23,11 +23,17 @@ class StageContext:
     runtime: Runtime
     progress: ProgressWriter
     stop_requested: Callable[[], bool]
-    groups: Mapping[str, list[int]] = field(default_factory=dict)  # which weighted source each of `files` belongs to
+    groups: Mapping[str, list[int]] = field(
+        default_factory=dict
+    )  # which weighted source each of `files` belongs to
     weights: Sequence[float] = ()  # of those sources; empty: all rows alike
-    labels: Mapping[str, str] = field(default_factory=dict)  # stage, run and experiment, for loggers of other services
+    labels: Mapping[str, str] = field(
+        default_factory=dict
+    )  # stage, run and experiment, for loggers of other services
     home: Path | None = None  # where what is measured of this machine is remembered; None: nowhere
-    reuse: tuple[str, ...] = ()  # earlier outputs of the stage, parts of which may be taken as they are
+    reuse: tuple[
+        str, ...
+    ] = ()  # earlier outputs of the stage, parts of which may be taken as they are
 
     @property
     def run_directory(self) -> Path:

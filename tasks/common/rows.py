@@ -11,7 +11,13 @@ from ttrain.config.rules import AUTO
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.loader import BatchSource
-from ttrain.data.order import DRAWS_PER_CYCLE, LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder
+from ttrain.data.order import (
+    DRAWS_PER_CYCLE,
+    LengthGroupedOrder,
+    Order,
+    ShuffledOrder,
+    WeightedOrder,
+)
 from ttrain.data.packing import Intervals, MixedRows, Rows
 from ttrain.data.pair_rows import answer_rows
 from ttrain.data.record_rows import DocumentRows, SeparateDocumentRows
@@ -23,7 +29,9 @@ from ttrain.train.schedules import steps_of
 MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
 
 
-def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False) -> Rows:
+def open_rows(
+    directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False
+) -> Rows:
     """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
     shards = ShardSet(directory, encoder.digest)
     if shards.index.get("template", digest_of(encoder.jinja)) != digest_of(encoder.jinja):
@@ -31,7 +39,9 @@ def open_rows(directory: Path, encoder: Encoder, config: Training, *, heldout: b
             f"the chats in {directory} were made with another chat template than the model's; make them again"
         )
     if shards.weights and not heldout:
-        groups = [_rows(shards.group(number), encoder, config) for number in range(len(shards.weights))]
+        groups = [
+            _rows(shards.group(number), encoder, config) for number in range(len(shards.weights))
+        ]
         return MixedRows(groups, shards.weights)
     return _rows(shards, encoder, config, overlap=not heldout)
 
@@ -42,15 +52,25 @@ def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training)
     replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
     if not len(replayed):
         return rows
-    groups, weights = (rows.groups, rows.weights) if isinstance(rows, MixedRows) else ((rows,), (1.0,))
+    groups, weights = (
+        (rows.groups, rows.weights) if isinstance(rows, MixedRows) else ((rows,), (1.0,))
+    )
     new = [(1 - share) * weight / sum(weights) for weight in weights]
     return MixedRows([*groups, replayed], [*new, share], epoch=round(len(rows) / (1 - share)))
 
 
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
-    masks, packed, kind = _intervals(config, encoder), config.packing != "none", shards.index["kind"]
+    masks, packed, kind = (
+        _intervals(config, encoder),
+        config.packing != "none",
+        shards.index["kind"],
+    )
     if config.packing == "stream" and (kind != "documents" or shards.row_weights is not None):
-        what = f"{kind} are not one stream" if kind != "documents" else "rows with a weight cannot be drawn by it"
+        what = (
+            f"{kind} are not one stream"
+            if kind != "documents"
+            else "rows with a weight cannot be drawn by it"
+        )
         raise UsageError(
             f"{config.section}.packing is stream, but {what}; set {config.section}.packing=best-fit, "
             f"or leave the key 'weight' out"
@@ -58,12 +78,20 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
     if kind == "documents":
         stride = config.stride if overlap else None
         if config.packing == "stream":
-            return DocumentRows(shards, config.row_length, encoder.pad_id, stride=stride, masks=masks)
-        return SeparateDocumentRows(shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks)
+            return DocumentRows(
+                shards, config.row_length, encoder.pad_id, stride=stride, masks=masks
+            )
+        return SeparateDocumentRows(
+            shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks
+        )
     if config.stride is not None:
-        raise UsageError(f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null")
+        raise UsageError(
+            f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null"
+        )
     if kind == "pairs" and masks:
-        raise UsageError(f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out")
+        raise UsageError(
+            f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out"
+        )
     return answer_rows(shards, config.row_length, encoder, packed=packed, masks=masks)
 
 
@@ -96,7 +124,11 @@ def order_of(config: Training, rows: Rows) -> Order:
     too_long = f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and both answers together"
     for reason, what, fix in (
         ("too_long_dropped", too_long, "raise row_length"),
-        ("all_masked_dropped", "chats have no token to learn from: no answer, or all of it masked", "fix the data"),
+        (
+            "all_masked_dropped",
+            "chats have no token to learn from: no answer, or all of it masked",
+            "fix the data",
+        ),
     ):
         if counts.get(reason, 0) > config.dropped_fraction * counts["records"]:
             raise DataError(
@@ -107,13 +139,18 @@ def order_of(config: Training, rows: Rows) -> Order:
         # The others start from the base model, which cannot be left out.
         fixes = [f"data.{stage.name}=none"] if stage and stage.role != "base" else []
         leave_out = f", or leave the stage out with {fixes[0]}" if fixes else ""
-        raise TooFewRows(f"{config.section}: the training data gives no row to learn from; add rows{leave_out}", fixes)
+        raise TooFewRows(
+            f"{config.section}: the training data gives no row to learn from; add rows{leave_out}",
+            fixes,
+        )
     if len(rows) < config.rows_per_step:
         name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
         raise TooFewRows(
             f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of {config.row_length} tokens, "
             f"but the training data gives {len(rows)} rows; set {name}={most} or less, or bring more data",
-            [f"{name}={AUTO if type(config).model_fields['tokens_per_step'].default == AUTO else most}"],
+            [
+                f"{name}={AUTO if type(config).model_fields['tokens_per_step'].default == AUTO else most}"
+            ],
         )
     order = _order(config, rows)
     order.row_tokens = rows.lengths() if rows.trimmed else rows.row_length
@@ -134,7 +171,9 @@ def _order(config: Training, rows: Rows) -> Order:
             )
         counts, weights = zip(*draws_of_groups, strict=True)
         draws = DRAWS_PER_CYCLE
-        if not isinstance(rows, MixedRows) or len(weights) > len(rows.groups):  # rows of data have weights
+        if not isinstance(rows, MixedRows) or len(weights) > len(
+            rows.groups
+        ):  # rows of data have weights
             least = min(weights) / sum(weights)
             if least * MOST_DRAWS < 1:
                 raise DataError(
@@ -154,4 +193,7 @@ def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> li
     """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
     count = min(limit, len(rows))
     numbers = np.arange(count) * len(rows) // max(1, count)
-    return [rows.batch(numbers[start : start + rows_per_batch]) for start in range(0, len(numbers), rows_per_batch)]
+    return [
+        rows.batch(numbers[start : start + rows_per_batch])
+        for start in range(0, len(numbers), rows_per_batch)
+    ]

@@ -24,7 +24,12 @@ from ttrain.data.packing import Rows
 from ttrain.errors import ArtifactError, Interrupted, TTrainError
 from ttrain.model import factory
 from ttrain.store.model_files import PLATEAU
-from ttrain.tasks.common.callbacks import GUARDS, METRICS, is_without_effect, language_model_callbacks
+from ttrain.tasks.common.callbacks import (
+    GUARDS,
+    METRICS,
+    is_without_effect,
+    language_model_callbacks,
+)
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches, with_replay
 from ttrain.tasks.common.tuning import tuned
@@ -33,11 +38,24 @@ from ttrain.train.callbacks import Callback
 from ttrain.train.distributed import Ranks, Tensors, share_cores
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
-from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_bytes, limit_memory
+from ttrain.train.resource_limits import (
+    NightThrottle,
+    explain_out_of_memory,
+    limit_bytes,
+    limit_memory,
+)
 from ttrain.train.schedules import BUDGET, RATES, decay_start, plateau_end, quick_rows
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import INTERRUPTED, Cadence, FitResult, Origin, Speed, TrainerOptions, Validation
+from ttrain.train.training_options import (
+    INTERRUPTED,
+    Cadence,
+    FitResult,
+    Origin,
+    Speed,
+    TrainerOptions,
+    Validation,
+)
 
 COMPILED_STEPS = 500  # compiling takes about a minute
 
@@ -88,7 +106,9 @@ def run(
     Returns the figures of the manifest. Raises Interrupted after saving.
     """
     ranks = start(job.runtime)
-    tokenizer = job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    tokenizer = (
+        job.inputs["tokenizer"] if "tokenizer" in job.inputs else job.inputs["base"] / "model"
+    )
     encoder = Encoder(tokenizer, fast=False)  # its ids are asked for, no text is encoded
     trained = prepare(settings, job.inputs, encoder)
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
@@ -99,21 +119,36 @@ def run(
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
-    order, computed_in = order_of(config, rows), precision.resolve_precision(config.precision, ranks.device)
+    order, computed_in = (
+        order_of(config, rows),
+        precision.resolve_precision(config.precision, ranks.device),
+    )
     learner = task(config, trained.model, job.runtime)
-    leakage_check.check(learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs")
+    leakage_check.check(
+        learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs"
+    )
     learner.check_rows(rows)
     learner.check_rows(heldout)
     # What is measured are passes of next-token prediction.
-    runtime = tuned(learner, rows, order, job, ranks, computed_in) if isinstance(learner, LanguageModeling) else job.runtime
-    chosen = {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
+    runtime = (
+        tuned(learner, rows, order, job, ranks, computed_in)
+        if isinstance(learner, LanguageModeling)
+        else job.runtime
+    )
+    chosen = (
+        {} if runtime is job.runtime else {"tuned": {"rows_per_device": runtime.rows_per_device}}
+    )
     job = replace(job, runtime=runtime)
     size = runtime.rows_per_device
-    loader = Loader(batches("train", rows), order, rows_per_device=size, rank=ranks.rank, world=ranks.world)
+    loader = Loader(
+        batches("train", rows), order, rows_per_device=size, rank=ranks.rank, world=ranks.world
+    )
     heldout_batches = batches("heldout", heldout)
     validation = Validation(validation_batches(heldout_batches, config.validation_rows, size))
     if not config.validates_while_training:  # then there are quick ones, over fewer rows
-        fewer = min(config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1))
+        fewer = min(
+            config.validation_rows, quick_rows(order.total_rows, runtime.quick_validations + 1)
+        )
         validation = replace(validation, quick=validation_batches(heldout_batches, fewer, size))
     counts = rows.counts()
     rest = [
@@ -129,8 +164,15 @@ def run(
         f"{counts['records']:,}",
         ", ".join(rest),
     )
-    identity = {**trained.identity, **dict(flatten(config.model_dump(mode="json", exclude={"start_from"})))}
-    earlier = read_plateau(job.inputs["plateau"], trained.weights_file) if "plateau" in job.inputs else None
+    identity = {
+        **trained.identity,
+        **dict(flatten(config.model_dump(mode="json", exclude={"start_from"}))),
+    }
+    earlier = (
+        read_plateau(job.inputs["plateau"], trained.weights_file)
+        if "plateau" in job.inputs
+        else None
+    )
     # --extend begins with checkpoints of a smaller budget, --continue names work of another rate; all else has another key
     origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
     options = TrainerOptions(trained, ranks, computed_in, validation=validation, origin=origin)
@@ -171,7 +213,11 @@ def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: i
     """
     if runtime.compile is not None:
         return runtime.compile
-    return device.type == "cuda" and steps >= COMPILED_STEPS and getattr(rows, "trimmed", True) is False
+    return (
+        device.type == "cuda"
+        and steps >= COMPILED_STEPS
+        and getattr(rows, "trimmed", True) is False
+    )
 
 
 def train(
@@ -210,7 +256,9 @@ def train(
             quick_validations=runtime.quick_validations,
         ),
         speed=Speed(compiles(runtime, device, loader.rows, order.steps), runtime.parallel),
-        night=NightThrottle(runtime.night, device, rows_per_device=runtime.rows_per_device, memory_limit=limit)
+        night=NightThrottle(
+            runtime.night, device, rows_per_device=runtime.rows_per_device, memory_limit=limit
+        )
         if runtime.night
         else None,
         stop_requested=job.stop_requested,
@@ -251,12 +299,17 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
         buffers = dict(trained.model.named_buffers())  # which may hold any number
         try:
             factory.need_finite(
-                {name: tensor for name, tensor in weights.items() if name not in buffers}, "the trained model"
+                {name: tensor for name, tensor in weights.items() if name not in buffers},
+                "the trained model",
             )
         except ArtifactError as error:  # what was trained became NaN
-            raise TTrainError(f"{str(error).partition(', so that')[0]}; {_remedy(config)}") from None
+            raise TTrainError(
+                f"{str(error).partition(', so that')[0]}; {_remedy(config)}"
+            ) from None
         directory = job.output / trained.directory
-        checkpoint_format.write_model(directory, trained.files, weights, trained.weights_file, trained.left_out)
+        checkpoint_format.write_model(
+            directory, trained.files, weights, trained.weights_file, trained.left_out
+        )
         if (step := plateau_end(config.schedule, steps)) is not None:
             write_plateau(job.output, step)
         trained.finish(job.output)
@@ -265,7 +318,9 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
 
 def _remedy(config: Loop) -> str:
     remedies = f"lower {config.prefix}optim.lr ({config.optim.lr:g})"
-    return remedies if config.precision == "fp32" else f"{remedies}, set {config.prefix}precision=fp32"
+    return (
+        remedies if config.precision == "fp32" else f"{remedies}, set {config.prefix}precision=fp32"
+    )
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
@@ -273,14 +328,22 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
     order, ranks, read = trainer.loader.order, trainer.ranks, dict[str, float]()
     if isinstance(trainer.task.config, Training):  # the rows of a user's task have no tokens
         new_tokens = result.tokens - trainer.first_tokens
-        read = {"tokens": result.tokens, "tokens_per_second": new_tokens / max(result.seconds, 1e-9)}
+        read = {
+            "tokens": result.tokens,
+            "tokens_per_second": new_tokens / max(result.seconds, 1e-9),
+        }
     return {
         "steps": result.step,
         "kept_step": result.kept_step,
         **read,
         "target_tokens": result.live_tokens,
         "loss": result.loss,
-        **finite({"validation_loss": result.validation_loss, "best_validation_loss": trainer.counters.best_loss}),
+        **finite(
+            {
+                "validation_loss": result.validation_loss,
+                "best_validation_loss": trainer.counters.best_loss,
+            }
+        ),
         "resumed_from_step": result.resumed_from_step,
         "stop_reason": result.stop_reason,
         "skipped_steps": result.skipped_steps,
@@ -306,7 +369,10 @@ def write_plateau(output: Path, step: int) -> None:
     remove_tree(output / PLATEAU)
     source = output / "checkpoints" / f"step-{step:08d}"
     if not source.exists():
-        log.warning("there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again", step)
+        log.warning(
+            "there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again",
+            step,
+        )
         return
     (output / PLATEAU).mkdir()
     for path in source.glob(f"*{checkpoint_format.SAFETENSORS}"):

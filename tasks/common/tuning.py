@@ -30,13 +30,25 @@ FILE = Path("cache", "tuning.json")  # in the home: {digest of what was measured
 PASSES = 3  # of each size; the first one, which warms up, does not count
 STATES = 2  # numbers that an optimizer keeps for each one that is trained
 SLOWER = 1.02  # less is noise: the search continues over sizes that are equally fast
-SETTINGS = {"attention", "loss_chunk_tokens", "compile", "gradient_checkpointing", "memory_limit_gb", "threads"}
+SETTINGS = {
+    "attention",
+    "loss_chunk_tokens",
+    "compile",
+    "gradient_checkpointing",
+    "memory_limit_gb",
+    "threads",
+}
 
 log = logging.getLogger("ttrain")
 
 
 def tuned(
-    task: LanguageModeling, rows: Rows, order: Order, job: StageContext, ranks: Ranks, precision: Precision
+    task: LanguageModeling,
+    rows: Rows,
+    order: Order,
+    job: StageContext,
+    ranks: Ranks,
+    precision: Precision,
 ) -> Runtime:
     """The stage's runtime settings; with `tune=auto` with the `rows_per_device` that is fastest here.
 
@@ -69,7 +81,9 @@ def tuned(
     remembered = read_object(path) if path else {}
     rows_per_device = int(ranks.sum([float(remembered.get(key, 0))])[0])
     if not rows_per_device:
-        rows_per_device = fastest(lambda size: step_seconds(task, rows, order, precision, ranks, size), order, ranks)
+        rows_per_device = fastest(
+            lambda size: step_seconds(task, rows, order, precision, ranks, size), order, ranks
+        )
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {**remembered, key: rows_per_device}, PRIVATE_FILE)

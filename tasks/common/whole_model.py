@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def whole_model(model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None) -> TrainableModel:
+def whole_model(
+    model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None
+) -> TrainableModel:
     """All weights of a model, with the tokenizer of this directory; `identity`: as in `TrainableModel`."""
     return TrainableModel(
         model,

@@ -13,8 +13,17 @@ from support.planned_homes import House
 from ttrain.core.files import read_json
 
 HEAVY = (
-    "torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "prefect", "mlflow", "sqlalchemy", "filelock",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "pyarrow",
+    "numpy",
+    "prefect",
+    "mlflow",
+    "sqlalchemy",
+    "filelock",
+)
 MARK = "§§"  # no control: those are escaped
 # Two commands. After each: what was loaded by then, and which files it had opened for writing; then all paths of the home.
 RUN = f"""
@@ -37,15 +46,21 @@ for words in (["pipeline", "plan", "full", "sft.optim.lr=3e-4"], ["pipeline", "r
 """
 
 
-def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_a_record(built: House) -> None:
+def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_a_record(
+    built: House,
+) -> None:
     def paths(found: Iterable[Path]) -> set[Path]:
-        return {path for path in found if path.is_relative_to(home) and path.parent != home / "cache"}
+        return {
+            path for path in found if path.is_relative_to(home) and path.parent != home / "cache"
+        }
 
     home = built.store.root
     before = paths(home.rglob("*"))
     environment = {**os.environ, "TTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", RUN, *built.files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     planned, of_plan, cached, of_run, _ = done.stdout.split(MARK)
     heavy, _, after = json.loads(of_plan)

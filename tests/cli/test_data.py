@@ -14,7 +14,9 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: Run, tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(
+    run: Run, tmp_path: Path, name: str
+) -> None:
     data, reason = UNUSABLE[name]
     (tmp_path / name).write_bytes(data)
     before = documents(tmp_path / "good.jsonl", 3).read_bytes()
@@ -27,7 +29,9 @@ def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(run: R
     assert (good["file"], good["kept"], "error" in good) == ("good.jsonl", 3, False)
     refused = run("data", "check", "good.jsonl", "--rejected", str(tmp_path / "good.jsonl"))
     assert refused.code == 2 and "--rejected" in refused.err
-    assert (tmp_path / "good.jsonl").read_bytes() == before, "the quarantine never takes the place of an input"
+    assert (tmp_path / "good.jsonl").read_bytes() == before, (
+        "the quarantine never takes the place of an input"
+    )
 
 
 def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: Path) -> None:
@@ -37,38 +41,60 @@ def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: 
     assert run("data", "check", "some.jsonl", "--json").code == 0
     done = run("data", "check", "more.jsonl", "--json")
     assert done.code == 1
-    assert "11 of 1001 rows are bad" in done.json["error"] and "more.jsonl:991" in done.json["error"]
+    assert (
+        "11 of 1001 rows are bad" in done.json["error"] and "more.jsonl:991" in done.json["error"]
+    )
     assert done.json["keys_seen"]["text"] == 990 and done.json["keys_seen"]["id"] > 0
     assert run("data", "check", "more.jsonl", "reading.rejected_fraction=0.02").code == 0
 
 
 def test_the_kind_is_said_and_can_be_set(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [chat(one, one) for one in texts(5)])
-    write(tmp_path / "b.jsonl", [{"instruction": one, "output": one, "text": one} for one in texts(5)])
+    write(
+        tmp_path / "b.jsonl", [{"instruction": one, "output": one, "text": one} for one in texts(5)]
+    )
     documents(tmp_path / "c.jsonl", 5)
     done = run("data", "check", "a.jsonl", "b.jsonl", "c.jsonl", "--json")
     assert [value["kind"] for value in done.json] == ["chats", "chats", "documents"]
     assert run("data", "check", "b.jsonl", "--kind", "documents", "--json").json["kept"] == 5
     write(tmp_path / "d.jsonl", [{**chat(one, one), "poem": one} for one in texts(5)])
-    assert run("data", "check", "d.jsonl", "reading.text_field=poem", "--json").json["kind"] == "documents"
+    assert (
+        run("data", "check", "d.jsonl", "reading.text_field=poem", "--json").json["kind"]
+        == "documents"
+    )
 
 
-def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["])
+def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(
+    run: Run, tmp_path: Path
+) -> None:
+    write(
+        tmp_path / "a.jsonl",
+        [{"text": "abc 12"}, {"text": "東京abc!"}, {"text": "москва"}, {"text": "abc 12"}, b"["],
+    )
     done = run("data", "check", "a.jsonl", "--json", "reading.rejected_fraction=1")
     value = done.json
     assert done.code == 0
     assert (value["documents"], value["duplicates"], value["bytes"]) == (4, 1, 6 + 10 + 12 + 6)
     assert value["letters"] == 3 + 5 + 6 + 3
     assert value["scripts"] == {"Latin": 9 / 17, "Cyrillic": 6 / 17, "Han": 2 / 17}
-    assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [8.5, 6, 6, 12, 12]
+    assert [value["lengths"][name] for name in ("mean", "min", "50 %", "99 %", "max")] == [
+        8.5,
+        6,
+        6,
+        12,
+        12,
+    ]
     out = run("data", "check", "a.jsonl", "reading.rejected_fraction=1").out
     assert "Latin 52.9%, Cyrillic 35.3%, Han 11.8%" in " ".join(out.split())
 
 
-def test_texts_of_answers_that_are_not_read_are_counted_and_printed(run: Run, tmp_path: Path) -> None:
+def test_texts_of_answers_that_are_not_read_are_counted_and_printed(
+    run: Run, tmp_path: Path
+) -> None:
     turn = {"role": "assistant", "content": "4", "thinking": "2 and 2.", "reasoning_content": "2"}
     rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
     write(tmp_path / "chats.jsonl", rows)
     assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"thinking": 3}
-    assert re.search(r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out)
+    assert re.search(
+        r"not read: chats.jsonl +rows *\nthinking +3", run("data", "check", "chats.jsonl").out
+    )

@@ -17,19 +17,30 @@ ALL_ROWS = ("--rows", "1000", "--row-length")
 PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
 
 
-def test_every_token_that_is_trained_on_is_underlined_once(run: Run, tok: Path, talks: ShardSet) -> None:
+def test_every_token_that_is_trained_on_is_underlined_once(
+    run: Run, tok: Path, talks: ShardSet
+) -> None:
     shown = run("data", "show", "out", *ALL_ROWS, "48", "--json").json
     rows, encoder = shown["rows"], Encoder(tok)
     packed = inspect.rows_of(talks, encoder, 48)
     assert shown["kind"] == "chats" and shown["counts"] == json.loads(json.dumps(packed.counts()))
     live = sum((talks.row(number)[1] != 0).sum() for number in range(len(talks)))
     assert sum(sum(row["live"]) for row in rows) == live
-    assert all(len({len(row[key]) for key in ("ids", "live", "segments", "pieces")}) == 1 for row in rows)
+    assert all(
+        len({len(row[key]) for key in ("ids", "live", "segments", "pieces")}) == 1 for row in rows
+    )
     assert max(max(row["segments"]) for row in rows) > 0
     assert not any(encoder.pad_id in row["ids"] for row in rows)
     out = run("data", "show", "out", *ALL_ROWS, "48").out
-    pieces = [escaped(piece) for row in rows for piece, live in zip(row["pieces"], row["live"], strict=True) if live]
-    assert sum(line.count("^") for line in out.splitlines() if not line.strip(" ^")) == sum(map(cell_len, pieces))
+    pieces = [
+        escaped(piece)
+        for row in rows
+        for piece, live in zip(row["pieces"], row["live"], strict=True)
+        if live
+    ]
+    assert sum(line.count("^") for line in out.splitlines() if not line.strip(" ^")) == sum(
+        map(cell_len, pieces)
+    )
     assert "-- record 1 of the row" in out
 
 
@@ -41,7 +52,9 @@ def test_pairs_are_shown_part_by_part(run: Run, shard: Shard) -> None:
     assert "\x1b[31mNear" not in shown
 
 
-def test_control_characters_of_the_data_do_not_reach_the_terminal(run: Run, talks: ShardSet) -> None:
+def test_control_characters_of_the_data_do_not_reach_the_terminal(
+    run: Run, talks: ShardSet
+) -> None:
     out, as_json = (run("data", "show", "out", *more).out for more in ((), ("--json",)))
     assert not set(out + as_json) & set("\x1b\x07\x9b\u202e")
     assert ESCAPES in "".join(json.loads(as_json)["rows"][0]["pieces"])
@@ -54,7 +67,9 @@ def test_a_stage_is_its_newest_artifact_and_a_tokenizer_that_is_gone_is_named(
     assert run("data", "show", "out/train").code == 0
     digest = talks.index["tokenizer"]
     store = ArtifactStore(tmp_path / "home")
-    store.publish("shards-sft", "1" * 64, tmp_path / "out", {"inputs": {}, "ingredients": {}, "result": {}})
+    store.publish(
+        "shards-sft", "1" * 64, tmp_path / "out", {"inputs": {}, "ingredients": {}, "result": {}}
+    )
     found = run("data", "show", "shards-sft", "--json").json
     assert found["shards"] == str(store.path("shards-sft", "1" * 64) / "train")
     assert found["tokenizer"] == str(store.path("tokenizer", "0" * 64))

@@ -43,14 +43,25 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
     assert data.dpo == ("pairs.jsonl",)
     assert data.lora == () and "# lora: [FILE.jsonl]" in text
     assert 12 <= len(text.splitlines()) <= 16
-    assert "left out: other.jsonl: holds no documents, chats or pairs: line 1: no key 'text'" in done.out
+    assert (
+        "left out: other.jsonl: holds no documents, chats or pairs: line 1: no key 'text'"
+        in done.out
+    )
     assert "left out: t.csv: is CSV" in done.out
-    assert "next: ttrain pipeline plan full -c my.yaml, then ttrain pipeline run full -c my.yaml" in done.out
+    assert (
+        "next: ttrain pipeline plan full -c my.yaml, then ttrain pipeline run full -c my.yaml"
+        in done.out
+    )
 
 
-def test_only_named_files_are_written_and_no_file_is_overwritten_unasked(folder: Path, run: Run) -> None:
+def test_only_named_files_are_written_and_no_file_is_overwritten_unasked(
+    folder: Path, run: Run
+) -> None:
     answer = json.loads(run("init", "docs.jsonl", "--out", "a b.yaml", "--json").out)
-    assert answer["data"] == {"pretrain": ["docs.jsonl"]} and answer["next"] == "ttrain pipeline run full -c 'a b.yaml'"
+    assert (
+        answer["data"] == {"pretrain": ["docs.jsonl"]}
+        and answer["next"] == "ttrain pipeline run full -c 'a b.yaml'"
+    )
     again = run("init", "qa.jsonl", "--out", "a b.yaml")
     assert again.code == 2 and "a b.yaml, which exists; add --force" in again.err
     assert "docs.jsonl" in (folder / "a b.yaml").read_text()
@@ -69,7 +80,9 @@ def test_a_directory_without_data_is_refused_with_an_example(folder: Path, run: 
 
 def test_changed_settings_are_shown_with_where_they_were_set(folder: Path, run: Run) -> None:
     run("init", "docs.jsonl")
-    shown = run("config", "show", "-c", "my.yaml", "sft.epochs=2", "lora.epochs=auto", "--changed").out
+    shown = run(
+        "config", "show", "-c", "my.yaml", "sft.epochs=2", "lora.epochs=auto", "--changed"
+    ).out
     lines = shown.splitlines()
     assert 'data.pretrain: ["docs.jsonl"]  # my.yaml' in lines
     assert "sft.epochs: 2.0  # command line" in lines

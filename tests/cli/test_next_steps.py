@@ -52,10 +52,16 @@ def test_every_command_is_one() -> None:
         while hasattr(root, "commands") and words[0] in root.commands:
             root = root.commands[words.pop(0)]
         root.make_context("ttrain", words)  # raises where it takes no such words
-    assert not any(command.startswith("up ") for command in hints("tracking.enabled=false").values())
+    assert not any(
+        command.startswith("up ") for command in hints("tracking.enabled=false").values()
+    )
 
 
 def test_the_command_of_a_url_has_no_password() -> None:
     own = 'data.pretrain=["https://user:secret@host/docs.jsonl?sig=hidden"]'
     command = with_settings([*RUN, own], "sft.epochs=3")
-    assert "https://***@host/docs.jsonl?***" in command and "secret" not in command and "hidden" not in command
+    assert (
+        "https://***@host/docs.jsonl?***" in command
+        and "secret" not in command
+        and "hidden" not in command
+    )

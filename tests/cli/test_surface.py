@@ -37,13 +37,28 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
 @pytest.mark.parametrize(
     "words",
     [
-        ("status",), ("logs",), ("report",), ("lineage", "latest"), ("lineage", "sft"), ("chat",), ("models", "history"),
-        ("models", "promote", "3"), ("artifacts", "show", "sft"), ("pipeline", "rerun", "sft"), ("sweep", "show"),
+        ("status",),
+        ("logs",),
+        ("report",),
+        ("lineage", "latest"),
+        ("lineage", "sft"),
+        ("chat",),
+        ("models", "history"),
+        ("models", "promote", "3"),
+        ("artifacts", "show", "sft"),
+        ("pipeline", "rerun", "sft"),
+        ("sweep", "show"),
     ],
-)  # fmt: skip
-def test_where_nothing_has_run_yet_each_command_ends_with_two(run: Run, words: tuple[str, ...]) -> None:
+)
+def test_where_nothing_has_run_yet_each_command_ends_with_two(
+    run: Run, words: tuple[str, ...]
+) -> None:
     done = run(*words)
-    assert done.code == 2 and done.err.startswith("error: ") and re.search(r"\byet\b|`ttrain pipeline run", done.err)
+    assert (
+        done.code == 2
+        and done.err.startswith("error: ")
+        and re.search(r"\byet\b|`ttrain pipeline run", done.err)
+    )
 
 
 def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
@@ -55,17 +70,31 @@ def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("pipeline", "run", "full", "--untill", "sft"), "no such option: --untill (Possible options: --until)"),
+        (
+            ("pipeline", "run", "full", "--untill", "sft"),
+            "no such option: --untill (Possible options: --until)",
+        ),
         (("pipeline", "rerun"), "missing argument 'STAGE'"),
         (("stage", "run", "sfd"), "there is no stage 'sfd'; did you mean sft?"),
-        (("pipeline", "run", "full", "--until"), "option '--until' requires an argument; `ttrain pipeline run full --help`"),
-        (("pipeline", "run", "full", "--engine", "dask"), "invalid value for '--engine': 'dask' is not one of"),
+        (
+            ("pipeline", "run", "full", "--until"),
+            "option '--until' requires an argument; `ttrain pipeline run full --help`",
+        ),
+        (
+            ("pipeline", "run", "full", "--engine", "dask"),
+            "invalid value for '--engine': 'dask' is not one of",
+        ),
         (("pipeline", "plan", "ful"), "there is no pipeline 'ful'; did you mean full?"),
-        (("eval", "sft", "--limit", "0"), "--limit is '0' but must be at least 1; `ttrain eval --help` shows"),
+        (
+            ("eval", "sft", "--limit", "0"),
+            "--limit is '0' but must be at least 1; `ttrain eval --help` shows",
+        ),
         (("chat", "sft", "--versus", ""), "an empty word follows '--versus'"),
     ],
 )
-def test_a_mistake_is_one_line_without_a_box(run: Run, words: tuple[str, ...], message: str) -> None:
+def test_a_mistake_is_one_line_without_a_box(
+    run: Run, words: tuple[str, ...], message: str
+) -> None:
     done = run(*words)
     assert done.code == 2 and done.err.startswith(f"error: {message}")
     assert done.err.count("\n") == 1 and "─" not in done.err
@@ -82,7 +111,9 @@ def test_the_short_commands_are_those_of_pipelines(run: Run) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("full",), ("sft.epochs=3",), ("sft.epochs=3", "full")])
-def test_a_plan_is_of_the_full_pipeline_unless_another_is_named(run: Run, words: tuple[str, ...]) -> None:
+def test_a_plan_is_of_the_full_pipeline_unless_another_is_named(
+    run: Run, words: tuple[str, ...]
+) -> None:
     planned = json.loads(run("plan", *words, "--json").out)
     assert planned["pipeline"] == "full" and len(planned["stages"]) == 9
 
@@ -96,7 +127,9 @@ def test_a_device_that_is_not_there_is_refused_before_any_stage(
     assert not (home / "runs").exists()
 
 
-def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_run_is_printed_and_followed_to_its_end(
+    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)
     record = RunRecord(home, "full", ["tokenizer", "sft"], {})
     record.log("tokenizer", "first")
@@ -126,7 +159,13 @@ def test_the_log_of_a_run_is_printed_and_followed_to_its_end(home: Path, run: Ru
 
 def test_json_has_null_where_a_figure_is_no_number(home: Path, run: Run) -> None:
     record = RunRecord(home, "full", ["sft"], {})
-    record.finish("completed", {"sft/loss": float("nan"), "eval/perplexity": float("inf"), "eval/chats": 2.0})
+    record.finish(
+        "completed", {"sft/loss": float("nan"), "eval/perplexity": float("inf"), "eval/chats": 2.0}
+    )
     shown = run("pipeline", "status", "--json").out
     assert "NaN" not in shown and "Infinity" not in shown
-    assert json.loads(shown)[0]["metrics"] == {"sft/loss": None, "eval/perplexity": None, "eval/chats": 2.0}
+    assert json.loads(shown)[0]["metrics"] == {
+        "sft/loss": None,
+        "eval/perplexity": None,
+        "eval/chats": 2.0,
+    }

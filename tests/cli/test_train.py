@@ -64,19 +64,30 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
 ) -> None:
     trains_here(monkeypatch)
     words = [*WORDS, "epochs=1"]
-    Path("out", "run", "work").mkdir(parents=True)  # all that a training left which was killed at once
+    Path("out", "run", "work").mkdir(
+        parents=True
+    )  # all that a training left which was killed at once
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert done.json["steps"] == STEPS and not done.json["was_finished"]
     lines = [json.loads(line) for line in CURVE.read_text().splitlines()]
     assert logged_steps(lines, "loss") == list(range(1, STEPS + 1))
-    assert "0.weight" in load_file("out/model.safetensors") and list(Path("out", "checkpoints").glob("step-*"))
+    assert "0.weight" in load_file("out/model.safetensors") and list(
+        Path("out", "checkpoints").glob("step-*")
+    )
     Path("other.yaml").write_text("hidden: 8\noptim: {lr: 0.001}\n")
     refused = run(*words, "-c", "other.yaml")
     assert refused.code == 2
-    assert "hidden: 64 → 8" in refused.out and "optim.lr: 0.01 → 0.001" in refused.out and "--allow" in refused.out
+    assert (
+        "hidden: 64 → 8" in refused.out
+        and "optim.lr: 0.01 → 0.001" in refused.out
+        and "--allow" in refused.out
+    )
     again = run(*words)
-    assert again.code == 0 and f"it was already finished at step {STEPS}; nothing was trained" in again.out
+    assert (
+        again.code == 0
+        and f"it was already finished at step {STEPS}; nothing was trained" in again.out
+    )
     assert "-c" not in words and run(*words, "-c", Path("out", "settings.yaml")).code == 0
 
 
@@ -95,13 +106,22 @@ def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and
     Path("mine.yaml").write_text("optim: {lr: 0.5, weight_decay: 0.25}\nhidden: 8\n")
     monkeypatch.setenv("TTRAIN__OPTIM__LR", "0.125")
     monkeypatch.setenv("TTRAIN__HIDDEN", "16")
-    monkeypatch.setenv("TTRAIN__SFT__EPOCHS", "3")  # of pipelines, as TTRAIN__TRACKING__ENABLED above
+    monkeypatch.setenv(
+        "TTRAIN__SFT__EPOCHS", "3"
+    )  # of pipelines, as TTRAIN__TRACKING__ENABLED above
     settings = trained("a", "-c", "mine.yaml", "hidden=32")
-    assert (settings["optim"]["lr"], settings["optim"]["weight_decay"], settings["hidden"]) == (0.125, 0.25, 32)
+    assert (settings["optim"]["lr"], settings["optim"]["weight_decay"], settings["hidden"]) == (
+        0.125,
+        0.25,
+        32,
+    )
     monkeypatch.setenv("TTRAIN__OPTIM__LRR", "1")
     refused = run(*words, "--out", "b")
     assert refused.code == 2
-    assert "unknown setting 'optim.lrr' (from TTRAIN__OPTIM__LRR); did you mean 'optim.lr'?" in refused.out
+    assert (
+        "unknown setting 'optim.lrr' (from TTRAIN__OPTIM__LRR); did you mean 'optim.lr'?"
+        in refused.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +130,10 @@ def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and
         (("slw",), "no task 'slw' (did you mean 'slow'?); the tasks are regression, slow"),
         ((), "needs the name of a task, and got none; the tasks are regression, slow"),
         (("slow", "hidden"), "'hidden' is not a setting; write key=value"),
-        (("slow", "runtime.thread=1"), "unknown setting 'runtime.thread' (from command line); did you mean"),
+        (
+            ("slow", "runtime.thread=1"),
+            "unknown setting 'runtime.thread' (from command line); did you mean",
+        ),
         (("slow", "runtime.nodes=2", "runtime.rendezvous=a:1"), "a task trains on one machine"),
         (("slow", "--out", "."), "which holds other files"),
     ],
@@ -127,9 +150,15 @@ def test_a_mistake_of_the_command_is_told_before_anything_starts(
 def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run) -> None:
     write_corpus(data := Path("data"))
     done = run("stage", "run", "sft", *Cli(Path("home"), data).settings)
-    commands = ["`ttrain stage run tokenizer`", "`ttrain stage run shards-pretrain`", "`ttrain stage run pretrain`"]
+    commands = [
+        "`ttrain stage run tokenizer`",
+        "`ttrain stage run shards-pretrain`",
+        "`ttrain stage run pretrain`",
+    ]
     assert done.code == 2
     places = [done.err.find(command) for command in commands]
     assert -1 not in places and sorted(places) == places
-    assert "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full -c " in done.err
+    assert (
+        "`ttrain stage run shards-sft`" in done.err and "`ttrain pipeline run full -c " in done.err
+    )
     assert "lora" not in done.err, "it does not need the adapter's data"

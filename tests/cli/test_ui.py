@@ -20,7 +20,9 @@ OLDER, NEWER = "full-20261128-160222-1a2b4", "full-20261128-170222-1a2b4"
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> tuple[Path, dict[str, str]]:
+def two(
+    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
+) -> tuple[Path, dict[str, str]]:
     """(home, {name: id}) with two runs, the newer one with other epochs."""
     home = tmp_path_factory.mktemp("two") / "a home #1 50%"
     add_database(home)
@@ -51,7 +53,10 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert server is not None
     pages, newest = ui.links_of(home, server.url, ("latest",)), two[1][NEWER]
     page = pages["url"]
-    assert f":{server.port}/?token=" in pages["table"] and "viewStateShareKey=ttrain-mine" in pages["table"]
+    assert (
+        f":{server.port}/?token=" in pages["table"]
+        and "viewStateShareKey=ttrain-mine" in pages["table"]
+    )
     assert urlsplit(page).fragment.startswith(f"/experiments/1/runs/{newest}?")
     there = ui.redirect_page(home, page)
     token = (home / "servers" / "token").read_text().strip()
@@ -61,11 +66,16 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
 
 
-def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(running: Path, two: tuple[Path, dict[str, str]]) -> None:
+def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(
+    running: Path, two: tuple[Path, dict[str, str]]
+) -> None:
     server = server_records.live_server(running, "mlflow")
     record_cached(running, "again", [], {}, {"metrics": {}, "equals": OLDER})
     try:
-        assert server and f"/runs/{two[1][OLDER]}?" in ui.links_of(running, server.url, ("again",))["url"]
+        assert (
+            server
+            and f"/runs/{two[1][OLDER]}?" in ui.links_of(running, server.url, ("again",))["url"]
+        )
     finally:
         [path] = (running / "runs").glob("again-*.json")
         path.unlink()

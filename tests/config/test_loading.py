@@ -20,7 +20,12 @@ from ttrain.errors import UsageError
 from ttrain.tasks import STAGES
 
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
-LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}  # the weakest first
+LAYERS = {
+    "profile": 1e-4,
+    "file": 2e-4,
+    "environment": 3e-4,
+    "command line": 4e-4,
+}  # the weakest first
 
 
 @pytest.fixture
@@ -34,7 +39,9 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
-def test_the_strongest_layer_wins_and_is_named_as_source(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
+def test_the_strongest_layer_wins_and_is_named_as_source(
+    tmp_path: Path, profile: str, present: tuple[bool, ...]
+) -> None:
     names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
     loaded = load(
@@ -43,7 +50,12 @@ def test_the_strongest_layer_wins_and_is_named_as_source(tmp_path: Path, profile
         profiles=[profile] if "profile" in names else [],
         environment={VARIABLE: str(LAYERS["environment"])} if "environment" in names else {},
     )
-    sources = {"profile": "profile mine", "file": str(path), "environment": VARIABLE, "command line": "command line"}
+    sources = {
+        "profile": "profile mine",
+        "file": str(path),
+        "environment": VARIABLE,
+        "command line": "command line",
+    }
     assert loaded.settings.sft.optim.lr == (LAYERS[names[-1]] if names else Settings().sft.optim.lr)
     assert loaded.sources == ({KEY: sources[names[-1]]} if names else {})
 
@@ -53,7 +65,9 @@ def set_by_hand(loaded: LoadedSettings) -> dict[str, str]:
     return {key: source for key, source in loaded.sources.items() if source != "auto"}
 
 
-def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name(tmp_path: Path) -> None:
+def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name(
+    tmp_path: Path,
+) -> None:
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
     first.write_text("model: {layers: 2, heads: 4}")
     second.write_text("model: {layers: 3}")
@@ -63,19 +77,27 @@ def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name
 
 
 @pytest.mark.parametrize("name", ["sft", "lora"])
-def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults_of_the_others(name: str) -> None:
+def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults_of_the_others(
+    name: str,
+) -> None:
     own = getattr(Settings(), name).optim
-    assert getattr(load([f"{name}.optim.lr=0.5"], environment={}).settings, name).optim == own.model_copy(update={"lr": 0.5})
+    assert getattr(
+        load([f"{name}.optim.lr=0.5"], environment={}).settings, name
+    ).optim == own.model_copy(update={"lr": 0.5})
 
 
 @pytest.mark.parametrize("text", ["sft:\nlora: {optim: {}}", "# nothing\n"])
-def test_an_empty_section_in_a_file_changes_nothing(tmp_path: Path, profile: str, text: str) -> None:
+def test_an_empty_section_in_a_file_changes_nothing(
+    tmp_path: Path, profile: str, text: str
+) -> None:
     loaded = load(files=[settings_file(tmp_path, text)], profiles=[profile], environment={})
     assert loaded.settings.sft.optim.lr == LAYERS["profile"]
     assert loaded.sources == {KEY: "profile mine"}
 
 
-def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = settings_file(tmp_path, "sft: {epoch: 2}")
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "bad.yaml").write_text("runtime: {device_: cpu}")
@@ -98,11 +120,20 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
         refused("sft.optim.lr=-1"): ("sft.optim.lr", "-1", "command line", "greater than 0"),
         refused(files=[path]): ("model.layers", "'many'", str(path), "a whole number"),
         refused(environment={"TTRAIN__RUNTIME__DEVICE": "gpu"}): (
-            "runtime.device", "'gpu'", "TTRAIN__RUNTIME__DEVICE", "'auto', 'cpu', 'cuda' or 'mps'",
+            "runtime.device",
+            "'gpu'",
+            "TTRAIN__RUNTIME__DEVICE",
+            "'auto', 'cpu', 'cuda' or 'mps'",
         ),
         refused("sft=3"): ("sft", "3", "command line", "a group of names"),
-        refused("pretrain.optim.lr=.nan", "model.layers=0"): ("pretrain.optim.lr", "nan", "finite", "model.layers", "0"),
-    }  # fmt: skip
+        refused("pretrain.optim.lr=.nan", "model.layers=0"): (
+            "pretrain.optim.lr",
+            "nan",
+            "finite",
+            "model.layers",
+            "0",
+        ),
+    }
     for message, parts in cases.items():
         assert [part for part in parts if part not in message] == [], message
         assert "pydantic" not in message
@@ -111,38 +142,74 @@ def test_a_wrong_value_says_setting_value_origin_and_rule(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["pretrain.tokens_per_step=1000"], ["pretrain", "tokens_per_step is 1000", "row_length 256", "try 1024"]),
+        (
+            ["pretrain.tokens_per_step=1000"],
+            ["pretrain", "tokens_per_step is 1000", "row_length 256", "try 1024"],
+        ),
         (
             ["model.hidden_size=100", "model.heads=3"],
             ["model.hidden_size is 100", "model.heads 3", "try model.hidden_size=102"],
         ),
-        (["model.heads=3", "model.hidden_size=129"], ["size is 129", "heads of 43", "multiple of 6", "hidden_size=132"]),
+        (
+            ["model.heads=3", "model.hidden_size=129"],
+            ["size is 129", "heads of 43", "multiple of 6", "hidden_size=132"],
+        ),
         (["model.heads=4", "model.kv_heads=3"], ["model.kv_heads is 3", "model.heads 4"]),
         (["evaluate.stride=300"], ["evaluate.stride is 300", "evaluate.row_length 256"]),
-        (["model.max_length=128"], ["row_length is 256", "model.max_length is 128", "model.max_length=256"]),
-        (["sft.tokens=5", "sft.epochs=1"], ["sft: tokens is 5 and epochs is 1.0", "set the other to null"]),
-        (["sft.tokens=null", "sft.epochs=null"], ["sft: tokens and epochs are both empty", "set one"]),
+        (
+            ["model.max_length=128"],
+            ["row_length is 256", "model.max_length is 128", "model.max_length=256"],
+        ),
+        (
+            ["sft.tokens=5", "sft.epochs=1"],
+            ["sft: tokens is 5 and epochs is 1.0", "set the other to null"],
+        ),
+        (
+            ["sft.tokens=null", "sft.epochs=null"],
+            ["sft: tokens and epochs are both empty", "set one"],
+        ),
         (["sft.epochs=true"], ["sft.epochs is true (from command line) but must be a number"]),
         (["lora.rank=no"], ["lora.rank is false (from command line) but must be a number"]),
-        (["name=modèle"], ["name is 'modèle' (from command line) but must be text that matches ^[A-Za-z0-9]"]),
+        (
+            ["name=modèle"],
+            ["name is 'modèle' (from command line) but must be text that matches ^[A-Za-z0-9]"],
+        ),
         (
             ["nightly.timezone=Berlin"],
-            ["nightly.timezone is 'Berlin' (from command line) but must be the name of a time zone"],
+            [
+                "nightly.timezone is 'Berlin' (from command line) but must be the name of a time zone"
+            ],
         ),
         (["SFT.EPOCHS=2"], ["did you mean 'sft.epochs'?"]),
         (["data.pretrain=[python-docs, a.jsonl]"], ["data.pretrain mixes python-docs with files"]),
         (["data.sft_heldout=held.jsonl"], ["data.sft_heldout"]),
-        ([f"data.{name}=none" for name in TRAININGS], ["data.lora are none, but", "set one, such as data.pretrain=FILE"]),
-        (["nightly.rate=fast"], ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"]),
+        (
+            [f"data.{name}=none" for name in TRAININGS],
+            ["data.lora are none, but", "set one, such as data.pretrain=FILE"],
+        ),
+        (
+            ["nightly.rate=fast"],
+            ["nightly.rate is 'fast' (from command line) but must be 'auto' or a number"],
+        ),
         (["nightly.rate=0"], ["must be 'auto' or greater than 0"]),
-        (["pretrain.optim.betas=[a, 0.9]"], ["pretrain.optim.betas.0 is 'a'"]),  # a place in a list is no form
-        (["lr=1e-3"], ["did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?"]),
+        (
+            ["pretrain.optim.betas=[a, 0.9]"],
+            ["pretrain.optim.betas.0 is 'a'"],
+        ),  # a place in a list is no form
+        (
+            ["lr=1e-3"],
+            [
+                "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or 'lora.optim.lr'?"
+            ],
+        ),
         (["vocab_size=500"], ["did you mean 'tokenizer.vocab_size'?"]),
         (["sft"], ["'sft' is not a setting; write key=value"]),
         (["sft.epochs=[1"], ["not valid YAML"]),
     ],
 )
-def test_what_breaks_a_rule_is_refused_with_the_rule_and_a_cure(overrides: list[str], parts: list[str]) -> None:
+def test_what_breaks_a_rule_is_refused_with_the_rule_and_a_cure(
+    overrides: list[str], parts: list[str]
+) -> None:
     message = refused(*overrides)
     assert [part for part in parts if part not in message] == [], message
 
@@ -159,13 +226,20 @@ def test_a_setting_twice_in_a_file_or_behind_a_wrong_prefix_is_refused(tmp_path:
     ("stage", "chosen", "other", "budget"),
     [("pretrain", "epochs", "tokens", (None, 2.0)), ("sft", "tokens", "epochs", (2, None))],
 )
-def test_naming_one_budget_clears_the_default_of_the_other(stage: str, chosen: str, other: str, budget: Any) -> None:
+def test_naming_one_budget_clears_the_default_of_the_other(
+    stage: str, chosen: str, other: str, budget: Any
+) -> None:
     loaded = load([f"{stage}.{chosen}=2"], environment={})
     section = getattr(loaded.settings, stage)
     assert (section.tokens, section.epochs) == budget
-    assert set_by_hand(loaded) == {f"{stage}.{chosen}": "command line", f"{stage}.{other}": f"{stage}.{chosen} is set"}
+    assert set_by_hand(loaded) == {
+        f"{stage}.{chosen}": "command line",
+        f"{stage}.{other}": f"{stage}.{chosen} is set",
+    }
     weaker = load([f"{stage}.{chosen}=2"], environment={f"TTRAIN__{stage}__{other}".upper(): "7"})
-    assert getattr(weaker.settings, stage) == section, "a stronger layer's budget takes a weaker one's away"
+    assert getattr(weaker.settings, stage) == section, (
+        "a stronger layer's budget takes a weaker one's away"
+    )
 
 
 def test_what_is_not_there_is_told_and_too_many_neighbours_are_not(tmp_path: Path) -> None:
@@ -176,10 +250,28 @@ def test_what_is_not_there_is_told_and_too_many_neighbours_are_not(tmp_path: Pat
 
 @pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])
 def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
-    assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == ("a.jsonl", "b.jsonl")
+    assert load([f"data.pretrain={value}"], environment={}).settings.data.pretrain == (
+        "a.jsonl",
+        "b.jsonl",
+    )
 
 
-WHOLE = ("*.jsonl", "data #2", "2026-11-28", "2026", "0123", "no", "on", "null-1", "a: b", "- a", "&a", "!x", "%x", "'")
+WHOLE = (
+    "*.jsonl",
+    "data #2",
+    "2026-11-28",
+    "2026",
+    "0123",
+    "no",
+    "on",
+    "null-1",
+    "a: b",
+    "- a",
+    "&a",
+    "!x",
+    "%x",
+    "'",
+)
 
 
 @pytest.mark.parametrize("text", WHOLE)
@@ -194,7 +286,9 @@ def test_a_text_is_taken_whole_whatever_yaml_reads_in_it(text: str) -> None:
 
 def read_back(assignment: str) -> Any:
     """The value of a setting that one override sets."""
-    return dict(flatten(load([assignment], environment={}).settings.model_dump()))[assignment.partition("=")[0]]
+    return dict(flatten(load([assignment], environment={}).settings.model_dump()))[
+        assignment.partition("=")[0]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,14 +320,19 @@ def test_the_type_of_a_setting_says_what_its_text_means(assignment: str, value: 
 
 
 def test_what_follows_a_list_or_a_value_of_any_type_is_not_dropped() -> None:
-    assert "model.fields.depth is 'a #2' (from command line), which is not valid YAML" in refused("model.fields.depth=a #2")
+    assert "model.fields.depth is 'a #2' (from command line), which is not valid YAML" in refused(
+        "model.fields.depth=a #2"
+    )
     message = refused("data.pretrain=[a, b] #2")
     assert "data.pretrain is '[a, b] #2' (from command line)" in message
     assert "nothing may follow its end, but '#2' does; write a list as [a, b]" in message
 
 
 def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
-    assert refused("data.sft=[{weight: 2}]") == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
+    assert (
+        refused("data.sft=[{weight: 2}]")
+        == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
+    )
     message = refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]")
     assert message == (
         "data.sft.0.weight is 0 (from command line) but must be greater than 0\n"
@@ -242,7 +341,11 @@ def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> Non
 
 
 def _sections(model: BaseModel) -> list[BaseModel]:
-    inner = [value for name in type(model).model_fields if isinstance(value := getattr(model, name), BaseModel)]
+    inner = [
+        value
+        for name in type(model).model_fields
+        if isinstance(value := getattr(model, name), BaseModel)
+    ]
     return [model, *(section for value in inner for section in _sections(value))]
 
 
@@ -257,17 +360,31 @@ def test_all_sections_are_frozen_and_closed() -> None:
             type(section).model_validate({**section.model_dump(), "surprise": 1})
 
 
-def test_settings_are_equal_after_json_and_every_known_key_can_be_set_by_its_own_name(tmp_path: Path) -> None:
-    overrides = ["pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]", "model.kv_heads=1"]
+def test_settings_are_equal_after_json_and_every_known_key_can_be_set_by_its_own_name(
+    tmp_path: Path,
+) -> None:
+    overrides = [
+        "pretrain.epochs=2",
+        "data.pretrain=a.jsonl",
+        "evaluate.chats=[Hello]",
+        "model.kv_heads=1",
+    ]
     settings = load(overrides, environment={}).settings
     text = json.dumps(settings.model_dump(mode="json"))
     assert load(files=[settings_file(tmp_path, text)], environment={}).settings == settings
     default = dict(flatten(Settings().model_dump(mode="json")))
     assert set(known_keys()) == set(default)
-    assert load([f"{key}={json.dumps(value)}" for key, value in default.items()], environment={}).settings == Settings()
+    assert (
+        load(
+            [f"{key}={json.dumps(value)}" for key, value in default.items()], environment={}
+        ).settings
+        == Settings()
+    )
 
 
-def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_prints_every_value_with_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, runner = settings_file(tmp_path, "model: {layers: 3}"), CliRunner()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTRAIN__SFT__SEED", "5")
@@ -275,17 +392,28 @@ def test_config_show_prints_every_value_with_its_source(tmp_path: Path, monkeypa
     lines = done.stdout.splitlines()
     assert done.exit_code == 0, done.output
     assert {
-        "sft.epochs: 2.0  # command line", "model.layers: 3  # settings.yaml", "sft.seed: 5  # TTRAIN__SFT__SEED",
-        "model.kind: \"qwen3\"  # default",
-    } <= set(lines)  # fmt: skip
+        "sft.epochs: 2.0  # command line",
+        "model.layers: 3  # settings.yaml",
+        "sft.seed: 5  # TTRAIN__SFT__SEED",
+        'model.kind: "qwen3"  # default',
+    } <= set(lines)
     assert [line.partition(":")[0] for line in lines] == known_keys()
-    shown = json.loads(runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout)
-    assert shown["name"] == {"value": "small", "source": "profile small"} and set(shown) == set(known_keys())
+    shown = json.loads(
+        runner.invoke(app, ["config", "show", "--json", "--profile", "small"]).stdout
+    )
+    assert shown["name"] == {"value": "small", "source": "profile small"} and set(shown) == set(
+        known_keys()
+    )
     schema = json.loads(runner.invoke(app, ["config", "show", "--schema", "--json"]).stdout)
-    assert set(schema["properties"]) == set(Settings.model_fields) and schema["additionalProperties"] is False
+    assert (
+        set(schema["properties"]) == set(Settings.model_fields)
+        and schema["additionalProperties"] is False
+    )
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TTRAIN_DEBUG", "")  # which the option changes
     with pytest.raises(SystemExit) as ended:
         main(["--debug", "config", "show", "sft.epoch=2"])
@@ -294,7 +422,9 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_section_that_is_absent_by_default_can_be_set_by_one_of_its_names() -> None:
-    found = load(["sft.early_stopping.patience=2", "sft.validate_every_steps=5"], environment={}).settings
+    found = load(
+        ["sft.early_stopping.patience=2", "sft.validate_every_steps=5"], environment={}
+    ).settings
     assert found.sft.early_stopping is not None and found.sft.early_stopping.patience == 2
     assert found.pretrain.early_stopping is None
     with pytest.raises(UsageError, match=r"did you mean 'sft\.early_stopping\.patience'"):
@@ -325,23 +455,33 @@ def test_a_small_head_is_its_own_and_learns_twice_as_fast() -> None:
 
 
 def test_the_batch_follows_the_budget_and_rates_of_embedding_and_head_the_width() -> None:
-    assert [followed(f"pretrain.tokens={tokens}")[rules.BATCH_KEY] for tokens in ("100k", "1M", "20M", "1B")] == [
-        1024, 2048, 8192, 65536,
-    ]  # fmt: skip
+    assert [
+        followed(f"pretrain.tokens={tokens}")[rules.BATCH_KEY]
+        for tokens in ("100k", "1M", "20M", "1B")
+    ] == [
+        1024,
+        2048,
+        8192,
+        65536,
+    ]
     wide = followed("model.hidden_size=512", "model.heads=8")
     assert (wide["pretrain.optim.embedding_lr"], wide["pretrain.optim.head_lr"]) == (0.02, 4e-3)
     assert wide["pretrain.optim.lr"] == followed()["pretrain.optim.lr"]
 
 
 @pytest.mark.parametrize("given", ["pretrain.optim.kind=adamw", "pretrain.start_from=./model"])
-def test_another_optimizer_and_a_model_that_exists_have_one_rate_and_usual_betas(given: str) -> None:
+def test_another_optimizer_and_a_model_that_exists_have_one_rate_and_usual_betas(
+    given: str,
+) -> None:
     found = followed(given)
     assert found[rules.BETAS_KEY] == (0.9, 0.95)
     assert found["pretrain.optim.embedding_lr"] is found["pretrain.optim.head_lr"] is None
 
 
 def test_a_number_overrides_and_auto_gives_it_back() -> None:
-    assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.betas=[0.9,0.99]")[rules.BETAS_KEY] == (0.9, 0.99)
+    assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.betas=[0.9,0.99]")[
+        rules.BETAS_KEY
+    ] == (0.9, 0.99)
     assert followed("pretrain.optim.head_lr=0.1", "pretrain.optim.head_lr=auto") == followed()
 
 
@@ -354,10 +494,14 @@ def test_the_settings_of_a_training_stage_reach_a_rank_that_is_started_anew(stag
 def chosen(*overrides: str) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
     """The data sets that are not none, and the stages that train."""
     settings = load(overrides, environment={}).settings
-    return {name: found for name in TRAININGS if (found := settings.data.paths(name))}, settings.trainings
+    return {
+        name: found for name in TRAININGS if (found := settings.data.paths(name))
+    }, settings.trainings
 
 
-@pytest.mark.parametrize("own", [("pretrain",), ("pretrain", "sft"), ("pretrain", "lora"), ("pretrain", "sft", "dpo")])
+@pytest.mark.parametrize(
+    "own", [("pretrain",), ("pretrain", "sft"), ("pretrain", "lora"), ("pretrain", "sft", "dpo")]
+)
 def test_what_is_not_named_is_not_trained(own: tuple[str, ...]) -> None:
     data, trainings = chosen(*(f"data.{name}={name}.jsonl" for name in own))
     assert data == {name: (f"{name}.jsonl",) for name in own}
@@ -377,7 +521,10 @@ def test_the_quickstart_is_trained_on_its_own_text_unless_a_set_is_none() -> Non
 def test_a_stage_starts_from_the_nearest_one_that_has_data() -> None:
     starts = load(["data.pretrain=a", "data.dpo=b", "data.lora=c"], environment={}).settings.starts
     assert (starts["dpo"], starts["lora"]) == ("pretrain", "dpo")
-    assert load(["data.pretrain=a", "data.lora=c"], environment={}).settings.starts["lora"] == "pretrain"
+    assert (
+        load(["data.pretrain=a", "data.lora=c"], environment={}).settings.starts["lora"]
+        == "pretrain"
+    )
     message = refused("data.pretrain=a", "data.lora=c", "lora.start_from=sft")
     assert "lora.start_from is sft but data.sft names no files" in message
     assert "lora.start_from=pretrain" in message

@@ -53,8 +53,12 @@ def saved(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_an_unchanged_file_is_read_once_or_once_after_each_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "RACY_SECONDS", -1.0)  # else a file is remembered when it is two seconds old
+def test_an_unchanged_file_is_read_once_or_once_after_each_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hashing, "RACY_SECONDS", -1.0
+    )  # else a file is remembered when it is two seconds old
     path, digests = make(tmp_path / "file", bytes(8 << 20)), []
 
     def is_read(boot: str) -> bool:
@@ -63,7 +67,14 @@ def test_an_unchanged_file_is_read_once_or_once_after_each_boot(tmp_path: Path, 
         cache.save()
         return read_bytes() - before > 100_000
 
-    assert [is_read(boot) for boot in ("", "", "monday", "monday", "tuesday", "")] == [True, False, True, False, True, False]
+    assert [is_read(boot) for boot in ("", "", "monday", "monday", "tuesday", "")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     make(path, bytes(8 << 20))  # the same bytes, size and mtime
     assert is_read("") and is_read("tuesday") and len(set(digests)) == 1
     assert (tmp_path / "True.json").stat().st_mode & 0o777 == 0o600
@@ -85,7 +96,9 @@ def test_what_changed_is_read_again(tmp_path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("jump", [-10 * DAY, -1.5, 0.0, 1.5])
-def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+def test_a_file_that_just_changed_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
     """Around the file's own time another write could leave the same times; far from it, on either side, it cannot."""
     path = make(tmp_path / "file", mtime_ns=LONG_AGO)
     monkeypatch.setattr(time, "time", lambda: LONG_AGO / 1e9 + jump)
@@ -96,7 +109,9 @@ def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch:
     assert (tmp_path / "cache.json").exists() == remembered
 
 
-def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(tmp_path: Path) -> None:
+def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(
+    tmp_path: Path,
+) -> None:
     cache = DigestCache(tmp_path / "verified.json", boot="monday")
     cache.file(make(tmp_path / "file"))
     cache.save()
@@ -113,7 +128,10 @@ def test_one_process_keeps_what_another_saved_meanwhile(tmp_path: Path) -> None:
 
 
 def test_threads_that_learn_and_save_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    files, cache = [make(tmp_path / f"file-{number}") for number in range(80)], DigestCache(tmp_path / "cache.json")
+    files, cache = (
+        [make(tmp_path / f"file-{number}") for number in range(80)],
+        DigestCache(tmp_path / "cache.json"),
+    )
 
     def learn(start: int) -> None:
         for path in files[start::4]:
@@ -146,14 +164,19 @@ class Package:
     """A copy of the package, whose digests are remembered; what a test changes in it is taken back."""
 
     def __init__(self, path: Path) -> None:
-        shutil.copytree(ROOT / "ttrain", path, ignore=shutil.ignore_patterns("__pycache__", "configs"))
+        shutil.copytree(
+            ROOT / "ttrain", path, ignore=shutil.ignore_patterns("__pycache__", "configs")
+        )
         self.path, self._cache = path, DigestCache(path.parent / "digests.json")
         self._files = {file: file.read_bytes() for file in path.rglob("*.py")}
         self.untouched = self.digests()
 
     def digests(self) -> Digests:
         with mock.patch.object(hashing, "PACKAGE_DIRECTORY", self.path):
-            found = {module: code_digests(module, self._cache) for module in {stage.module for stage in STAGES.values()}}
+            found = {
+                module: code_digests(module, self._cache)
+                for module in {stage.module for stage in STAGES.values()}
+            }
         return {name: found[stage.module] for name, stage in STAGES.items()}
 
     def changes(self) -> dict[str, set[str]]:
@@ -174,7 +197,11 @@ class Package:
     def files_of(self, name: str) -> list[Path]:
         """The module's file, or those of the package."""
         stem = self.path.joinpath(*name.split(".")[1:])
-        return [stem.with_suffix(".py")] if stem.with_suffix(".py").is_file() else sorted(stem.rglob("*.py"))
+        return (
+            [stem.with_suffix(".py")]
+            if stem.with_suffix(".py").is_file()
+            else sorted(stem.rglob("*.py"))
+        )
 
 
 @pytest.fixture(scope="module")
@@ -188,25 +215,39 @@ def package(copied: Package) -> Iterator[Package]:
     copied.restore()
 
 
-def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others(package: Package) -> None:
+def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others(
+    package: Package,
+) -> None:
     code = package.untouched
-    assert {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(code["tokenizer"])
+    assert {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(
+        code["tokenizer"]
+    )
     assert {"ttrain.tasks.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
     assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])
     assert not NON_RESULT_NAMES & {name for modules in code.values() for name in modules}
 
 
-def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_models_of_stages(tmp_path: Path) -> None:
+def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_models_of_stages(
+    tmp_path: Path,
+) -> None:
     cache = DigestCache(tmp_path / "digests.json")
     code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
     for name in (*TRAINING_STAGES, "reference", "task"):
         assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
     assert {"ttrain.tasks.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
-    assert "ttrain.tasks.common.callbacks" not in (ROOT / "tasks/evaluate.py").read_text(), "what it writes counts"
+    assert "ttrain.tasks.common.callbacks" not in (ROOT / "tasks/evaluate.py").read_text(), (
+        "what it writes counts"
+    )
 
 
 def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
-    assert [usual_intermediate_size(width) for width in (8, 96, 128, 768, 4096)] == [32, 256, 352, 2048, 10944]
+    assert [usual_intermediate_size(width) for width in (8, 96, 128, 768, 4096)] == [
+        32,
+        256,
+        352,
+        2048,
+        10944,
+    ]
 
 
 def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> None:
@@ -214,7 +255,9 @@ def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> No
     _, _, code = path.read_text(encoding="utf-8").split('"""', 2)
     assert "class Tally:\n" in code
     code = code.replace("class Tally:\n", "class Tally(\n):  # a comment\n")
-    code = code.replace('"""Counts for the manifest and the summary."""', '"""Another docstring."""')
+    code = code.replace(
+        '"""Counts for the manifest and the summary."""', '"""Another docstring."""'
+    )
     path.write_text(f'"""Another docstring."""\n\n\n{code}\n# the end\n', encoding="utf-8")
     assert package.changes() == {}
 
@@ -238,29 +281,43 @@ def test_an_import_inside_a_function_counts(package: Package) -> None:
 
 def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
     """A line more in every other module changes no digest, also where the module is imported; one in a shaping one does."""
-    append(package.path / "tasks" / "source.py", "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES)))
+    append(
+        package.path / "tasks" / "source.py",
+        "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES)),
+    )
     before = package.digests()
     # No stage of a pipeline imports them.
     unread = {"doctor", "engine", "experiments", "export", "flows", "nightly"}
     packages = {path.parent.name for path in package.path.glob("*/__init__.py")}
     assert packages == {*SHAPING, *NON_RESULT_PACKAGES, *unread} - {"errors"}
     others = [file for name in NON_RESULT_NAMES for file in package.files_of(name)]
-    for file in [*others, *(file for name in unread for file in package.files_of(f"ttrain.{name}"))]:
+    for file in [
+        *others,
+        *(file for name in unread for file in package.files_of(f"ttrain.{name}")),
+    ]:
         append(file, "\nUNUSED = 1\n")
     assert len(others) > 100 and package.digests() == before
     modules_read = sorted({name for modules in before.values() for name in modules})
-    names = {next(name for name in modules_read if name.startswith(f"ttrain.{part}.")) for part in SHAPING}
+    names = {
+        next(name for name in modules_read if name.startswith(f"ttrain.{part}."))
+        for part in SHAPING
+    }
     for name in names:
         append(package.files_of(name)[0], "\nUNUSED = 1\n")
     after = package.digests()
     for stage, modules in before.items():
-        assert {name for name in modules if modules[name] != after[stage][name]} == names & modules.keys()
+        assert {
+            name for name in modules if modules[name] != after[stage][name]
+        } == names & modules.keys()
 
 
 def test_sources_in_c_count_with_the_module_of_their_name(tmp_path: Path) -> None:
     digests = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
     found = {name: digest for name, digest in digests.items() if name.endswith((".c", ".h"))}
-    assert found == {f"ttrain.train.native{end}": sha256_file(ROOT / f"ttrain/train/native{end}") for end in (".c", ".h")}
+    assert found == {
+        f"ttrain.train.native{end}": sha256_file(ROOT / f"ttrain/train/native{end}")
+        for end in (".c", ".h")
+    }
 
 
 def test_threads_may_look_at_the_same_time(tmp_path: Path) -> None:
@@ -270,7 +327,9 @@ def test_threads_may_look_at_the_same_time(tmp_path: Path) -> None:
     gc.callbacks.append(next_thread)  # in the middle of a syntax tree
     try:
         with ThreadPoolExecutor(3) as threads:
-            look = partial(code_digests, "ttrain.data.loader", DigestCache(tmp_path / "nowhere.json"))
+            look = partial(
+                code_digests, "ttrain.data.loader", DigestCache(tmp_path / "nowhere.json")
+            )
             found = [threads.submit(look) for _ in range(3)]
         assert [one.result() for one in found] == [found[0].result()] * 3
     finally:

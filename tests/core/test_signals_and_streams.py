@@ -47,7 +47,9 @@ except Interrupted as error:
 @contextlib.contextmanager
 def program(*prefix: str) -> Iterator[subprocess.Popen[str]]:
     command = [*prefix, sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
         process.kill()
@@ -118,8 +120,11 @@ def output_of(code: str, **streams: Any) -> tuple[int, str, str]:
     with os.fdopen(reader, "rb") as result:
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + code, str(writer)],
-            pass_fds=(writer,), stderr=streams.pop("stderr", subprocess.PIPE), text=True, **streams,
-        )  # fmt: skip
+            pass_fds=(writer,),
+            stderr=streams.pop("stderr", subprocess.PIPE),
+            text=True,
+            **streams,
+        )
         os.close(writer)
         _, error = process.communicate(timeout=60)
         return process.returncode, result.read().decode(), error or ""
@@ -135,7 +140,11 @@ def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full
     gone = pipe_without_a_reader()
     with Path("/dev/full").open("w") as full:
         assert output_of(WORKS, stdout=gone) == (0, "to the end", NOTE.format("Broken pipe"))
-        assert output_of(WORKS, stdout=full) == (0, "to the end", NOTE.format("No space left on device"))
+        assert output_of(WORKS, stdout=full) == (
+            0,
+            "to the end",
+            NOTE.format("No space left on device"),
+        )
 
 
 def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import math
 
-from ttrain.core.text import counted, first_of, format_duration, format_number, format_size, truncated
+from ttrain.core.text import (
+    counted,
+    first_of,
+    format_duration,
+    format_number,
+    format_size,
+    truncated,
+)
 
 NUMBERS = {
-    (None, "loss"): "–", (math.nan, "loss"): "nan", (1.40958, "eval/bits_per_byte"): "1.4096",
-    (12_829.0, "tokens"): "12,829", (0.00066712, "lr"): "0.0006671", (7_384.0, "train_seconds"): "2 h 03 min",
-    (3.21, "train_seconds"): "3.21 s", (1.5e9, "memory_bytes"): "1.5 GB",
-}  # fmt: skip
+    (None, "loss"): "–",
+    (math.nan, "loss"): "nan",
+    (1.40958, "eval/bits_per_byte"): "1.4096",
+    (12_829.0, "tokens"): "12,829",
+    (0.00066712, "lr"): "0.0006671",
+    (7_384.0, "train_seconds"): "2 h 03 min",
+    (3.21, "train_seconds"): "3.21 s",
+    (1.5e9, "memory_bytes"): "1.5 GB",
+}
 SIZES = {9_999: "9,999 B", 10_000: "10 kB", 999_600: "1 MB", 5e15: "5e+03 TB"}
 
 
 def test_numbers_and_sizes_are_written_as_a_person_reads_them() -> None:
     assert {given: format_number(*given) for given in NUMBERS} == NUMBERS
-    assert {count: format_size(count) for count in SIZES} == SIZES, "never a thousand of a smaller unit"
+    assert {count: format_size(count) for count in SIZES} == SIZES, (
+        "never a thousand of a smaller unit"
+    )
 
 
 def test_the_end_of_an_unknown_time_is_unknown() -> None:
-    assert [format_duration(seconds) for seconds in (None, math.inf, 99.6)] == ["–", "unknown", "1 min 40 s"]
+    assert [format_duration(seconds) for seconds in (None, math.inf, 99.6)] == [
+        "–",
+        "unknown",
+        "1 min 40 s",
+    ]
 
 
 def test_lists_and_texts_are_cut_only_where_they_are_too_long() -> None:

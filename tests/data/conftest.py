@@ -37,10 +37,23 @@ def recipe(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
 def folder(tmp_path: Path) -> Path:
     """Data files and others, at several depths."""
     for name in (
-        "b.jsonl", "a.jsonl.gz", "deep/c.jsonl.zst", "deep/er/d.ndjson", "e.ndjson.gz", "f.parquet", "g.jsonl.bz2",
-        "h.jsonl.xz", "[1] 文件?.jsonl", "notes.txt", "i.json", "j.jsonl.old", ".hidden.jsonl", ".hidden/k.jsonl",
-        "deep/._l.jsonl", "m.jsonl/n.txt",
-    ):  # fmt: skip
+        "b.jsonl",
+        "a.jsonl.gz",
+        "deep/c.jsonl.zst",
+        "deep/er/d.ndjson",
+        "e.ndjson.gz",
+        "f.parquet",
+        "g.jsonl.bz2",
+        "h.jsonl.xz",
+        "[1] 文件?.jsonl",
+        "notes.txt",
+        "i.json",
+        "j.jsonl.old",
+        ".hidden.jsonl",
+        ".hidden/k.jsonl",
+        "deep/._l.jsonl",
+        "m.jsonl/n.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(ROW)
     return tmp_path

@@ -34,7 +34,9 @@ def some_chats(seed: int, count: int, turns: int, longest: int) -> list[Record]:
     return [chat(chance, chance.randint(2, 2 * turns), longest) for _ in range(count)]
 
 
-def chat_rows(path: Path, chats: list[Record], row_length: int, *, packed: bool = True, per_shard: int = 10**6) -> ChatRows:
+def chat_rows(
+    path: Path, chats: list[Record], row_length: int, *, packed: bool = True, per_shard: int = 10**6
+) -> ChatRows:
     write_shards(path, chats, kind="chats", vocab_size=1 << 20, tokens_per_shard=per_shard)
     return ChatRows(ShardSet(path), row_length, PAD, END, packed=packed)
 
@@ -47,23 +49,34 @@ def pieces_of(rows: ChatRows) -> list[Piece]:
         segments = batch.segments_BT[0]
         assert (segments >= 0).sum() == rows.lengths()[row]
         padding = segments == -1
-        assert {*batch.input_ids_BT[0][padding].tolist()} <= {PAD} and {*batch.labels_BT[0][padding].tolist()} <= {IGNORE}
+        assert {*batch.input_ids_BT[0][padding].tolist()} <= {PAD} and {
+            *batch.labels_BT[0][padding].tolist()
+        } <= {IGNORE}
         for segment in range(segments.max() + 1):
             there = np.flatnonzero(segments == segment)
-            assert np.array_equal(there, np.arange(there[0], there[-1] + 1)), "a piece lies in one stretch"
+            assert np.array_equal(there, np.arange(there[0], there[-1] + 1)), (
+                "a piece lies in one stretch"
+            )
             found.append(
-                tuple(array[0][there].tolist() for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT))
+                tuple(
+                    array[0][there].tolist()
+                    for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
+                )
             )
     return found
 
 
 @pytest.mark.parametrize(("packed", "per_shard"), [(True, 100), (False, 10**6), (False, 1)])
-def test_chats_that_fit_come_whole_and_once_with_their_mask(tmp_path: Path, packed: bool, per_shard: int) -> None:
+def test_chats_that_fit_come_whole_and_once_with_their_mask(
+    tmp_path: Path, packed: bool, per_shard: int
+) -> None:
     chats = some_chats(1, 60, turns=2, longest=6)
     rows = chat_rows(tmp_path, chats, row_length=48, packed=packed, per_shard=per_shard)
     expected = []
     for ids, live in chats:
-        labels = [token if scored else IGNORE for token, scored in zip(ids[1:], live[1:], strict=True)]
+        labels = [
+            token if scored else IGNORE for token, scored in zip(ids[1:], live[1:], strict=True)
+        ]
         expected.append((ids[:-1], labels, list(range(len(ids) - 1))))
     assert sorted(pieces_of(rows)) == sorted(expected)
     counts = rows.counts()
@@ -75,7 +88,9 @@ def test_chats_that_fit_come_whole_and_once_with_their_mask(tmp_path: Path, pack
     batch = rows.batch(range(3))
     muted = batch.without_targets()
     assert batch.live_tokens > 0 == muted.live_tokens
-    assert np.array_equal(muted.input_ids_BT, batch.input_ids_BT) and np.array_equal(muted.segments_BT, batch.segments_BT)
+    assert np.array_equal(muted.input_ids_BT, batch.input_ids_BT) and np.array_equal(
+        muted.segments_BT, batch.segments_BT
+    )
 
 
 # --- long ones
@@ -83,13 +98,19 @@ def test_chats_that_fit_come_whole_and_once_with_their_mask(tmp_path: Path, pack
 
 def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
     """The chats with every token but the ends made unique, and the place of every such token among all."""
-    unique = [([10_000 * (n + 1) + at if ids[at] != END else END for at in range(len(ids))], live)
-              for n, (ids, live) in enumerate(chats)]  # fmt: skip
+    unique = [
+        ([10_000 * (n + 1) + at if ids[at] != END else END for at in range(len(ids))], live)
+        for n, (ids, live) in enumerate(chats)
+    ]
     return unique, [token for ids, _ in unique for token in ids if token != END]
 
 
-@pytest.mark.parametrize(("packed", "row_length", "seed"), [(True, 8, 0), (True, 20, 1), (False, 12, 2), (False, 33, 3)])
-def test_every_live_token_is_a_target_once(tmp_path: Path, packed: bool, row_length: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("packed", "row_length", "seed"), [(True, 8, 0), (True, 20, 1), (False, 12, 2), (False, 33, 3)]
+)
+def test_every_live_token_is_a_target_once(
+    tmp_path: Path, packed: bool, row_length: int, seed: int
+) -> None:
     """No piece is without one, each is a stretch of its chat, and an answer that fits is in one piece."""
     chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
     rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)
@@ -103,7 +124,9 @@ def test_every_live_token_is_a_target_once(tmp_path: Path, packed: bool, row_len
         stretches.append((ids, start, end + 1))
         seen |= {*inputs, *labels}
     learnt = Counter(label for _, labels, _ in pieces for label in labels if label != IGNORE)
-    assert learnt == Counter(token for ids, live in chats for token, flag in zip(ids, live, strict=True) if flag)
+    assert learnt == Counter(
+        token for ids, live in chats for token, flag in zip(ids, live, strict=True) if flag
+    )
     assert len(pieces) == counts["pieces"] > 60
     assert counts["target_tokens"] == learnt.total()
     assert counts["cut_records"] == sum(len(ids) > row_length + 1 for ids, _ in chats) > 0
@@ -118,7 +141,9 @@ def test_every_live_token_is_a_target_once(tmp_path: Path, packed: bool, row_len
             last = ids.index(END, first)
             if last + 1 - first <= row_length:
                 whole += 1
-                assert any(at is ids and start < first and last < end for at, start, end in stretches)
+                assert any(
+                    at is ids and start < first and last < end for at, start, end in stretches
+                )
     assert whole > 15
 
 
@@ -130,22 +155,38 @@ def spans(turns: list[tuple[bool, int]], row_length: int) -> list[tuple[int, int
 
 def test_where_chats_are_cut() -> None:
     question, answer = (False, 5), (True, 5)
-    assert spans([question, answer, question, answer], 16) == [(0, 10), (10, 20)], "a question stays with its answer"
+    assert spans([question, answer, question, answer], 16) == [(0, 10), (10, 20)], (
+        "a question stays with its answer"
+    )
     assert spans([question, answer] * 4, 20) == [(0, 20), (20, 40)], "as many whole turns as fit"
-    assert spans([question, answer, question], 8) == [(1, 10)], "as much context as fits; nothing is made of what follows"
-    assert spans([(False, 100), answer], 16) == [(88, 105)], "of a long prompt, what stands before the answer"
+    assert spans([question, answer, question], 8) == [(1, 10)], (
+        "as much context as fits; nothing is made of what follows"
+    )
+    assert spans([(False, 100), answer], 16) == [(88, 105)], (
+        "of a long prompt, what stands before the answer"
+    )
     long = spans([(False, 100), (True, 41)], 16)
-    assert long == [(93, 110), (109, 126), (125, 141)], "half a row of prompt, then pieces that share a token"
+    assert long == [(93, 110), (109, 126), (125, 141)], (
+        "half a row of prompt, then pieces that share a token"
+    )
     assert spans([question, (True, 30), question, answer], 16) == [(0, 17), (16, 33), (32, 45)]
 
 
 def test_chats_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> None:
     asked = ([BOS, 3, 11, 12, END], [False] * 5)
     answered = ([BOS, 3, 13, END, 4, 21, END], [False] * 5 + [True] * 2)
-    only_first = ([99, 98], [True, False])  # the first token of a record has nothing that could predict it
+    only_first = (
+        [99, 98],
+        [True, False],
+    )  # the first token of a record has nothing that could predict it
     rows = chat_rows(tmp_path, [asked, answered, asked, only_first], 16, per_shard=1)
     counts = rows.counts()
-    assert (len(rows), counts["pieces"], counts["all_masked_dropped"], counts["dropped_tokens"]) == (1, 1, 3, 12)
+    assert (
+        len(rows),
+        counts["pieces"],
+        counts["all_masked_dropped"],
+        counts["dropped_tokens"],
+    ) == (1, 1, 3, 12)
     assert rows.batch([0]).input_ids_BT[0, :6].tolist() == answered[0][:-1]
     for packed in (True, False):
         rows = chat_rows(tmp_path / str(packed), [asked] * 3, 16, packed=packed)

@@ -29,7 +29,9 @@ PACKED = pytest.param(partial(SeparateDocumentRows, packed=True), id="packed")
 
 def shard_set(path: Path, documents: list[list[int]], tokens_per_shard: int = 10**6) -> ShardSet:
     records: list[Any] = [(ids, []) for ids in documents]
-    write_shards(path, records, kind="documents", vocab_size=1 << 20, tokens_per_shard=tokens_per_shard)
+    write_shards(
+        path, records, kind="documents", vocab_size=1 << 20, tokens_per_shard=tokens_per_shard
+    )
     return ShardSet(path)
 
 
@@ -40,12 +42,18 @@ def lines(batch: Batch, row: int = 0) -> tuple[list[int], ...]:
 
 def some_documents(seed: int, count: int, longest: int) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(3, 100) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+    return [
+        [chance.randrange(3, 100) for _ in range(chance.randint(1, longest))] for _ in range(count)
+    ]
 
 
-def naive_rows(documents: list[list[int]], row_length: int, stride: int, kind: Any) -> list[tuple[list[int], ...]]:
+def naive_rows(
+    documents: list[list[int]], row_length: int, stride: int, kind: Any
+) -> list[tuple[list[int], ...]]:
     """Token by token: what stands at each place, what comes after it in the same document, and where it stands there."""
-    places = [[(number, at) for at in range(len(document))] for number, document in enumerate(documents)]
+    places = [
+        [(number, at) for at in range(len(document))] for number, document in enumerate(documents)
+    ]
     streams = [list(itertools.chain.from_iterable(places))] if kind is DocumentRows else places
     rows: list[tuple[list[int], ...]] = []
     for stream in streams:
@@ -55,12 +63,16 @@ def naive_rows(documents: list[list[int]], row_length: int, stride: int, kind: A
             for number, at in stream[start : min(start + row_length, len(stream) - 1)]:
                 ids, labels, positions, segments = row
                 ids.append(documents[number][at])
-                labels.append(documents[number][at + 1] if at + 1 < len(documents[number]) else IGNORE)
+                labels.append(
+                    documents[number][at + 1] if at + 1 < len(documents[number]) else IGNORE
+                )
                 positions.append(positions[-1] + 1 if segments and segments[-1] == number else 0)
                 segments.append(number)
             missing = row_length - len(row[0])
             padding = (PAD, IGNORE, 0, -1)
-            rows.append(tuple(part + [value] * missing for part, value in zip(row, padding, strict=True)))
+            rows.append(
+                tuple(part + [value] * missing for part, value in zip(row, padding, strict=True))
+            )
             if start + row_length >= len(stream) - 1:
                 break
             start += stride
@@ -85,26 +97,44 @@ def test_document_rows_equal_a_naive_loop(
     expected = naive_rows(documents, row_length, stride, kind)
     batch, counts = rows.batch(range(len(rows))), rows.counts()
     assert [lines(batch, row) for row in range(len(rows))] == expected
-    assert [lines(rows.batch([row])) for row in range(len(rows))] == expected, "a row does not depend on those beside it"
-    assert rows.lengths().tolist() == [sum(segment >= 0 for segment in line[3]) for line in expected]
+    assert [lines(rows.batch([row])) for row in range(len(rows))] == expected, (
+        "a row does not depend on those beside it"
+    )
+    assert rows.lengths().tolist() == [
+        sum(segment >= 0 for segment in line[3]) for line in expected
+    ]
     assert counts["dropped_tokens"] == counts["cut_records"] == counts["masked_tokens"] == 0
     assert counts["fill"] == pytest.approx(rows.lengths().sum() / (row_length * len(rows)))
 
 
 @pytest.mark.parametrize("together", [4, 1 << 18])
-def test_packed_rows_hold_whole_windows_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+def test_packed_rows_hold_whole_windows_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
-    packed, alone = SeparateDocumentRows(shards, 8, PAD, packed=True), SeparateDocumentRows(shards, 8, PAD)
+    packed, alone = (
+        SeparateDocumentRows(shards, 8, PAD, packed=True),
+        SeparateDocumentRows(shards, 8, PAD),
+    )
     batch, pieces = packed.batch(range(len(packed))), []
     for row in range(len(packed)):
         ids, labels, positions, segments = (np.array(part) for part in lines(batch, row))
         for begin in np.flatnonzero((positions == 0) & (segments >= 0)):
-            length = next((n for n in range(1, 9 - begin) if begin + n == 8 or positions[begin + n] == 0), 8)
-            pieces.append([part[begin : begin + length].tolist() for part in (ids, labels, positions, segments)])
+            length = next(
+                (n for n in range(1, 9 - begin) if begin + n == 8 or positions[begin + n] == 0), 8
+            )
+            pieces.append(
+                [
+                    part[begin : begin + length].tolist()
+                    for part in (ids, labels, positions, segments)
+                ]
+            )
     single = alone.batch(range(len(alone)))
-    expected = [[part[:length] for part in lines(single, row)] for row, length in enumerate(alone.lengths())]
+    expected = [
+        [part[:length] for part in lines(single, row)] for row, length in enumerate(alone.lengths())
+    ]
     assert sorted(pieces) == sorted(expected)
     assert len(packed) < len(alone) and packed.counts()["fill"] > (0.9 if together > 4 else 0.6)
 
@@ -119,12 +149,21 @@ def test_the_multiplicity_is_a_count_of_all_labels(
     rows = kind(shard_set(tmp_path, documents, 50), row_length, PAD, stride=stride)
     counts, live = rows.counts(), rows.batch(range(len(rows))).live_tokens
     assert counts["target_tokens"] == live
-    assert counts["target_multiplicity"] == pytest.approx(live / sum(len(document) - 1 for document in documents))
+    assert counts["target_multiplicity"] == pytest.approx(
+        live / sum(len(document) - 1 for document in documents)
+    )
 
 
-@pytest.mark.parametrize(("lengths", "rows"), [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)])
-def test_the_number_of_rows_is_what_the_stream_needs(tmp_path: Path, lengths: list[int], rows: int) -> None:
-    assert len(DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)) == rows
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)],
+)
+def test_the_number_of_rows_is_what_the_stream_needs(
+    tmp_path: Path, lengths: list[int], rows: int
+) -> None:
+    assert (
+        len(DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)) == rows
+    )
 
 
 def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -> None:
@@ -147,7 +186,13 @@ def shards(tmp_path: Path) -> ShardSet:
     """Documents of 30, 7 and 12 tokens in groups 0, 1 and 0."""
     documents: list[Any] = [([*range(10, 40)], []), ([*range(50, 57)], []), ([*range(60, 72)], [])]
     write_shards(
-        tmp_path, documents, kind="documents", vocab_size=100, tokens_per_shard=1, groups=[0, 1, 0], weights=[0.9, 0.1]
+        tmp_path,
+        documents,
+        kind="documents",
+        vocab_size=100,
+        tokens_per_shard=1,
+        groups=[0, 1, 0],
+        weights=[0.9, 0.1],
     )
     return ShardSet(tmp_path)
 
@@ -158,12 +203,17 @@ def test_mixed_rows_are_the_rows_of_the_groups_one_after_the_other(shards: Shard
     assert len(mixed) == len(groups[0]) + len(groups[1]) == 6 + 1
     alone = [lines(group.batch([row])) for group in groups for row in range(len(group))]
     assert [lines(mixed.batch([row])) for row in range(len(mixed))] == alone
-    assert mixed.lengths().tolist() == [*groups[0].lengths(), *groups[1].lengths()] == [8] * 5 + [1, 6]
+    assert (
+        mixed.lengths().tolist() == [*groups[0].lengths(), *groups[1].lengths()] == [8] * 5 + [1, 6]
+    )
 
 
 def test_counts_of_mixed_rows_are_sums_and_weighted_means(shards: ShardSet) -> None:
     groups = [DocumentRows(shards.group(number), 8, 0, stride=4) for number in range(2)]
-    counts, rows = MixedRows(groups, [1, 1]).counts(), sum(group.counts()["rows"] for group in groups)
+    counts, rows = (
+        MixedRows(groups, [1, 1]).counts(),
+        sum(group.counts()["rows"] for group in groups),
+    )
     assert counts["rows"] == rows == counts["rows_of_source_0"] + counts["rows_of_source_1"]
     assert (counts["records"], counts["row_length"]) == (3, 8)
     assert counts["target_multiplicity"] == pytest.approx(counts["target_tokens"] / (29 + 6 + 11))
@@ -176,7 +226,9 @@ def test_a_batch_is_as_wide_as_the_setting_unless_it_is_trimmed(shards: ShardSet
     trimmed = lines(rows.batch([1]))
     rows.trimmed = False
     full = lines(rows.batch([1]))
-    assert trimmed == tuple(array[:8] for array in full) and {*full[3][8:]} == {-1}, "what is cut off is padding"
+    assert trimmed == tuple(array[:8] for array in full) and {*full[3][8:]} == {-1}, (
+        "what is cut off is padding"
+    )
     rows.trimmed = True
     assert rows.lengths().tolist() == [29, 6, 11]
     widths = {(0,): 30, (1,): 8, (2,): 16, (1, 2): 16, (0, 1, 2): 30}
@@ -202,7 +254,9 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 40))
-def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(data: Any, capacity: int) -> None:
+def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(
+    data: Any, capacity: int
+) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
     bins = best_fit(lengths, capacity)
     assert bins == naive_best_fit(lengths, capacity)
@@ -212,7 +266,9 @@ def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(data: Any,
 
 PAIRS = ((1, 2), (3, 4))
 Pairs = tuple[tuple[int, int], ...]
-records_of_markers = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=24), min_size=1, max_size=6)
+records_of_markers = st.lists(
+    st.lists(st.integers(1, 6), min_size=1, max_size=24), min_size=1, max_size=6
+)
 
 
 def state_machine(record: list[int], pairs: Pairs) -> list[bool]:
@@ -245,7 +301,9 @@ def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
     """The records with every token but the markers made unique, and the tokens that may be a target."""
     unique, free = [], set()
     for number, record in enumerate(records):
-        named = [token if token <= 4 else 100 + 1000 * number + at for at, token in enumerate(record)]
+        named = [
+            token if token <= 4 else 100 + 1000 * number + at for at, token in enumerate(record)
+        ]
         flags = state_machine(record, PAIRS)
         free |= {token for token, masked in zip(named[1:], flags[1:], strict=True) if not masked}
         unique.append(named)
@@ -257,7 +315,11 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
     with tempfile.TemporaryDirectory() as folder:
         of_chats = kind is ChatRows
         write_shards(
-            Path(folder), records, kind="chats" if of_chats else "documents", vocab_size=1 << 20, tokens_per_shard=9
+            Path(folder),
+            records,
+            kind="chats" if of_chats else "documents",
+            vocab_size=1 << 20,
+            tokens_per_shard=9,
         )
         rows = kind(ShardSet(Path(folder)), row_length, 0, masks=PAIRS, **options)
         return rows.batch(range(len(rows))).labels_BT, rows.counts()
@@ -266,22 +328,39 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @settings(max_examples=20, deadline=None)
 @given(records=records_of_markers, row_length=st.integers(2, 9))
-def test_only_tokens_that_are_not_masked_are_learnt_once(kind: Any, records: list[list[int]], row_length: int) -> None:
+def test_only_tokens_that_are_not_masked_are_learnt_once(
+    kind: Any, records: list[list[int]], row_length: int
+) -> None:
     unique, free = numbered(records)
     labels, counts = rows_of(kind, [(ids, []) for ids in unique], row_length)
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(free)
-    second_head = labels[:, 1:]  # its label at t is the token at t+2, which is the first head's label at t+1
+    second_head = labels[
+        :, 1:
+    ]  # its label at t is the token at t+2, which is the first head's label at t+1
     assert set(second_head[second_head != IGNORE].tolist()) <= free
     learnable = sum(len(ids) - 1 for ids in unique)
     assert (counts["target_tokens"], counts["masked_tokens"]) == (len(free), learnable - len(free))
 
 
 @settings(max_examples=20, deadline=None)
-@given(packed=st.booleans(), records=records_of_markers, row_length=st.integers(2, 9), seed=st.integers(0, 9))
-def test_masked_answers_are_not_learnt(packed: bool, records: list[list[int]], row_length: int, seed: int) -> None:
+@given(
+    packed=st.booleans(),
+    records=records_of_markers,
+    row_length=st.integers(2, 9),
+    seed=st.integers(0, 9),
+)
+def test_masked_answers_are_not_learnt(
+    packed: bool, records: list[list[int]], row_length: int, seed: int
+) -> None:
     unique, free = numbered(records)
-    chats = [(ids, (np.random.default_rng(seed + len(ids)).random(len(ids)) < 0.7).tolist()) for ids in unique]
-    learnt = [{token for token, live in list(zip(*chat, strict=True))[1:] if live and token in free} for chat in chats]
+    chats = [
+        (ids, (np.random.default_rng(seed + len(ids)).random(len(ids)) < 0.7).tolist())
+        for ids in unique
+    ]
+    learnt = [
+        {token for token, live in list(zip(*chat, strict=True))[1:] if live and token in free}
+        for chat in chats
+    ]
     labels, counts = rows_of(ChatRows, chats, row_length, end_id=2, packed=packed)
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(set().union(*learnt))
     assert counts["all_masked_dropped"] == sum(not some for some in learnt)

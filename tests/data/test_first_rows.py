@@ -59,10 +59,14 @@ def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
     some = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
     tolerant = Reading(rejected_fraction=1)
-    first_rows.check("data.pretrain", "documents", [*some, written(tmp_path / "a.txt", "a text")], tolerant)
+    first_rows.check(
+        "data.pretrain", "documents", [*some, written(tmp_path / "a.txt", "a text")], tolerant
+    )
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
-    first_rows.check("data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant)
+    first_rows.check(
+        "data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant
+    )
 
 
 def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:

@@ -24,9 +24,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 NAMES = [
-    "README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test.jsonl",
-    "constraints.jsonl", "strain.jsonl",
-]  # fmt: skip
+    "README.md",
+    "data/train-00000-of-00002.jsonl",
+    "data/train-00001-of-00002.jsonl",
+    "data/test.jsonl",
+    "constraints.jsonl",
+    "strain.jsonl",
+]
 
 
 @pytest.fixture
@@ -43,19 +47,26 @@ def online(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", opened.site.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("{")
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{opened.site.url}/{''.join(template[1:])}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{opened.site.url}/{''.join(template[1:])}"
+        )
         yield opened
 
 
 TRAIN = [f"hf://owner/some-set@{NEW}/{name}" for name in NAMES[1:3]]
 
 
-def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(online: FakeHub) -> None:
+def test_a_data_set_is_its_training_split_at_a_commit_that_is_asked_for_once(
+    online: FakeHub,
+) -> None:
     assert expand("hf://owner/some-set") == expand("hf://datasets/owner/some-set") == TRAIN
     assert [locations.version(location) for location in TRAIN] == TRAIN
     online.repos["owner/some-set"]["main"] = OLD
     asked = len(online.site.asked)
-    assert expand("hf://owner/some-set/data") == [f"hf://owner/some-set@{NEW}/data/test.jsonl", *TRAIN]
+    assert expand("hf://owner/some-set/data") == [
+        f"hf://owner/some-set@{NEW}/data/test.jsonl",
+        *TRAIN,
+    ]
     assert len(online.site.asked) == asked, "one process sees one commit"
 
 
@@ -69,7 +80,9 @@ FILES = {
 
 def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub) -> None:
     for pattern, (commit, names) in FILES.items():
-        assert expand(f"hf://owner/some-set{pattern}") == [f"hf://owner/some-set@{commit}/{name}" for name in names]
+        assert expand(f"hf://owner/some-set{pattern}") == [
+            f"hf://owner/some-set@{commit}/{name}" for name in names
+        ]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +94,16 @@ def test_files_of_a_data_set_are_named_by_path_or_glob(online: FakeHub) -> None:
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
     ],
 )
-def test_what_the_hub_does_not_have_is_said_with_its_cure(online: FakeHub, pattern: str, says: str) -> None:
+def test_what_the_hub_does_not_have_is_said_with_its_cure(
+    online: FakeHub, pattern: str, says: str
+) -> None:
     with pytest.raises(UsageError, match=rf"data\.pretrain is '{pattern}' but .*{says}"):
         expand(pattern)
 
 
-def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_fetched_once_and_read_from_the_cache_offline(
+    online: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
     location = expand("hf://owner/some-set")[0]
     assert read(location) == data
@@ -95,5 +112,8 @@ def test_a_file_is_fetched_once_and_read_from_the_cache_offline(online: FakeHub,
     assert len(online.site.asked) == asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert read(location) == data
-    with pytest.raises(DataError, match=f"cannot read {TRAIN[1]}: .*offline"), streams.noting_faults(TRAIN[1]):
+    with (
+        pytest.raises(DataError, match=f"cannot read {TRAIN[1]}: .*offline"),
+        streams.noting_faults(TRAIN[1]),
+    ):
         read(TRAIN[1])

@@ -52,7 +52,9 @@ def test_keys_are_kept_up_to_a_length_and_a_number(tmp_path: Path) -> None:
     data=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r", b"\n\n", b" "]), max_size=30),
     cuts=st.lists(st.integers(0, 40)),
 )
-def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(data: list[bytes], cuts: list[int]) -> None:
+def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(
+    data: list[bytes], cuts: list[int]
+) -> None:
     whole = b"".join(data)
     borders = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     chunks = [whole[start:end] for start, end in itertools.pairwise(borders)]
@@ -67,18 +69,28 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
     """One struct type for all rows: what a row lacks comes back as null."""
 
     def row(arguments: object, parameters: dict[str, Any]) -> dict[str, Any]:
-        turn = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": arguments}]}
+        turn = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "f", "arguments": arguments}],
+        }
         return {"messages": [turn], "tools": [{"name": "f", "parameters": parameters}]}
 
     rows = [
-        row({"city": "Rome", "list": [{"x": 1}, {"y": 2}]}, {"properties": {"city": {"type": "string"}}}),
+        row(
+            {"city": "Rome", "list": [{"x": 1}, {"y": 2}]},
+            {"properties": {"city": {"type": "string"}}},
+        ),
         row({"guests": 2}, {"properties": {"guests": {"minimum": 1}}, "required": ["guests"]}),
         row({}, {"properties": {}}),
         {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
         {"instruction": "Hi", "output": "Hello", "history": [["a", "b"]]},
     ]
     names = dict.fromkeys(name for row in rows for name in row)
-    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]), tmp_path / "a")
+    pq.write_table(
+        pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows]),
+        tmp_path / "a",
+    )
     lines_of_rows = written(tmp_path, "\n".join(map(json.dumps, rows)).encode())
     chats, tally = list(read([str(tmp_path / "a")], parse_conversation, Tally(), MIB)), Tally()
     assert chats == list(read([str(lines_of_rows)], parse_conversation, tally, MIB))
@@ -90,10 +102,18 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
     [
         (pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], '{"a": 1}'),
         (pa.struct([("n", pa.decimal128(38, 1))]), {"n": Decimal("1e20")}, '{"n": 1e+20}'),
-        (pa.struct([("n", pa.timestamp("us"))]), {"n": datetime.datetime(2026, 1, 1)}, '{"n": "2026-01-01T00:00:00"}'),
-        (pa.struct([("n", pa.timestamp("ns"))]), {"n": 1_000_000_001}, '{"n": "1970-01-01T00:00:01.000000001"}'),
+        (
+            pa.struct([("n", pa.timestamp("us"))]),
+            {"n": datetime.datetime(2026, 1, 1)},
+            '{"n": "2026-01-01T00:00:00"}',
+        ),
+        (
+            pa.struct([("n", pa.timestamp("ns"))]),
+            {"n": 1_000_000_001},
+            '{"n": "1970-01-01T00:00:01.000000001"}',
+        ),
     ],
-)  # fmt: skip
+)
 def test_arguments_of_parquet_are_what_json_has_for_them(
     tmp_path: Path, kind: pa.DataType, values: Any, arguments: str
 ) -> None:

@@ -16,49 +16,69 @@ from ttrain.data.check import check
 from ttrain.errors import UsageError
 
 DATA = [
-    "[1] 文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson",
-    "e.ndjson.gz", "f.parquet", "g.jsonl.bz2", "h.jsonl.xz",
-]  # fmt: skip
+    "[1] 文件?.jsonl",
+    "a.jsonl.gz",
+    "b.jsonl",
+    "deep/c.jsonl.zst",
+    "deep/er/d.ndjson",
+    "e.ndjson.gz",
+    "f.parquet",
+    "g.jsonl.bz2",
+    "h.jsonl.xz",
+]
 
 
-def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(folder: Path) -> None:
+def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(
+    folder: Path,
+) -> None:
     assert expand(str(folder)) == [str(folder / name) for name in DATA]
     assert expand(f"file://{folder}") == expand(str(folder))
 
 
-def test_what_is_left_out_of_a_folder_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_of_a_folder_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("a.txt", "b.jsonl", "c.csv", "notes.md"):
         (tmp_path / name).write_bytes(ROW)
     for _ in range(2):
         assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
-    assert caplog.messages == [f"left out of {tmp_path}: a.txt, c.csv; name them, or a glob, to read them too"]
+    assert caplog.messages == [
+        f"left out of {tmp_path}: a.txt, c.csv; name them, or a glob, to read them too"
+    ]
     (tmp_path / "b.jsonl").unlink()
     assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
 
 
-def test_a_file_is_itself_and_a_glob_what_it_matches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_itself_and_a_glob_what_it_matches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
         assert expand(str(folder / name)) == [str(folder / name)]
     monkeypatch.setenv("HOME", str(folder))
     for patterns, names in (
         ([f"{folder}/*.jsonl"], ["[1] 文件?.jsonl", "b.jsonl"]),
         ([f"{folder}/**/*.ndjson"], ["deep/er/d.ndjson"]),
-        ([f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl"],
-         ["f.parquet", "b.jsonl", "[1] 文件?.jsonl"]),
+        (
+            [f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl"],
+            ["f.parquet", "b.jsonl", "[1] 文件?.jsonl"],
+        ),
         (["~/b.jsonl", "~/deep"], ["b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]),
-    ):  # fmt: skip
+    ):
         assert expand(*patterns) == [str(folder / name) for name in names]
 
 
-def test_what_is_not_there_is_said_with_setting_value_and_fix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_said_with_setting_value_and_fix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "none").mkdir()
     (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
     for pattern, reason in (
-        (f"{folder}/nowhere.jsonl", "there is no such file; name a"), (f"{folder}/a\0b", "there is no such file; name a"),
+        (f"{folder}/nowhere.jsonl", "there is no such file; name a"),
+        (f"{folder}/a\0b", "there is no such file; name a"),
         ("b.jsonl", f"there is no such file in {folder}/deep, where the command runs; "),
         (f"{folder}/none", "no file in that folder ends in"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError) as raised:
             expand(str(folder / "b.jsonl"), pattern)
         assert f"data.pretrain is '{pattern}' but {reason}" in str(raised.value)
@@ -97,7 +117,9 @@ def test_a_url_that_is_not_there_and_an_unknown_protocol_are_named(site: Site) -
     nowhere, none = f"{site.url}/data/nowhere.jsonl", f"{site.url}/data/*.nothing"
     reasons = {nowhere: "404", none: "there is no such file; name a", "foo://b.jsonl": "foo"}
     for pattern, reason in reasons.items():
-        with pytest.raises(UsageError, match=rf"data\.pretrain is '{re.escape(pattern)}' but .*{reason}"):
+        with pytest.raises(
+            UsageError, match=rf"data\.pretrain is '{re.escape(pattern)}' but .*{reason}"
+        ):
             expand(pattern)
 
 
@@ -116,7 +138,9 @@ def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site) -> None:
         assert "first" not in str(raised.value) and "second" not in str(raised.value)
     site.files["/data/b.jsonl"] = b"[]\n[]\n"
     (report,) = check([f"{site.url}/data/b.jsonl{query}"], Reading())
-    assert report.error and report.error.startswith(f"{site.url}/data/b.jsonl?***: 2 of 2 rows are bad")
+    assert report.error and report.error.startswith(
+        f"{site.url}/data/b.jsonl?***: 2 of 2 rows are bad"
+    )
     assert "second" not in report.error
 
 
@@ -141,7 +165,10 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
     site.files["/data/b.jsonl"] = ROW * 2
     assert version_of(url) != before
     site.dates = False
-    for statuses, reason in (([], f"{url}.*no ETag, checksum or date; download it"), ([503] * 100, "503")):
+    for statuses, reason in (
+        ([], f"{url}.*no ETag, checksum or date; download it"),
+        ([503] * 100, "503"),
+    ):
         site.statuses = statuses
         with pytest.raises(UsageError, match=reason):
             locations.version(url)
@@ -149,5 +176,7 @@ def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: 
 
 def test_a_protocol_whose_servers_run_code_is_refused() -> None:
     for location in ("DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"):
-        with pytest.raises(UsageError, match="dask:// is refused, since its servers may run code here"):
+        with pytest.raises(
+            UsageError, match="dask:// is refused, since its servers may run code here"
+        ):
             expand(location)

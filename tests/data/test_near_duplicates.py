@@ -36,23 +36,38 @@ def build(*arguments: Any, **options: Any) -> ShardSetResult:
 def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
     if chinese:
         return rng.choices(CHINESE, k=4 * words)
-    return [f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}" for _ in range(words)]
+    return [
+        f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}"
+        for _ in range(words)
+    ]
 
 
-def edited(rng: random.Random, words: list[str], share: float, chinese: bool = False, together: bool = False) -> list[str]:
+def edited(
+    rng: random.Random,
+    words: list[str],
+    share: float,
+    chinese: bool = False,
+    together: bool = False,
+) -> list[str]:
     """The text with this share of its words replaced: anywhere, or one after the other."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
     changed = [*words]
     for place in range(start, start + count) if together else rng.sample(range(len(words)), count):
-        changed[place] = rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
+        changed[place] = (
+            rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
+        )
     return changed
 
 
 def shingles(text: str) -> set[bytes]:
     """One by one, for comparison."""
     letters, size = plain(text), near_duplicates.SHINGLE_BYTES
-    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} if letters else set()
+    return (
+        {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))}
+        if letters
+        else set()
+    )
 
 
 def similarity(first: str, second: str) -> float:
@@ -68,7 +83,13 @@ def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
         chinese = number % 3 == 0
         separator = "" if chinese else " "
         words = text(rng, rng.randrange(30, 200), chinese)
-        copy = edited(rng, words, rng.choice((0.01, 0.02, 0.05, 0.1, 0.2)), chinese=chinese, together=number % 2 == 0)
+        copy = edited(
+            rng,
+            words,
+            rng.choice((0.01, 0.02, 0.05, 0.1, 0.2)),
+            chinese=chinese,
+            together=number % 2 == 0,
+        )
         originals.append(separator.join(words))
         copies.append(separator.join(copy))
     return originals, copies
@@ -83,23 +104,33 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
-    texts = [plain(text) for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)]
+    texts = [
+        plain(text)
+        for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)
+    ]
     together = near_duplicates.sketches_of(texts, BAND_ROWS)
     for number, letters in enumerate(texts):
         alone = near_duplicates.sketches_of([letters], BAND_ROWS)
         assert (alone[:, 0] == together[:, number]).all()
-    assert near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[:3, 0].tolist() == PINNED, (
-        "raise near_duplicates.FORMAT, since sketches in files have the old values"
-    )
+    assert (
+        near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[
+            :3, 0
+        ].tolist()
+        == PINNED
+    ), "raise near_duplicates.FORMAT, since sketches in files have the old values"
 
 
 PINNED = [3029725062, 3324641135, 3708436563]
 
 
-def test_planted_near_duplicates_are_found_to_the_exact_similarity(tmp_path: Path, recipe: BlockRecipe) -> None:
+def test_planted_near_duplicates_are_found_to_the_exact_similarity(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
     """Recall and precision against the exact Jaccard of all planted pairs, in English and Chinese."""
     originals, copies = planted(250)
-    expected = {n for n, pair in enumerate(zip(originals, copies, strict=True)) if similarity(*pair) >= 0.8}
+    expected = {
+        n for n, pair in enumerate(zip(originals, copies, strict=True)) if similarity(*pair) >= 0.8
+    }
     assert 90 < len(expected) < 200
     path = write_lines(tmp_path / "a.jsonl", rows([*originals, *copies]))
     built = build(tmp_path / "out", [path], recipe, NEAR, block_bytes=1 << 18)
@@ -108,11 +139,17 @@ def test_planted_near_duplicates_are_found_to_the_exact_similarity(tmp_path: Pat
     assert len(found & expected) >= 0.99 * len(expected)
     assert len(found & expected) >= 0.99 * len(pairs)
     assert built.tallies["train"].skipped[NEAR_DUPLICATE] == len(pairs)
-    assert built.tallies["train"].rows == 500 == built.tallies["train"].kept + built.tallies["train"].skipped.total()
+    assert (
+        built.tallies["train"].rows
+        == 500
+        == built.tallies["train"].kept + built.tallies["train"].skipped.total()
+    )
     assert built.parts["train"]["rows"] == built.tallies["train"].kept
 
 
-def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
+def test_a_chain_of_edits_does_not_join_two_texts(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
+) -> None:
     rng = random.Random(5)
     chain = [text(rng, 200)]
     for start in range(5):
@@ -122,7 +159,9 @@ def test_a_chain_of_edits_does_not_join_two_texts(tmp_path: Path, recipe: BlockR
     for candidate in texts:
         if all(similarity(candidate, other) < 0.8 for other in kept):
             kept.append(candidate)
-    assert 1 < len(kept) < len(texts) and all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
+    assert 1 < len(kept) < len(texts) and all(
+        similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts)
+    )
     build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
     assert texts_in(tmp_path / "out", tokenizer) == kept
 
@@ -142,7 +181,10 @@ def nights(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe) -> Nig
     texts = [*itertools.chain(*planted(80, seed=3))]
     random.Random(1).shuffle(texts)
     size = len(texts) // 3
-    files = [write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size])) for n in range(3)]
+    files = [
+        write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size]))
+        for n in range(3)
+    ]
     build(folder / "whole", files, recipe, SPLIT)
     outputs = list[Path]()
     for number, path in enumerate(files):
@@ -157,9 +199,13 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
         kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
         assert kept == texts_in(nights.whole, tokenizer, part) and kept
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
-    assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)] and len(places) > 15
+    assert (
+        places == [(row["file"], row["line"]) for row in dropped(nights.whole)] and len(places) > 15
+    )
     of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
-    assert {row["original"]["set"] for row in of_earlier} == {"/".join(output.parts[-2:]) for output in outputs[:2]}
+    assert {row["original"]["set"] for row in of_earlier} == {
+        "/".join(output.parts[-2:]) for output in outputs[:2]
+    }
     for row in of_earlier:  # the shard and the row of the original lead to its text
         place = row["original"]
         column = read_shard(outputs[int(place["set"][-1])] / place["shard"])
@@ -168,23 +214,36 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
         assert similarity(json.loads(line)["text"], opened(tokenizer).decode(ids.tolist())) >= 0.8
 
 
-def test_a_growing_set_equals_one_of_all_files(tmp_path: Path, recipe: BlockRecipe, nights: Nights) -> None:
+def test_a_growing_set_equals_one_of_all_files(
+    tmp_path: Path, recipe: BlockRecipe, nights: Nights
+) -> None:
     with Processes(2) as pool:
         for count in (1, 2, 3):
             grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
     assert grown.encoded_blocks < grown.blocks
     for kind in (FOLDER, REPORT.parent):
-        found = [{path.name: path.read_bytes() for path in (output / kind).glob("*near*") if path.is_file()}
-                 for output in (tmp_path / "out", nights.whole)]  # fmt: skip
+        found = [
+            {
+                path.name: path.read_bytes()
+                for path in (output / kind).glob("*near*")
+                if path.is_file()
+            }
+            for output in (tmp_path / "out", nights.whole)
+        ]
         assert found[0] == found[1] and found[0]
     assert digests(tmp_path / "out") == digests(nights.whole)
 
 
-def test_training_documents_like_those_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
+def test_training_documents_like_those_of_held_out_files_go(
+    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
+) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), " ".join(text(rng, 100))
     like = edited(rng, words, 0.02, together=True)
-    held = write_lines(tmp_path / "held.jsonl", rows([" ".join(words), " ".join(edited(rng, words, 0.02, together=True))]))
+    held = write_lines(
+        tmp_path / "held.jsonl",
+        rows([" ".join(words), " ".join(edited(rng, words, 0.02, together=True))]),
+    )
     train = write_lines(tmp_path / "train.jsonl", rows([" ".join(like), other]))
     build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
     assert texts_in(tmp_path / "out", tokenizer) == [other]

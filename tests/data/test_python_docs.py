@@ -24,7 +24,10 @@ Rows = dict[str, list[dict[str, Any]]]
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     output = tmp_path_factory.mktemp("python_docs")
     names = python_docs.build(output, PythonDocs())
-    return {name: [json.loads(line) for line in (output / f"{name}.jsonl").open(encoding="utf-8")] for name in names}
+    return {
+        name: [json.loads(line) for line in (output / f"{name}.jsonl").open(encoding="utf-8")]
+        for name in names
+    }
 
 
 def top_module(row: dict[str, Any]) -> str:
@@ -38,7 +41,9 @@ def test_no_module_is_on_both_sides(rows: Rows) -> None:
     assert not heldout & {top_module(row) for row in rows["pretrain"] + rows["sft"]}
 
 
-def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Rows, tmp_path: Path) -> None:
+def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(
+    rows: Rows, tmp_path: Path
+) -> None:
     """Of a fourth of the quickstart's documents, in rows as pretraining packs them. In one stream 0.35 of the tokens of
     rows of 256 lie without it, and 0.20 of those of rows of 512."""
     documents = [row["text"] for row in rows["pretrain"]][::4]
@@ -61,9 +66,17 @@ def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(rows: Row
 
 def test_the_settings_say_how_much_is_taken(rows: Rows, tmp_path: Path) -> None:
     taken = python_docs.build(tmp_path, PythonDocs(chat_rows=200, document_bytes=300_000))
-    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {"sft": 200, "dpo": 75, "lora": 800}
+    assert {name: taken[name]["rows"] for name in ("sft", "dpo", "lora")} == {
+        "sft": 200,
+        "dpo": 75,
+        "lora": 800,
+    }
     assert 290_000 < taken["pretrain"]["bytes"] + taken["pretrain_heldout"]["bytes"] <= 300_000
-    assert (tmp_path / "sft.jsonl").read_text("utf-8").startswith(json.dumps(rows["sft"][0], ensure_ascii=False))
+    assert (
+        (tmp_path / "sft.jsonl")
+        .read_text("utf-8")
+        .startswith(json.dumps(rows["sft"][0], ensure_ascii=False))
+    )
 
 
 def test_the_wheel_has_the_text_and_its_licence() -> None:
@@ -71,6 +84,8 @@ def test_the_wheel_has_the_text_and_its_licence() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["ttrain.configs"]
     file = python_docs.text_file()
     for path in (file, file.with_name("LICENSE.txt")):
-        assert path.is_file() and any(path.relative_to(ROOT / "configs").match(pattern) for pattern in patterns)
+        assert path.is_file() and any(
+            path.relative_to(ROOT / "configs").match(pattern) for pattern in patterns
+        )
     assert "configs/quickstart/LICENSE.txt" in project["project"]["license-files"]
     assert file.stat().st_size <= 1_500_000

@@ -41,12 +41,18 @@ class Sets:
     """Files of rows, and sets of shards of them, each by its name below one directory."""
 
     def __init__(self, directory: Path, recipe: BlockRecipe) -> None:
-        self.directory, self.recipe, self.encoder = directory, recipe, Encoder(Path(recipe.tokenizer))
+        self.directory, self.recipe, self.encoder = (
+            directory,
+            recipe,
+            Encoder(Path(recipe.tokenizer)),
+        )
 
     def file(self, name: str, rows: Sequence[Any]) -> Path:
         return write_lines(self.directory / f"{name}.jsonl", rows)
 
-    def build(self, name: str, files: Sequence[Path], reading: Reading = ALL, **more: Any) -> ShardSetResult:
+    def build(
+        self, name: str, files: Sequence[Path], reading: Reading = ALL, **more: Any
+    ) -> ShardSetResult:
         return build(self.directory / name, files, more.pop("recipe", self.recipe), reading, **more)
 
     def train(self, name: str) -> ShardSet:
@@ -59,7 +65,12 @@ class Sets:
         return list(heldout_records(self.directory / name))
 
     def rejected(self, name: str) -> list[dict[str, Any]]:
-        return list(map(json.loads, (self.directory / name / "run" / "rejected.jsonl").read_bytes().splitlines()))
+        return list(
+            map(
+                json.loads,
+                (self.directory / name / "run" / "rejected.jsonl").read_bytes().splitlines(),
+            )
+        )
 
     def digests(self, name: str) -> dict[str, str]:
         return digests(self.directory / name)
@@ -73,11 +84,15 @@ def sets(tmp_path: Path, recipe: BlockRecipe) -> Sets:
 def assert_adds_up(built: ShardSetResult, rows: int) -> None:
     """rows = kept + skipped + rejected, in all and for each file, and what is kept is in the shards."""
     for counts in (*(tally.to_json() for tally in built.tallies.values()), *built.files):
-        assert counts["rows"] == counts["kept"] + sum(counts["skipped"].values()) + sum(counts["rejected"].values())
+        assert counts["rows"] == counts["kept"] + sum(counts["skipped"].values()) + sum(
+            counts["rejected"].values()
+        )
     assert sum(tally.rows for tally in built.tallies.values()) == rows
     kept = sum(tally.kept for tally in built.tallies.values())
     assert kept == built.parts["train"]["rows"] + built.parts["heldout"]["rows"]
-    assert sum(file["tokens"] for file in built.files) == sum(part["tokens"] for part in built.parts.values())
+    assert sum(file["tokens"] for file in built.files) == sum(
+        part["tokens"] for part in built.parts.values()
+    )
 
 
 def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: Sets) -> None:
@@ -85,7 +100,10 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: 
     built = sets.build("out", [sets.file("a", rows)])
     assert sets.texts("out") == [row["text"] for row in rows]
     encoder, found = Encoder(sets.encoder.directory, fast=False), sets.train("out")
-    ids = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode([row["text"] for row in rows])]
+    ids = [
+        [encoder.bos_id, *ids, encoder.eos_id]
+        for ids in encoder.encode([row["text"] for row in rows])
+    ]
     assert [found.row(n)[0].tolist() for n in range(len(found))] == ids
     assert built.parts["train"]["tokens"] == sum(map(len, ids))
     assert built.parts["train"]["bytes"] == sum(len(row["text"].encode()) for row in rows)
@@ -96,7 +114,11 @@ def test_every_document_comes_back_in_order_with_the_ids_of_the_tokenizer(sets: 
 def test_the_weights_of_rows_are_beside_them_also_where_rows_are_left_out(sets: Sets) -> None:
     rows = rows_of(300)
     weighted = [{**row, "weight": 1 + number % 3} for number, row in enumerate(rows)]
-    files = [sets.file("plain", rows), sets.file("weighted", weighted), sets.file("twice", [*weighted, *weighted[:50]])]
+    files = [
+        sets.file("plain", rows),
+        sets.file("weighted", weighted),
+        sets.file("twice", [*weighted, *weighted[:50]]),
+    ]
     recipe = replace(sets.recipe, heldout_fraction=0.1)
     for file in files:
         sets.build(file.stem, [file], recipe=recipe)
@@ -112,7 +134,11 @@ def test_the_weights_of_rows_are_beside_them_also_where_rows_are_left_out(sets: 
 def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets: Sets) -> None:
     plain = sets.file("a", rows_of(300))
     packed = sets.directory / "a.jsonl.gz"
-    packed.write_bytes(b"".join(gzip.compress(part) for part in (plain.read_bytes()[:5000], plain.read_bytes()[5000:])))
+    packed.write_bytes(
+        b"".join(
+            gzip.compress(part) for part in (plain.read_bytes()[:5000], plain.read_bytes()[5000:])
+        )
+    )
     readings = {
         "all": Reading(heldout_fraction=0.1),
         "sample": Reading(heldout_fraction=0, limit=30),
@@ -128,13 +154,20 @@ def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets:
     for name in readings:
         assert sets.digests(f"1/{name}") == sets.digests(f"2/{name}")
     one, two = (sets.directory / "1", sets.directory / "2")
-    names = [sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in (one, two)]
+    names = [
+        sorted(path.relative_to(folder) for path in folder.rglob("*")) for folder in (one, two)
+    ]
     assert names[0] == names[1], "of a head, blocks that were made in vain are gone"
 
 
-def test_ctrl_c_of_a_terminal_never_reaches_a_worker_which_would_show_a_traceback_while_it_loads() -> None:
+def test_ctrl_c_of_a_terminal_never_reaches_a_worker_which_would_show_a_traceback_while_it_loads() -> (
+    None
+):
     with Processes(2) as pool:
-        assert signal.SIGINT in pool.begin().submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+        assert (
+            signal.SIGINT
+            in pool.begin().submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+        )
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
@@ -175,7 +208,10 @@ def test_held_out_rows_are_the_same_in_whatever_files_and_order_they_come(sets: 
 
 
 def test_held_out_rows_keep_what_is_said_of_them_and_are_no_others_for_it(sets: Sets) -> None:
-    rows = [{**row, "source": f"s{n % 2}", "lang": "en", "url": "u", "more": {}} for n, row in enumerate(rows_of(100))]
+    rows = [
+        {**row, "source": f"s{n % 2}", "lang": "en", "url": "u", "more": {}}
+        for n, row in enumerate(rows_of(100))
+    ]
     rows[0] |= {"source": "x" * 65, "lang": 3}
     sets.build("1", [sets.file("a", rows)], TENTH)
     sets.build("2", [sets.file("b", rows_of(100))], TENTH)
@@ -206,7 +242,9 @@ def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(sets: Sets, deduplicate: bool) -> None:
+def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(
+    sets: Sets, deduplicate: bool
+) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = FEW_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
     first = sets.file("a", [*others[:6], held_before, held_before])
@@ -218,14 +256,19 @@ def test_the_one_row_that_was_held_out_is_not_learnt_after_another_is_lowest(set
     assert sets.texts("both") == [row["text"] for row in others]
     assert sets.heldout("both") == [lowest]
     left_out = 1 if deduplicate else 2
-    expected = {"stands in the held-out part": left_out, **({"duplicate": 1} if deduplicate else {})}
+    expected = {
+        "stands in the held-out part": left_out,
+        **({"duplicate": 1} if deduplicate else {}),
+    }
     assert built.tallies["train"].skipped == Counter(expected)
     assert built.to_json()["of_earlier_heldout"] == left_out
     assert built.tallies["train"].rows == 13
     assert built.tallies["train"].kept == sum(part["rows"] for part in built.parts.values())
 
 
-def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(sets: Sets) -> None:
+def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(
+    sets: Sets,
+) -> None:
     path = sets.file("a", rows_of(100))
     for name, reading in (("lowest", FEW_HELD_OUT), ("hashed", Reading(heldout_fraction=0.1))):
         alone = sets.build(name, [path], reading)
@@ -235,8 +278,12 @@ def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_
         assert sets.digests(f"{name} again") == sets.digests(name)
         assert not built.tallies["train"].skipped
         assert "of_earlier_heldout" not in alone.to_json()
-    beside_none = sets.build("none", [path], FEW_HELD_OUT, earlier_heldout=np.zeros((0, 2), np.uint64))
-    assert beside_none.to_json()["of_earlier_heldout"] == 0 and sets.digests("none") == sets.digests("lowest")
+    beside_none = sets.build(
+        "none", [path], FEW_HELD_OUT, earlier_heldout=np.zeros((0, 2), np.uint64)
+    )
+    assert beside_none.to_json()["of_earlier_heldout"] == 0 and sets.digests(
+        "none"
+    ) == sets.digests("lowest")
 
 
 def test_the_last_row_that_may_be_learnt_is_not_held_out(sets: Sets) -> None:
@@ -255,7 +302,9 @@ def test_what_a_named_held_out_file_holds_is_never_learnt(sets: Sets, deduplicat
     heldout = sets.file("b", [rows[7], *others, rows[50], rows[7]])
     reading = Reading(heldout_fraction=0.3, deduplicate=deduplicate)
     built = sets.build("out", [train], reading, heldout=[heldout])
-    expected = [row["text"] for row in (rows[7], *others, rows[50], *([] if deduplicate else [rows[7]]))]
+    expected = [
+        row["text"] for row in (rows[7], *others, rows[50], *([] if deduplicate else [rows[7]]))
+    ]
     assert sets.texts("out", "heldout") == expected
     assert [record["text"] for record in sets.heldout("out")] == expected
     assert sets.texts("out") == [row["text"] for n, row in enumerate(rows) if n not in (7, 50)]
@@ -263,7 +312,9 @@ def test_what_a_named_held_out_file_holds_is_never_learnt(sets: Sets, deduplicat
     assert_adds_up(built, 123)
 
 
-def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(sets: Sets) -> None:
+def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(
+    sets: Sets,
+) -> None:
     rows = rows_of(300)
     path = sets.file("a", [*rows, *rows[:50]])
     found = {}
@@ -272,7 +323,11 @@ def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input
         built = sets.build(name, [path], reading)
         assert_adds_up(built, 350)
         found[name] = sets.texts(name)
-    assert [len(set(found[name])) for name in "abcd"] == [len(found[name]) for name in "abcd"] == [15, 75, 15, 300]
+    assert (
+        [len(set(found[name])) for name in "abcd"]
+        == [len(found[name]) for name in "abcd"]
+        == [15, 75, 15, 300]
+    )
     assert set(found["a"]) < set(found["b"])
     assert found["a"] != found["c"]
     place = {row["text"]: n for n, row in enumerate(rows)}
@@ -305,7 +360,9 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(sets: Sets) -> None:
     assert_adds_up(built, 608)
 
 
-def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(
+    sets: Sets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = sets.file("rows", [{"text": f"fox {number}"} for number in range(6)])
     whole = sets.build("whole", [path])
     steps: list[str] = []
@@ -324,9 +381,13 @@ def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(sets: Set
 
 def test_blocks_end_with_lines_and_hold_every_byte_once_whatever_the_size(tmp_path: Path) -> None:
     chance = random.Random(3)
-    recipe = BlockRecipe("documents", "text", 0.0, 10**6, tokenizer="", tokenizer_digest="", template="", code="")
+    recipe = BlockRecipe(
+        "documents", "text", 0.0, 10**6, tokenizer="", tokenizer_digest="", template="", code=""
+    )
     for size in (1024, 1500, 5000, 10**6):
-        lines = [bytes(chance.choices(b"abc \r\\", k=chance.choice([0, 1, 30, 3000]))) for _ in range(60)]
+        lines = [
+            bytes(chance.choices(b"abc \r\\", k=chance.choice([0, 1, 30, 3000]))) for _ in range(60)
+        ]
         lines[0] = b'{"text": "no plain text"}'
         data = b"\n".join(lines) + (b"\n" if size % 2 else b"")
         plain, packed = tmp_path / "plain", tmp_path / "packed.gz"
@@ -346,7 +407,12 @@ def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(set
     packed = sets.directory / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     for number, (source, size) in enumerate(itertools.product((path, packed), (1024, 10**6))):
-        built = sets.build(f"{number}", [source], recipe=replace(sets.recipe, max_line_bytes=2048), block_bytes=size)
+        built = sets.build(
+            f"{number}",
+            [source],
+            recipe=replace(sets.recipe, max_line_bytes=2048),
+            block_bytes=size,
+        )
         assert sets.texts(f"{number}") == list(LINES[:2])
         assert built.tallies["train"].rejected == Counter({TOO_LONG.format(2048): 1})
         assert [row["line"] for row in sets.rejected(f"{number}")] == [2]
@@ -355,7 +421,10 @@ def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(set
 
 def test_chats_keep_their_masks_through_selection(sets: Sets) -> None:
     pairs = [(f"{n}?", f"{n} {LINES[n % 6]}") for n in range(60)]
-    chats = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in pairs]
+    chats = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in pairs
+    ]
     path = sets.file("a", [*chats, *chats[::3]])
     built = sets.build("out", [path], recipe=recipe_of(ALL, sets.encoder.directory, "chats"))
     assert (len(sets.train("out")), built.duplicates) == (60, 20)
@@ -367,17 +436,28 @@ def test_chats_keep_their_masks_through_selection(sets: Sets) -> None:
 
 def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> None:
     rows = rows_of(100)
-    table = pa.table({"text": [row["text"] for row in rows], "when": [datetime.date(2026, 1, 1)] * 100, "n": range(100)})
+    table = pa.table(
+        {
+            "text": [row["text"] for row in rows],
+            "when": [datetime.date(2026, 1, 1)] * 100,
+            "n": range(100),
+        }
+    )
     pq.write_table(table, sets.directory / "a.parquet", row_group_size=20)
     built = sets.build("parquet", [sets.directory / "a.parquet"])
     sets.build("lines", [sets.file("a", rows)])
     streams = [sets.train(name) for name in ("parquet", "lines")]
-    assert streams[0].stream(0, streams[0].tokens).tolist() == streams[1].stream(0, streams[1].tokens).tolist()
+    assert (
+        streams[0].stream(0, streams[0].tokens).tolist()
+        == streams[1].stream(0, streams[1].tokens).tolist()
+    )
     assert built.blocks > 2
     assert_adds_up(built, 100)
 
 
-def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(sets: Sets) -> None:
+def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(
+    sets: Sets,
+) -> None:
     columns = {
         2: pa.array(["é".encode(), b"\xff", b"good"]),
         0: pa.array([decimal.Decimal("1.5")] * 3),
@@ -426,19 +506,34 @@ def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Se
         ShardSet(sets.directory / "out" / "train", sets.encoder.digest)
 
 
-def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under_a_limit(sets: Sets, tmp_path: Path) -> None:
-    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under_a_limit(
+    sets: Sets, tmp_path: Path
+) -> None:
+    guard = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    )
     encoder = take(tmp_path / "own", guard + CHATML)
     talks = [[("user", f"Number {number}?"), ("assistant", str(number))] for number in range(9)]
     talks[4].insert(0, ("system", "Be brief."))
-    rows: list[Any] = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    rows: list[Any] = [
+        {"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks
+    ]
     path = sets.file("chats", [*rows[:7], {"messages": 1}, *rows[7:]])
-    own = {"tokenizer": str(encoder.directory), "tokenizer_digest": encoder.digest, "template": "own"}
+    own = {
+        "tokenizer": str(encoder.directory),
+        "tokenizer_digest": encoder.digest,
+        "template": "own",
+    }
     recipe = replace(sets.recipe, kind="chats", **own)
-    for name, reading, kept in (("all", ALL, 8), ("limited", ALL.model_copy(update={"limit": 5}), 5)):
+    for name, reading, kept in (
+        ("all", ALL, 8),
+        ("limited", ALL.model_copy(update={"limit": 5}), 5),
+    ):
         built = sets.build(name, [path], reading, recipe=recipe)
         assert_adds_up(built, 10)
         assert sum(tally.kept for tally in built.tallies.values()) == kept
         rejected = [(row["line"], row["reason"]) for row in sets.rejected(name)]
         assert [line for line, _ in rejected] == [5, 8]
-        assert rejected[0][1].endswith("does not render the turns system, user, assistant: no system turn")
+        assert rejected[0][1].endswith(
+            "does not render the turns system, user, assistant: no system turn"
+        )

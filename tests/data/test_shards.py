@@ -38,13 +38,17 @@ def some_records(count: int) -> list[Record]:
     return [(ids, [chance.random() < 0.5 for _ in ids]) for ids in texts]
 
 
-def write(path: Path, rows: list[Record], *, kind: str = "chats", vocab: int = 500, **more: Any) -> dict[str, Any]:
+def write(
+    path: Path, rows: list[Record], *, kind: str = "chats", vocab: int = 500, **more: Any
+) -> dict[str, Any]:
     return write_shards(path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, **more)
 
 
 @pytest.mark.parametrize("layout", [100, 1])  # tokens of a shard: some records in each, or one
 @pytest.mark.parametrize("kind", ["documents", "chats"])
-def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
+def test_records_come_back_as_they_went_in_however_they_are_cut(
+    tmp_path: Path, layout: int, kind: str
+) -> None:
     rows, chance = some_records(50), random.Random(1)
     write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
     found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
@@ -59,8 +63,12 @@ def test_records_come_back_as_they_went_in_however_they_are_cut(tmp_path: Path, 
         assert found.stream(start, end).tolist() == flat[start:end]
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(500, pa.uint16()), (65536, pa.uint16()), (65537, pa.uint32())])
-def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(tmp_path: Path, vocab: int, dtype: pa.DataType) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(500, pa.uint16()), (65536, pa.uint16()), (65537, pa.uint32())]
+)
+def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(
+    tmp_path: Path, vocab: int, dtype: pa.DataType
+) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
     index = write(tmp_path, rows, vocab=vocab)
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
@@ -79,8 +87,13 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
         ShardSet(tmp_path).row(first["rows"])
 
 
-def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(tmp_path: Path, recipe: BlockRecipe) -> None:
-    a, b, c = (write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed)) for seed, name in enumerate("abc"))
+def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
+    a, b, c = (
+        write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed))
+        for seed, name in enumerate("abc")
+    )
     first = build(tmp_path / "out", [a, c], recipe)
     before = digests(tmp_path / "out")
     assert first.encoded_blocks == first.blocks
@@ -99,11 +112,15 @@ class Killed(Processes):
     def map(self, function: Any, tasks: Any) -> Any:
         for number, task in enumerate(tasks):
             if number == 4:
-                os.rename = os.replace = os.link = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+                os.rename = os.replace = os.link = lambda *_, **__: os.kill(
+                    os.getpid(), signal.SIGKILL
+                )  # type: ignore[assignment]
             yield function(*task)
 
 
-def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path: Path, recipe: BlockRecipe) -> None:
+def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(200))
     build(tmp_path / "whole", [path], recipe)
     if not (child := os.fork()):
@@ -120,7 +137,9 @@ def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(tmp_path
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
 
 
-def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(tmp_path: Path, recipe: BlockRecipe) -> None:
+def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
     path, environment = write_lines(tmp_path / "a.jsonl", rows_of(60)), dict(os.environ)
 
     class Killing(Processes):
@@ -151,10 +170,15 @@ def test_workers_end_with_a_process_that_is_killed() -> None:
     wait_until(lambda: not any(map(psutil.pid_exists, workers)), 20)
 
 
-def test_the_assembly_can_end_anywhere(tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_assembly_can_end_anywhere(
+    tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every file operation of the assembly is once the last one of its process."""
     rows = rows_of(40)
-    a, b = write_lines(tmp_path / "a.jsonl", rows[:25]), write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"])
+    a, b = (
+        write_lines(tmp_path / "a.jsonl", rows[:25]),
+        write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"]),
+    )
     reading = Reading(heldout_fraction=0.1)
     build(tmp_path / "lent", [b], recipe, reading)
     lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
@@ -191,7 +215,9 @@ def test_the_assembly_can_end_anywhere(tmp_path: Path, recipe: BlockRecipe, monk
     assert ended > 15
 
 
-def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(tmp_path: Path, recipe: BlockRecipe) -> None:
+def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(100))
     build(tmp_path / "out", [path], recipe)
     expected = digests(tmp_path / "out")
@@ -203,7 +229,11 @@ def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(tmp_p
     assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:-8])
-    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 2  # of a lost link the block is still there
+    assert (
+        build(tmp_path / "out", [path], recipe).encoded_blocks == 2
+    )  # of a lost link the block is still there
     assert digests(tmp_path / "out") == expected
-    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)  # other times, the same bytes
+    shutil.copytree(
+        tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile
+    )  # other times, the same bytes
     assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0

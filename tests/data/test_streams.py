@@ -30,13 +30,17 @@ PACKED = {
     ".gz": gzip.compress(TEXT[:999], 1) + gzip.compress(b"") + gzip.compress(TEXT[999:], 1),
     ".bz2": bz2.compress(TEXT[:999]) + bz2.compress(TEXT[999:], 1),
     ".xz": lzma.compress(TEXT[:999]) + lzma.compress(TEXT[999:], preset=0),
-    ".zst": b"".join(pa.compress(part, "zstd", asbytes=True) for part in (TEXT[:999], b"", TEXT[999:])),
+    ".zst": b"".join(
+        pa.compress(part, "zstd", asbytes=True) for part in (TEXT[:999], b"", TEXT[999:])
+    ),
 }
 
 
 @pytest.mark.parametrize("ending", PACKED)
 def test_every_member_and_frame_arrives_in_bounded_pieces(tmp_path: Path, ending: str) -> None:
-    pieces = list(streams.chunks(str(written(tmp_path, PACKED[ending], f"文件 名 (1) #%20.jsonl{ending}"))))
+    pieces = list(
+        streams.chunks(str(written(tmp_path, PACKED[ending], f"文件 名 (1) #%20.jsonl{ending}")))
+    )
     assert b"".join(pieces) == TEXT
     assert all(pieces) and len(pieces) > 1 and max(map(len, pieces)) < len(TEXT)
 
@@ -68,9 +72,14 @@ def test_a_bug_or_a_lack_of_memory_is_no_damaged_file(error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize("error", [pa.ArrowNotImplementedError("no LZ4"), pa.ArrowKeyError("no column")])
+@pytest.mark.parametrize(
+    "error", [pa.ArrowNotImplementedError("no LZ4"), pa.ArrowKeyError("no column")]
+)
 def test_what_arrow_cannot_read_is_an_error_of_the_file(error: Exception) -> None:
-    with pytest.raises(DataError, match=r"^rows\.parquet is .*no ") as raised, streams.noting_faults("rows.parquet"):
+    with (
+        pytest.raises(DataError, match=r"^rows\.parquet is .*no ") as raised,
+        streams.noting_faults("rows.parquet"),
+    ):
         raise error
     assert raised.value.files == ("rows.parquet",)
 
@@ -79,13 +88,18 @@ def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
     text = 'A "quote" \\ and\r\n\t世界\x01' * 100_000
     (line,) = lines_of(written(tmp_path, text.encode(), "a.txt"))
     assert orjson.loads(line) == {"text": text}
-    assert lines_of(written(tmp_path, SMALL, "a.txt")) == SMALL.splitlines(), "rows with another name"
+    assert lines_of(written(tmp_path, SMALL, "a.txt")) == SMALL.splitlines(), (
+        "rows with another name"
+    )
     with pytest.raises(DataError, match="iconv"):
         lines_of(written(tmp_path, "ab".encode("utf-16-le"), "a.txt"))
 
 
 def test_tables_and_pretty_printed_json_are_refused_with_a_fix(tmp_path: Path) -> None:
-    for data, fix in ((b"id,text\n1,a\n", "name a text .txt"), (b'{\n "text": "a"\n}\n', "jq -c '.'")):
+    for data, fix in (
+        (b"id,text\n1,a\n", "name a text .txt"),
+        (b'{\n "text": "a"\n}\n', "jq -c '.'"),
+    ):
         with pytest.raises(DataError, match=fix):
             lines_of(written(tmp_path, data))
 
@@ -102,7 +116,10 @@ def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> N
 
 def test_a_refusal_and_a_server_that_is_gone_are_no_damaged_file(site: Site) -> None:
     site.statuses = [503] * 100
-    for url, reason in ((f"{site.url}/rows.jsonl", "503"), ("http://127.0.0.1:1/rows.jsonl", "connect")):
+    for url, reason in (
+        (f"{site.url}/rows.jsonl", "503"),
+        ("http://127.0.0.1:1/rows.jsonl", "connect"),
+    ):
         with pytest.raises(CannotRead, match=reason), streams.noting_faults(url):
             read(url)
 
@@ -115,13 +132,18 @@ def rows_in(path: str, first_group: int, last_group: int) -> list[tuple[int, dic
 def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
     for data in (SMALL, b"", b"PAR", gzip.compress(SMALL)):
         assert not streams.is_parquet(str(written(tmp_path, data)))
-    nested = [{"messages": [{"role": "user", "content": None}], "x": None}, {"messages": [], "x": 1.5}]
+    nested = [
+        {"messages": [{"role": "user", "content": None}], "x": None},
+        {"messages": [], "x": 1.5},
+    ]
     path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
     assert rows_in(path, 0, 1) == [(1, {"messages": nested[0]["messages"]}), (2, nested[1])]
     path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
     assert streams.is_parquet(path)
     groups = streams.row_groups(path)
-    assert [rows for rows, _ in groups] == [1000, 1000, 500] and all(size > 1000 for _, size in groups)
+    assert [rows for rows, _ in groups] == [1000, 1000, 500] and all(
+        size > 1000 for _, size in groups
+    )
     rows = rows_in(path, 0, 3)
     assert rows == list(enumerate(TABLE.to_pylist(), start=1))
     assert rows_in(path, 1, 2) == rows[1000:2000]

@@ -48,7 +48,14 @@ def build(**settings: Any) -> Subject:
 class Faulty(LanguageModeling):
     """Language modelling whose batches and losses are changed."""
 
-    def __init__(self, config: Training, module: nn.Module, runtime: Runtime, batch: Any = None, loss: Any = None) -> None:
+    def __init__(
+        self,
+        config: Training,
+        module: nn.Module,
+        runtime: Runtime,
+        batch: Any = None,
+        loss: Any = None,
+    ) -> None:
         super().__init__(config, module)
         self._change_batch, self._change_loss = batch, loss
 
@@ -63,16 +70,27 @@ class Faulty(LanguageModeling):
 
 
 MEAN_OF_MEANS = partial(Faulty, loss=lambda loss: LossSum(loss.total / max(1, loss.count), 1))
-HALF = partial(Faulty, loss=lambda loss: LossSum(loss.total / 2, loss.count))  # as if its model were trained
+HALF = partial(
+    Faulty, loss=lambda loss: LossSum(loss.total / 2, loss.count)
+)  # as if its model were trained
 # Without its discovery the check would pass whatever the mask does.
-BLIND = partial(Faulty, batch=lambda batch: replace(batch, input_ids_BT=np.full_like(batch.input_ids_BT, 9)))
+BLIND = partial(
+    Faulty, batch=lambda batch: replace(batch, input_ids_BT=np.full_like(batch.input_ids_BT, 9))
+)
 
 
 def language(config: Training, module: nn.Module, runtime: Runtime) -> TrainingTask:
     return LanguageModeling(config, module)
 
 
-SOUND = Learner(settings_of_training(optim=Optim(lr=1e-2)), RUNTIME, partial(build, dropout=0.1), language, ROWS, FP32)
+SOUND = Learner(
+    settings_of_training(optim=Optim(lr=1e-2)),
+    RUNTIME,
+    partial(build, dropout=0.1),
+    language,
+    ROWS,
+    FP32,
+)
 
 
 class Masked(Faulty):
@@ -80,13 +98,20 @@ class Masked(Faulty):
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         causal: Any = model.causal
-        mask, ids_BT = self.mask(torch.from_numpy(batch.segments_BT)), torch.from_numpy(batch.input_ids_BT)
+        mask, ids_BT = (
+            self.mask(torch.from_numpy(batch.segments_BT)),
+            torch.from_numpy(batch.input_ids_BT),
+        )
         logits_BTV = causal(input_ids=ids_BT, attention_mask=mask, use_cache=False).logits
-        return LossSum(token_loss_sum(logits_BTV, torch.from_numpy(batch.labels_BT)), batch.live_tokens)
+        return LossSum(
+            token_loss_sum(logits_BTV, torch.from_numpy(batch.labels_BT)), batch.live_tokens
+        )
 
 
 class SeesTheFuture(Masked):
-    mask = staticmethod(lambda segments_BT: (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None])
+    mask = staticmethod(
+        lambda segments_BT: (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    )
 
 
 class SeesOtherRecords(Masked):
@@ -100,7 +125,9 @@ class NoiseOfItsOwn(Faulty):
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
-        return LossSum(loss.total * (1 + 0.1 * torch.rand((), generator=self.generator)), loss.count)
+        return LossSum(
+            loss.total * (1 + 0.1 * torch.rand((), generator=self.generator)), loss.count
+        )
 
 
 def forget_the_optimizer(trainer: Trainer) -> None:
@@ -131,24 +158,36 @@ def ok(found: Finding | None) -> bool:
         (BLIND, "does not see", ""),
     ],
 )
-def test_a_model_that_sees_what_it_should_not_is_found(task: Any, future: str, documents: str) -> None:
+def test_a_model_that_sees_what_it_should_not_is_found(
+    task: Any, future: str, documents: str
+) -> None:
     learner = replace(SOUND, task=task)
     for check, fault in ((model.future, future), (model.documents, documents)):
         found = check(learner)
         assert ok(found) == (not fault) and fault in found.measured
 
 
-def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_of_a_trained_base_below_it() -> None:
+def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_of_a_trained_base_below_it() -> (
+    None
+):
     found = model.first_loss(SOUND)
     assert ok(found) and f"{np.log(VOCAB):.3f}" in found.measured
     assert not ok(model.first_loss(replace(SOUND, build=partial(build, init_std=1.0))))
-    assert not ok(model.first_loss(replace(SOUND, build=partial(build, init_std=0.5), is_trained=True)))
+    assert not ok(
+        model.first_loss(replace(SOUND, build=partial(build, init_std=0.5), is_trained=True))
+    )
     assert ok(model.first_loss(replace(SOUND, task=HALF, is_trained=True)))
 
 
-def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the_data_masks_nothing() -> None:
+def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the_data_masks_nothing() -> (
+    None
+):
     assert ok(model.accumulation(SOUND))
-    assert not ok(model.accumulation(replace(SOUND, task=MEAN_OF_MEANS, rows=NumberedRows(12, live=[16] * 12))))
+    assert not ok(
+        model.accumulation(
+            replace(SOUND, task=MEAN_OF_MEANS, rows=NumberedRows(12, live=[16] * 12))
+        )
+    )
 
 
 def test_what_a_checkpoint_does_not_restore_is_found() -> None:
@@ -179,7 +218,9 @@ def test_one_batch_is_learnt_with_a_fitting_learning_rate_only() -> None:
 class LeavesOutALayer(Faulty):
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         causal: Any = model.causal
-        hook = causal.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out.detach())
+        hook = causal.model.layers[0].mlp.register_forward_hook(
+            lambda module, given, out: out.detach()
+        )
         try:
             return super().train_step(model, batch, device)
         finally:
@@ -191,16 +232,25 @@ def test_a_weight_without_a_gradient_is_found() -> None:
     assert not ok(found) and "layers.0.mlp.gate_proj.weight" in found.measured
 
 
-SMALL = {"weights": 100_000_000, "gradients": 100_000_000, "optimizer": 200_000_000, "activations": 600_000_000}
+SMALL = {
+    "weights": 100_000_000,
+    "gradients": 100_000_000,
+    "optimizer": 200_000_000,
+    "activations": 600_000_000,
+}
 
 
-def test_memory_and_a_disk_that_do_not_suffice_are_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_a_disk_that_do_not_suffice_are_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "measure", lambda learner: SMALL)
     learner = replace(SOUND, steps=1000, home=tmp_path / "not" / "there")
 
     def found(check: Any, available: float, **runtime: Any) -> Finding:
         monkeypatch.setattr(machine, "available_bytes", lambda device: available)
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=available))
+        monkeypatch.setattr(
+            machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=available)
+        )
         finding: Finding = check(replace(learner, runtime=RUNTIME.model_copy(update=runtime)))
         return finding
 
@@ -215,7 +265,12 @@ def test_memory_and_a_disk_that_do_not_suffice_are_told_before(tmp_path: Path, m
 
 def test_the_memory_of_a_step_is_measured_and_drawn_to_all_its_rows() -> None:
     config = settings_of_training(row_length=128, tokens_per_step=128 * 512)
-    wide = replace(SOUND, config=config, runtime=Runtime(rows_per_device=1024), build=partial(build, hidden_size=64))
+    wide = replace(
+        SOUND,
+        config=config,
+        runtime=Runtime(rows_per_device=1024),
+        build=partial(build, hidden_size=64),
+    )
     found = machine.measure(replace(wide, rows=NumberedRows(3, row_length=128)))
     parameters = sum(p.numel() for p in build(hidden_size=64).model.parameters())
     assert found["weights"] == found["gradients"] == 4 * parameters
@@ -249,25 +304,54 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 TINY = (
-    *("model.hidden_size=32", "model.layers=2", "tokenizer.vocab_size=300", "pretrain.row_length=64", "runtime.device=cpu"),
-    *("pretrain.tokens_per_step=256", "pretrain.tokens=20000", "pretrain.precision=fp32", "runtime.threads=1"),
+    *(
+        "model.hidden_size=32",
+        "model.layers=2",
+        "tokenizer.vocab_size=300",
+        "pretrain.row_length=64",
+        "runtime.device=cpu",
+    ),
+    *(
+        "pretrain.tokens_per_step=256",
+        "pretrain.tokens=20000",
+        "pretrain.precision=fp32",
+        "runtime.threads=1",
+    ),
 )
 
 
 @pytest.mark.soak
-def test_the_command_examines_a_training_from_end_to_end(surroundings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_lines(surroundings / "docs.jsonl", [{"text": f"{n} is a number, and {n * 7} is another one"} for n in range(400)])
+def test_the_command_examines_a_training_from_end_to_end(
+    surroundings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(
+        surroundings / "docs.jsonl",
+        [{"text": f"{n} is a number, and {n * 7} is another one"} for n in range(400)],
+    )
     done = in_process(capsys)("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
     checks = done.json["checks"]
     assert [check["name"] for check in checks] == [
-        "data", "tokenizer round trip", "labels and mask", "no future leak", "records apart", "loss at the start",
-        "memory", "disk", "accumulation", "save and resume", "one batch is learnt",
-    ]  # fmt: skip
+        "data",
+        "tokenizer round trip",
+        "labels and mask",
+        "no future leak",
+        "records apart",
+        "loss at the start",
+        "memory",
+        "disk",
+        "accumulation",
+        "save and resume",
+        "one batch is learnt",
+    ]
     assert [check for check in checks if not check["ok"]] == []
-    assert all({*check} == {"name", "ok", "measured", "fix"} and check["fix"] is None for check in checks)
+    assert all(
+        {*check} == {"name", "ok", "measured", "fix"} and check["fix"] is None for check in checks
+    )
     assert done.code == 0
     store = ArtifactStore(surroundings / "home")
-    assert [artifact.stage for artifact in store.artifacts()] == ["shards-pretrain", "tokenizer"], "as a run finds them"
+    assert [artifact.stage for artifact in store.artifacts()] == ["shards-pretrain", "tokenizer"], (
+        "as a run finds them"
+    )
 
 
 def test_the_command_prints_a_line_for_each_check_and_what_the_plan_estimates(
@@ -283,5 +367,10 @@ def test_the_command_prints_a_line_for_each_check_and_what_the_plan_estimates(
     assert done.code == 1 and all(part in done.out for part in ("BAD disk", "too small", "buy one"))
     assert all(part in done.out for part in ("1 of 2", "takes about", "passes)"))
     done = command("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
-    assert done.json["checks"][1] == {"name": "disk", "ok": False, "measured": "too small", "fix": "buy one"}
+    assert done.json["checks"][1] == {
+        "name": "disk",
+        "ok": False,
+        "measured": "too small",
+        "fix": "buy one",
+    }
     assert any(stage["passes"] for stage in done.json["estimate"]["stages"])

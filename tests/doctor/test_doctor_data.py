@@ -51,9 +51,13 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Data:
 def talks(documents: Data, tmp_path_factory: pytest.TempPathFactory) -> Data:
     directory, encoder = tmp_path_factory.mktemp("chats"), documents.encoder
     turns = [(f"Number {number}?", f"Here it comes: {number * 37}.") for number in range(12)]
-    messages = [(Message("user", question), Message("assistant", answer)) for question, answer in turns]
+    messages = [
+        (Message("user", question), Message("assistant", answer)) for question, answer in turns
+    ]
     encoded = [encode_chat(encoder, conversation) for conversation in messages]
-    write_shards(directory, encoded, kind="chats", vocab_size=len(encoder), tokenizer=encoder.digest)
+    write_shards(
+        directory, encoded, kind="chats", vocab_size=len(encoder), tokenizer=encoder.digest
+    )
     rows = open_rows(directory, encoder, settings_of_training(row_length=96), heldout=True)
     return Data("chats", encoder, rows, rows, records_of(messages))
 
@@ -64,7 +68,12 @@ def records_of(conversations: Sequence[Messages]) -> list[dict[str, Any]]:
 
 class Spoilt(Rows):
     def __init__(self, rows: Rows, spoil: Callable[[Any, Any, Any], None]) -> None:
-        self.rows, self.spoil, self.row_length, self.pad_id = rows, spoil, rows.row_length, rows.pad_id
+        self.rows, self.spoil, self.row_length, self.pad_id = (
+            rows,
+            spoil,
+            rows.row_length,
+            rows.pad_id,
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -139,7 +148,9 @@ class Lossy(Encoder):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         self.tried = set("".join(texts))
-        return super().encode(["".join(letter for letter in text if letter < "\U00010000") for text in texts])
+        return super().encode(
+            ["".join(letter for letter in text if letter < "\U00010000") for text in texts]
+        )
 
 
 class Forgeable(Encoder):
@@ -161,15 +172,26 @@ def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_is_found(
     assert not ok(found) and "text that spells <|" in found.measured
 
 
-def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(tmp_path: Path) -> None:
+def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(
+    tmp_path: Path,
+) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(rows_per_device=2)
-    made = {"tokenizer": home.tokenizer, "shards-pretrain": home.documents, "shards-sft": home.chats}
+    made = {
+        "tokenizer": home.tokenizer,
+        "shards-pretrain": home.documents,
+        "shards-sft": home.chats,
+    }
     graph = full(settings)
     states = {name: "cached" if name in made else "run" for name in graph}
-    stages = [Planned(graph[name].stage, states[name], (), artifact=made.get(name)) for name in graph]
+    stages = [
+        Planned(graph[name].stage, states[name], (), artifact=made.get(name)) for name in graph
+    ]
     plan = Plan("full", settings, ArtifactStore(tmp_path / "home"), graph, stages)
     assert not missing_data("pretrain", plan)
-    assert paths_of("pretrain", plan, tmp_path)[0] == {"tokenizer": home.tokenizer.path, "shards": home.documents.path}
+    assert paths_of("pretrain", plan, tmp_path)[0] == {
+        "tokenizer": home.tokenizer.path,
+        "shards": home.documents.path,
+    }
     paths, is_trained = paths_of("sft", plan, tmp_path)
     assert not is_trained and (paths["base"] / "model" / "model.safetensors").exists()
     missing = missing_data("lora", plan)
@@ -186,7 +208,13 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
     build(tmp_path / "shards", [file], recipe_of(ALL, tokenizer, "pairs"))
     paths = {"tokenizer": tokenizer, "shards": tmp_path / "shards"}
     new_model = StageContext(
-        {"tokenizer": tokenizer}, {}, {}, tmp_path / "new", settings.runtime, ProgressWriter(None), bool
+        {"tokenizer": tokenizer},
+        {},
+        {},
+        tmp_path / "new",
+        settings.runtime,
+        ProgressWriter(None),
+        bool,
     )
     make_new_model(Settings.rebuilt(NEW_MODEL.part_of(settings)), new_model)
     monkeypatch.setattr(run, "paths_of", lambda *_: ({**paths, "base": tmp_path / "new"}, False))
@@ -200,9 +228,14 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_what_dpo_starts_
         next(run.examine("dpo", replace(plan, settings=long)))
 
 
-def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt with a space behind it, which no conversation has, and targets that begin later, are found."""
-    talks = [(Message("user", text), Message("assistant", "Blue."), Message("user", "?")) for text in LINES]
+    talks = [
+        (Message("user", text), Message("assistant", "Blue."), Message("user", "?"))
+        for text in LINES
+    ]
     sound = take(tmp_path / "sound", CHATML)
     data = Data("chats", sound, NumberedRows(1), NumberedRows(1), records_of(talks))
     found = labels.template(data)
@@ -211,5 +244,7 @@ def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(tmp_path: Path, mo
     assert not ok(labels.template(replace(data, encoder=take(tmp_path / "spaced", spaced))))
     ids, live = encode_chat(sound, talks[0][:2])
     later = live.index(True) + 1
-    monkeypatch.setattr(labels.chat, "encode_chat", lambda *_: (ids, [False] * later + live[later:]))
+    monkeypatch.setattr(
+        labels.chat, "encode_chat", lambda *_: (ids, [False] * later + live[later:])
+    )
     assert not ok(labels.template(data))

@@ -23,7 +23,9 @@ from ttrain.store.run_views import need_run
 def execution(tmp_path: Path) -> PipelineRun:
     settings = load(["tracking.enabled=false"], environment={}).settings
     console = Console(file=io.StringIO(), width=200)
-    return PipelineRun(Plan("full", settings, ArtifactStore(tmp_path), Graph(), planned("sft")), Display(console))
+    return PipelineRun(
+        Plan("full", settings, ArtifactStore(tmp_path), Graph(), planned("sft")), Display(console)
+    )
 
 
 def said(execution: PipelineRun) -> str:
@@ -45,7 +47,9 @@ def test_the_deadline_stops_a_run_and_one_that_is_over_does_not(execution: Pipel
     with execution.stopping_at(time.time() + 0.2):
         pass
     execution.wait(0.4)
-    assert time.monotonic() - began >= 0.4 and waited() < 5, "a waiting stage waits as long as it should"
+    assert time.monotonic() - began >= 0.4 and waited() < 5, (
+        "a waiting stage waits as long as it should"
+    )
     assert not execution.signum, "the run had ended before its deadline"
     began, waited = time.time(), stopwatch()
     with execution.stopping_at(began + 0.3):
@@ -61,5 +65,7 @@ def test_a_run_s_record_means_the_same_files_wherever_its_stage_is_rerun(
     settings = load(["data.sft=chats*.jsonl", "tracking.enabled=false"], environment={}).settings
     made = run_of(ArtifactStore(tmp_path), settings, planned("sft"))
     monkeypatch.chdir("/")
-    again = load(base=lookup.settings_of(need_run(tmp_path, made.record.run)), environment={}).settings
+    again = load(
+        base=lookup.settings_of(need_run(tmp_path, made.record.run)), environment={}
+    ).settings
     assert again.data.sft == (str(tmp_path / "chats*.jsonl"),)

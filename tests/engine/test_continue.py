@@ -40,7 +40,9 @@ def work(built: House) -> resume.PartialRun:
     return left(built, older(built.plan(SEED)["sft"]))
 
 
-def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(built: House, work: resume.PartialRun) -> None:
+def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(
+    built: House, work: resume.PartialRun
+) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
     offer = f"unfinished work {key} at step 20 differs in: module ttrain.tasks.sft changed; --continue {key} resumes it"
@@ -48,16 +50,25 @@ def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(bui
     assert planned.why == (offer, "sft.seed: 1 → 5", "module ttrain.tasks.sft changed")
     planned = built.plan(SEED, resume_key=work.key[:8])["sft"]
     assert planned.partial_run == work
-    assert planned.why == (f"continues the unfinished work {work.key[:12]} at step 20", "module ttrain.tasks.sft changed")
+    assert planned.why == (
+        f"continues the unfinished work {work.key[:12]} at step 20",
+        "module ttrain.tasks.sft changed",
+    )
 
 
-def test_work_of_the_same_key_needs_no_option_and_offers_no_other(built: House, work: resume.PartialRun) -> None:
+def test_work_of_the_same_key_needs_no_option_and_offers_no_other(
+    built: House, work: resume.PartialRun
+) -> None:
     left(built, built.plan(SEED)["sft"], step=3)
     planned = built.plan(SEED, resume_key=work.key)["sft"]
-    assert planned.why[0] == "continues its unfinished work at step 3" and planned.partial_run is None
+    assert (
+        planned.why[0] == "continues its unfinished work at step 3" and planned.partial_run is None
+    )
 
 
-def test_other_settings_are_refused_with_the_difference_and_are_not_offered(built: House, work: resume.PartialRun) -> None:
+def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
+    built: House, work: resume.PartialRun
+) -> None:
     for given, words in (
         (["sft.optim.weight_decay=0.5"], "sft.optim.weight_decay: 0.0 → 0.5"),
         (["sft.seed=6"], "sft.seed: 5 → 6"),
@@ -65,7 +76,10 @@ def test_other_settings_are_refused_with_the_difference_and_are_not_offered(buil
         (["sft.epochs=null", "sft.tokens=4096"], "4096 tokens, may end before that step"),
     ):
         assert not built.plan(SEED, *given)["sft"].why[0].startswith("unfinished")
-        with pytest.raises(UsageError, match=rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"):
+        with pytest.raises(
+            UsageError,
+            match=rf"--continue {work.key} .*other settings or data: .*{words}.*restore them",
+        ):
             built.plan(SEED, *given, resume_key=work.key)
 
 
@@ -94,8 +108,12 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
-def test_passes_that_the_rows_decided_may_not_become_fewer(built: House, work: resume.PartialRun) -> None:
-    write_json(resume.checkpoint_of(work.path / "output", 20) / "state.json", {"identity": {"epochs": 6.0}})
+def test_passes_that_the_rows_decided_may_not_become_fewer(
+    built: House, work: resume.PartialRun
+) -> None:
+    write_json(
+        resume.checkpoint_of(work.path / "output", 20) / "state.json", {"identity": {"epochs": 6.0}}
+    )
     with pytest.raises(UsageError, match=r"its budget, 2\.0 epochs, may end before that step"):
         built.plan(SEED, "sft.epochs=2", resume_key=work.key)
     for budget in ("sft.epochs=6", "sft.epochs=auto"):
@@ -124,12 +142,18 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     left(built, replace(planned, key="0" * 64, ingredients=old))
     more, first = len(old["code"]) - 3, sorted(old["code"])[0]
     why = built.plan(SEED)["sft"].why[0]
-    assert f"differs in: module {first} changed; " in why and f" and {more} more; --continue 000000000000" in why
+    assert (
+        f"differs in: module {first} changed; " in why
+        and f" and {more} more; --continue 000000000000" in why
+    )
 
 
-def test_a_key_that_is_not_there_lists_the_work_that_has_a_checkpoint(built: House, work: resume.PartialRun) -> None:
+def test_a_key_that_is_not_there_lists_the_work_that_has_a_checkpoint(
+    built: House, work: resume.PartialRun
+) -> None:
     with pytest.raises(
-        UsageError, match=f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
+        UsageError,
+        match=f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20",
     ):
         built.plan(SEED, resume_key="zzz")
     shutil.rmtree(work.path / "output" / "checkpoints")
@@ -147,7 +171,10 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 
 
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
-    with pytest.raises(UsageError, match=f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"):
+    with pytest.raises(
+        UsageError,
+        match=f"--continue {work.key} refers to stage sft, which --until pretrain leaves out",
+    ):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
 
 
@@ -158,20 +185,28 @@ def adopt(house: House, work: resume.PartialRun, *given: str) -> Planned:
     return planned
 
 
-def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(built: House, work: resume.PartialRun) -> None:
+def test_adopted_work_is_that_of_the_new_key_and_knows_from_where_it_came(
+    built: House, work: resume.PartialRun
+) -> None:
     planned = adopt(built, work)
     moved = built.store.work("sft", str(planned.key))
     assert resume.saved_step(moved) == 20 and not work.path.exists()
     came_from = {"key": work.key, "step": 20, "differences": ["module ttrain.tasks.sft changed"]}
     assert resume.history(moved, str(planned.key)) == [came_from]
     again = built.plan(SEED, resume_key=work.key)["sft"]
-    assert again.why[0] == "continues its unfinished work at step 20", "the same command again, after it was killed"
+    assert again.why[0] == "continues its unfinished work at step 20", (
+        "the same command again, after it was killed"
+    )
     shutil.rmtree(moved)
     built.publish(planned, "x", continued=[came_from])
-    assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached", "and again, when the stage is finished"
+    assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached", (
+        "and again, when the stage is finished"
+    )
 
 
-def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(built: House, work: resume.PartialRun) -> None:
+def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(
+    built: House, work: resume.PartialRun
+) -> None:
     first = older(built.plan(SEED)["sft"], "1")
     resume.take_over(built.store, work, first.known_key, first.ingredients)
     moved = built.store.work("sft", first.known_key)
@@ -186,7 +221,10 @@ def test_work_that_is_adopted_twice_tells_both_changes_in_their_order(built: Hou
 
 
 def test_work_that_a_run_is_at_is_left_to_it(built: House, work: resume.PartialRun) -> None:
-    with held_elsewhere(built.store.root, "sft", work.key), pytest.raises(UsageError, match="a run is using it now"):
+    with (
+        held_elsewhere(built.store.root, "sft", work.key),
+        pytest.raises(UsageError, match="a run is using it now"),
+    ):
         adopt(built, work)
     assert resume.saved_step(work.path) == 20
     adopt(built, work)

@@ -40,27 +40,40 @@ def pretrained(house: House) -> House:
     settings = house.settings().model_dump(mode="json")
     house.build(house.settings(), stages=("tokenizer", *SHARDS))
     made = {"run": "full-1", "machine": dict(provenance.machine()), "settings": settings}
-    house.publish(house.plan()["pretrain"], result=RATE, provenance={**made, "runtime": settings["runtime"]}, seconds=9.0)
+    house.publish(
+        house.plan()["pretrain"],
+        result=RATE,
+        provenance={**made, "runtime": settings["runtime"]},
+        seconds=9.0,
+    )
     return house
 
 
-def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(pretrained: House) -> None:
+def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(
+    pretrained: House,
+) -> None:
     again = estimated(pretrained, "pretrain.seed=2", "pretrain.tokens=100_000")["pretrain"]
     assert again.seconds == pytest.approx(100 + estimates.START_SECONDS)
     deeper = estimated(pretrained, "model.layers=8", "pretrain.tokens=100_000")["pretrain"]
-    assert deeper.seconds is not None and deeper.seconds > 140, "a token of more parameters costs more"
+    assert deeper.seconds is not None and deeper.seconds > 140, (
+        "a token of more parameters costs more"
+    )
 
 
 def test_where_no_time_is_known_none_is_said() -> None:
     one, other = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
-    assert Estimate((one, other), "").lines() == ["how long it takes here is not known yet: pretrain ? (3 passes)"]
+    assert Estimate((one, other), "").lines() == [
+        "how long it takes here is not known yet: pretrain ? (3 passes)"
+    ]
     tokenizer = StageEstimate("tokenizer", 7.0)
     assert Estimate((tokenizer, one, other), "a rate").lines() == [
         "takes about 7 s here without pretrain, evaluate, by a rate: tokenizer 7 s, pretrain ? (3 passes)"
     ]
 
 
-def test_passes_follow_from_the_bytes_of_documents_and_exactly_from_the_shards(house: House) -> None:
+def test_passes_follow_from_the_bytes_of_documents_and_exactly_from_the_shards(
+    house: House,
+) -> None:
     assert estimated(house)["pretrain"].passes == 5, "a row that is not full counts as one"
     house.write("documents.jsonl", '{"text": "' + "a" * 31_000 + '"}\n')
     passes = estimated(house, "pretrain.tokens=50_000")["pretrain"].passes
@@ -98,7 +111,9 @@ def test_unfinished_work_takes_the_rest_of_its_steps(pretrained: House) -> None:
 def record(house: House, *overrides: str, outcome: str = "completed", **notes: object) -> str:
     """A run of these settings with the keys of its plan."""
     planned = house.plan(*overrides)
-    run = RunRecord(house.store.root, "full", list(planned), house.settings(*overrides).model_dump(mode="json"))
+    run = RunRecord(
+        house.store.root, "full", list(planned), house.settings(*overrides).model_dump(mode="json")
+    )
     for name, stage in planned.items():
         run.stage(name, outcome="completed", key=stage.key)
     run.note(**notes)
@@ -106,7 +121,9 @@ def record(house: House, *overrides: str, outcome: str = "completed", **notes: o
     return run.run
 
 
-def test_the_plan_compares_with_the_newest_finished_run_of_its_name_and_names_it(built: House) -> None:
+def test_the_plan_compares_with_the_newest_finished_run_of_its_name_and_names_it(
+    built: House,
+) -> None:
     built.build(built.settings("lora.rank=4"))
     mine = record(built, "lora.rank=4")
     built.build(built.settings("lora.rank=3"))
@@ -138,7 +155,10 @@ def ttrain(house: House, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
 def test_rules_are_printed_where_they_are_asked_for(ttrain: Callable[..., Result]) -> None:
     said = ttrain("plan", "full").output
     assert "by rule" not in said and "takes about" in said
-    assert " here without tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by" in said
+    assert (
+        " here without tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by"
+        in said
+    )
     assert "pretrain.tokens_per_step is" in ttrain("plan", "full", "--rules").output
 
 
@@ -158,6 +178,10 @@ def test_a_run_of_many_passes_is_asked_about_on_a_terminal_alone(
     assert "passes about" in ttrain(*words).output and started == ["full"] and not asked
     monkeypatch.setattr(cli_pipeline, "is_on_terminal", lambda: True)
     declined = ttrain(*words)
-    assert declined.exit_code == 1 and "--yes runs it" in declined.output and len(started) == len(asked) == 1
+    assert (
+        declined.exit_code == 1
+        and "--yes runs it" in declined.output
+        and len(started) == len(asked) == 1
+    )
     ttrain(*words, "--yes")
     assert len(started) == 2 and len(asked) == 1

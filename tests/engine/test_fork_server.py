@@ -99,14 +99,21 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That directory, in front of the path of every new process."""
-    for name, value in {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}.items():
+    for name, value in {
+        "PYTHONPATH": str(package),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     return package
 
 
 @pytest.fixture(scope="module")
 def shared_server(package: Path) -> Iterator[ForkServer]:
-    server = ForkServer({**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}, ["json", "numpy"])
+    server = ForkServer(
+        {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"},
+        ["json", "numpy"],
+    )
     yield server
     server.close()
 
@@ -118,10 +125,14 @@ def server(place: Path, shared_server: ForkServer) -> ForkServer:
 
 
 @contextlib.contextmanager
-def errand(server: ForkServer, *arguments: str, **options: Any) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
+def errand(
+    server: ForkServer, *arguments: str, **options: Any
+) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
     """A forked process and what it has said."""
     with tempfile.TemporaryFile() as output:
-        process = server.start("errand", arguments, {**os.environ, "MARK": "a b\udcff"}, output.fileno(), **options)
+        process = server.start(
+            "errand", arguments, {**os.environ, "MARK": "a b\udcff"}, output.fileno(), **options
+        )
         assert process is not None
         try:
             yield process, output
@@ -151,7 +162,9 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_forked_process_is_as_one_that_was_started(
+    server: ForkServer, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATER", "than the server")
     drawn = []
@@ -166,9 +179,13 @@ def test_a_forked_process_is_as_one_that_was_started(server: ForkServer, tmp_pat
     assert found["session"] and found["directory"] == str(tmp_path)
     expected = {**os.environ, "MARK": "a b\udcff", PARENT: str(found["parent"])}
     assert {name: found["environment"].get(name) for name in expected} == expected
-    assert {*found["environment"]} - {*expected} == set(), "what keeps the server at one thread is its own"
+    assert {*found["environment"]} - {*expected} == set(), (
+        "what keeps the server at one thread is its own"
+    )
     assert found["handler"] and found["collects"] and found["input"] == "" and found["threads"] == 1
-    assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], "until it has handlers"
+    assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], (
+        "until it has handlers"
+    )
     assert [name for name in found["descriptors"] if "socket" in name or "pidfd" in name] == []
 
 
@@ -179,7 +196,10 @@ def test_it_takes_over_code_that_is_loaded_and_serves_none_that_is_stale(place: 
     for value in (1, 2):
         with errand(server, "tell") as (process, output):
             process.wait()
-            assert json.loads(said(output).splitlines()[0])["value"] == [value, server.pid if value == 1 else process.pid]
+            assert json.loads(said(output).splitlines()[0])["value"] == [
+                value,
+                server.pid if value == 1 else process.pid,
+            ]
         code.write_text("import os\nVALUE = [2, os.getpid()]\n")
     server.close()
 
@@ -188,7 +208,9 @@ def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
     with errand(server, "raise") as (process, output):
         assert process.wait() == 1 and "ValueError: of its own" in said(output)
     with errand(server, "late", str(tmp_path / "late")) as (process, _):
-        assert process.wait() == 0 and (tmp_path / "late").exists(), "a thread that is no daemon is waited for"
+        assert process.wait() == 0 and (tmp_path / "late").exists(), (
+            "a thread that is no daemon is waited for"
+        )
     with errand(server, "pool") as (process, _):
         # a pool whose thread waits for work, and that nobody closed, does not hold it up
         assert wait_until(lambda: process.poll() is not None, 10) and process.returncode == 0
@@ -217,7 +239,9 @@ def test_a_killed_server_takes_what_it_forked_along_and_is_named(place: Path) ->
 def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
     (place / "slow.py").write_text("import time; time.sleep(30)\n")
     preloaded = ["slow"] if moment == "while it loads" else ["json"]
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *preloaded], stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *preloaded], stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline())]
     if moment == "with children":
@@ -245,7 +269,9 @@ def test_the_libraries_of_stages_start_no_thread() -> None:
     """Else no stage would be forked: all of them must load here."""
     environment = processes.environment_of(stage_settings())
     with tempfile.TemporaryFile() as output:
-        process = processes.fork_server_for(environment).start("platform", [], environment, output.fileno())
+        process = processes.fork_server_for(environment).start(
+            "platform", [], environment, output.fileno()
+        )
         assert process is not None
         process.kill()
         process.wait()
@@ -255,7 +281,10 @@ def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
     (place / "slow.py").write_text("import time; time.sleep(30)\n")
     server = ForkServer(os.environ, ["slow"])
     began = time.monotonic()
-    assert server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3) is None
+    assert (
+        server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3)
+        is None
+    )
     assert time.monotonic() - began < 20
     server.close()
     wait_for_end(server.pid)
@@ -295,7 +324,9 @@ def cheap_server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     def use(*preloaded: str) -> None:
         monkeypatch.setattr(processes, "fork_servers", servers)
-        monkeypatch.setattr(processes, "ForkServer", lambda environment: ForkServer(environment, preloaded))
+        monkeypatch.setattr(
+            processes, "ForkServer", lambda environment: ForkServer(environment, preloaded)
+        )
 
     yield use
     for server in servers.values():
@@ -312,7 +343,9 @@ def test_where_there_is_no_server_a_fresh_process_is_started_and_the_log_says_wh
     assert "it ran" in log
 
 
-def test_a_server_that_was_killed_between_two_stages_is_replaced(tmp_path: Path, cheap_server: Callable[..., None]) -> None:
+def test_a_server_that_was_killed_between_two_stages_is_replaced(
+    tmp_path: Path, cheap_server: Callable[..., None]
+) -> None:
     cheap_server("json")
     environment = processes.environment_of(stage_settings())
     first = processes.fork_server_for(environment)

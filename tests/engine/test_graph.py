@@ -44,7 +44,9 @@ CHATS_ALONE = """
 
 def in_words(graph: Graph) -> str:
     """A line for each stage: its name, and what it reads."""
-    lines = (f"{name} <- {', '.join(map(str, node.sources.values()))}" for name, node in graph.items())
+    lines = (
+        f"{name} <- {', '.join(map(str, node.sources.values()))}" for name, node in graph.items()
+    )
     return "\n".join(line.removesuffix(" <- ") for line in lines)
 
 
@@ -54,7 +56,9 @@ def test_the_graph_of_a_profile_is_this(profile: str) -> None:
     assert in_words(graph) == dedent(PREFERENCES if profile == "preferences" else USUAL).strip()
 
 
-def test_a_stage_that_starts_from_no_model_gets_a_new_one_and_nothing_that_no_stage_needs_is_there() -> None:
+def test_a_stage_that_starts_from_no_model_gets_a_new_one_and_nothing_that_no_stage_needs_is_there() -> (
+    None
+):
     settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
     assert in_words(full(settings)) == dedent(CHATS_ALONE).strip()
 
@@ -63,6 +67,8 @@ def test_what_reads_a_replaced_stage_reads_what_replaces_it() -> None:
     graph = full(load([], environment={}).settings)
     replaced = graph.replacing({"source": None, "sft": "pretrain", "shards-sft": None})
     assert replaced["lora"].sources == {"base": "pretrain", "shards": "shards-lora"}
-    assert replaced["tokenizer"].sources == {} and {"source", "sft", "shards-sft"}.isdisjoint(replaced)
+    assert replaced["tokenizer"].sources == {} and {"source", "sft", "shards-sft"}.isdisjoint(
+        replaced
+    )
     needed = {"source", "tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"}
     assert graph.needed_by("sft") == needed, "a graph is a value"

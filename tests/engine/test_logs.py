@@ -31,7 +31,9 @@ def test_what_a_line_holds_can_make_no_other_line_and_move_no_cursor(tmp_path: P
     record = RunRecord(tmp_path, "full", [], {})
     record.log("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
     (line,) = record.path.with_suffix(".log").read_text(encoding="utf-8").split("\n")[:-1]
-    assert line.endswith(r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok")
+    assert line.endswith(
+        r"sft: bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok"
+    )
 
 
 def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> None:
@@ -42,14 +44,23 @@ def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> N
         "sft.early_stopping.patience=3 sft.validate_every_steps=50; "
         "/home/store/sft/1/run/guards.jsonl"
     )
-    warned = summary.key_figures("pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}})
-    assert "warned of overfit, no effect; " in warned and "pretrain.tokens" in warned and "pretrain.optim.lr" in warned
+    warned = summary.key_figures(
+        "pretrain", {**result, "guard_warnings": {"overfit": 1, "no_effect": 1}}
+    )
+    assert (
+        "warned of overfit, no effect; " in warned
+        and "pretrain.tokens" in warned
+        and "pretrain.optim.lr" in warned
+    )
     assert "pretrain.early_stopping.patience=3" in warned
 
 
 def test_figures_have_three_digits_or_none_and_one_of_a_thing_is_not_called_several() -> None:
     result = {"validation_loss": 3.1882, "tokens": 512, "tokens_per_second": 919.878}
-    assert summary.key_figures("pretrain", result) == "validation_loss 3.188, tokens 512, tokens_per_second 920"
+    assert (
+        summary.key_figures("pretrain", result)
+        == "validation_loss 3.188, tokens 512, tokens_per_second 920"
+    )
     metrics = {"eval/chat_loss_base": 4.1, "eval/chats": 1, "eval/chat_tokens": 11}
     assert [row[2] for row in summary.rows(metrics, {})] == ["1 chat, 11 scored tokens"]
 
@@ -63,14 +74,24 @@ def test_the_speed_and_the_time_left_are_shown_from_the_second_report_on(
     output = io.StringIO()
     display = Display(Console(file=output, force_terminal=is_terminal, width=150))
     for done in (0, 1000, 2000):
-        progress = {"done": done, "total": 10_000, "unit": "tokens", "first": 0, "seconds": done / 50}
+        progress = {
+            "done": done,
+            "total": 10_000,
+            "unit": "tokens",
+            "first": 0,
+            "seconds": done / 50,
+        }
         display("pretrain", "progressed", {**progress, "figures": {"loss": 7.25}})
         if display._bars:
             display._bars.refresh()
         clock[0] += 20
     display.close()
     shown = output.getvalue()
-    assert "20 %" in shown and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown and "--:--" not in shown
+    assert (
+        "20 %" in shown
+        and "loss 7.250, 50 tokens/s, 2 min 40 s left" in shown
+        and "--:--" not in shown
+    )
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,26 @@ def sharded(home: Home, texts: Sequence[str], out: io.StringIO, **learnt: Artifa
     return run_pipeline(planned, Console(file=out, width=200), RunOptions("none"))
 
 
-def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_alone(tmp_path: Path) -> None:
+def test_a_run_without_a_new_document_ends_as_nothing_new_and_tells_its_stage_alone(
+    tmp_path: Path,
+) -> None:
     home, out = Home.make(tmp_path / "home"), io.StringIO()
     texts = [" ".join(f"{word}{number}" for word in range(40)) for number in range(40)]
     learnt = sharded(home, texts, out).artifacts["shards-pretrain"]
     out.truncate(out.seek(0))
     with pytest.raises(NothingNew, match=WHY):
         sharded(home, [f"{text} more" for text in texts], out, **{"learnt-0000": learnt})
-    assert out.getvalue().splitlines()[1:] == ["= shards-pretrain: nothing new"], "the night says why"
+    assert out.getvalue().splitlines()[1:] == ["= shards-pretrain: nothing new"], (
+        "the night says why"
+    )
     [night, _] = runs.history(home.store.root)
     [stage] = night["stages"]
-    assert (night["outcome"], stage["outcome"]) == ("nothing-new", "nothing-new") and "error" not in night
+    assert (night["outcome"], stage["outcome"]) == (
+        "nothing-new",
+        "nothing-new",
+    ) and "error" not in night
     assert summary.status_row(stage)[3].startswith(WHY)
     log = home.store.root.joinpath("runs", f"{night['run']}.log").read_text()
-    assert log.count("near-duplicates, most of") == 2 and "ERROR" not in log, "the stage's own line, and its end"
+    assert log.count("near-duplicates, most of") == 2 and "ERROR" not in log, (
+        "the stage's own line, and its end"
+    )

@@ -24,12 +24,23 @@ from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, ST
 
 def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House) -> None:
     overrides = (
-        "runtime.devices=2", "runtime.rows_per_device=3", "runtime.device=cpu", "runtime.compile=true", "runtime.threads=1",
-        "runtime.retries=5", "runtime.timeout_seconds=9", "runtime.checkpoint_every_steps=7", "runtime.workers=3",
-        "runtime.sharding=dask", "runtime.dask_address=tcp://127.0.0.1:1", "runtime.log_level=debug",
-        "tracking.enabled=false", "tracking.experiment=other", "name=another",
+        "runtime.devices=2",
+        "runtime.rows_per_device=3",
+        "runtime.device=cpu",
+        "runtime.compile=true",
+        "runtime.threads=1",
+        "runtime.retries=5",
+        "runtime.timeout_seconds=9",
+        "runtime.checkpoint_every_steps=7",
+        "runtime.workers=3",
+        "runtime.sharding=dask",
+        "runtime.dask_address=tcp://127.0.0.1:1",
+        "runtime.log_level=debug",
+        "tracking.enabled=false",
+        "tracking.experiment=other",
+        "name=another",
         "python_docs.chat_rows=500",  # nothing is read from there
-    )  # fmt: skip
+    )
     stages = built.plan(*overrides)
     assert {planned.state for planned in stages.values()} == {"cached"}
     assert {planned.why for planned in stages.values()} == {("same settings, inputs and code",)}
@@ -37,7 +48,9 @@ def test_where_how_fast_and_under_what_name_does_not_change_a_key(built: House) 
 
 def weighed(house: House, first: float, second: float) -> str:
     weights = {"documents": first, "more": second}
-    entries = [f"{{path: {house.data / name}.jsonl, weight: {weight}}}" for name, weight in weights.items()]
+    entries = [
+        f"{{path: {house.data / name}.jsonl, weight: {weight}}}" for name, weight in weights.items()
+    ]
     return f"data.pretrain=[{', '.join(entries)}]"
 
 
@@ -48,7 +61,9 @@ def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -
     changed = house.plan(weighed(house, 1, 3))
     assert running(changed) == EVERYTHING - {"tokenizer", "shards-sft", "shards-lora"}
     assert changed["shards-pretrain"].why == ("weight of train file more.jsonl: 1.0 → 3.0",)
-    plain = house.plan(f"data.pretrain={house.data / 'documents.jsonl'},{house.data / 'more.jsonl'}")
+    plain = house.plan(
+        f"data.pretrain={house.data / 'documents.jsonl'},{house.data / 'more.jsonl'}"
+    )
     assert "weight of train file more.jsonl: 1.0 → none" in plain["shards-pretrain"].why
 
 
@@ -77,7 +92,9 @@ def test_a_setting_reruns_its_stage_and_what_depends_on_it(built: House) -> None
         assert running(built.plan(override)) == stages, override
 
 
-def test_pairs_add_a_reference_and_a_tuning_and_another_beta_scores_no_reference_again(house: House) -> None:
+def test_pairs_add_a_reference_and_a_tuning_and_another_beta_scores_no_reference_again(
+    house: House,
+) -> None:
     pairs = f"data.dpo={house.write('pairs.jsonl', '{}')}"
     house.build(house.settings(pairs))
     assert [*house.plan(pairs)][-5:] == ["sft", "reference", "dpo", "lora", "evaluate"]
@@ -94,8 +111,10 @@ def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) ->
 
 def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House) -> None:
     for name, stages in {
-        "documents": EVERYTHING, "chats": {"shards-sft", *AFTER_SFT}, "domain": {"shards-lora", "lora", "evaluate"}
-    }.items():  # fmt: skip
+        "documents": EVERYTHING,
+        "chats": {"shards-sft", *AFTER_SFT},
+        "domain": {"shards-lora", "lora", "evaluate"},
+    }.items():
         path = built.data / f"{name}.jsonl"
         before = path.read_bytes()
         path.write_bytes(before.replace(b": ", b":  ", 1))
@@ -130,13 +149,17 @@ def test_a_stage_rebuilt_to_the_same_bytes_leaves_what_depends_on_it_cached(hous
 
 
 def test_canonical_json_spells_a_value_in_one_way() -> None:
-    assert canonical_json({"b": 1, "a": [1.5, None, "ü"]}) == canonical_json({"a": [1.5, None, "ü"], "b": 1})
+    assert canonical_json({"b": 1, "a": [1.5, None, "ü"]}) == canonical_json(
+        {"a": [1.5, None, "ü"], "b": 1}
+    )
     assert canonical_json({"a": 1}) != canonical_json({"a": 1.0})
     with pytest.raises(ValueError, match="JSON compliant"):
         canonical_json({"a": float("nan")})
 
 
-def test_a_stages_own_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stages_own_module_changes_its_key_alone(
+    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
     before = (copy / "tasks" / "sft.py").read_text(encoding="utf-8")
@@ -160,12 +183,16 @@ def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House)
     assert stages["evaluate"].why == ("waits for sft, lora",)
 
 
-def test_a_changed_file_among_two_of_the_same_name_is_not_taken_for_another_order(house: House) -> None:
+def test_a_changed_file_among_two_of_the_same_name_is_not_taken_for_another_order(
+    house: House,
+) -> None:
     for folder in ("a", "b"):
         house.write(f"{folder}/x.jsonl", folder)
     house.build(house.settings(f"data.sft={house.data}/*/x.jsonl"))
     house.write("a/x.jsonl", "changed")
-    assert house.plan(f"data.sft={house.data}/*/x.jsonl")["shards-sft"].why == ("train file x.jsonl changed",)
+    assert house.plan(f"data.sft={house.data}/*/x.jsonl")["shards-sft"].why == (
+        "train file x.jsonl changed",
+    )
 
 
 def test_a_changed_input_artifact_is_explained(built: House) -> None:
@@ -195,7 +222,9 @@ def test_a_first_run_and_a_damaged_artifact_are_told_apart(house: House) -> None
     assert running(stages) == EVERYTHING
 
 
-def test_the_most_similar_artifact_is_the_one_compared_with_and_of_several_the_newest(built: House) -> None:
+def test_the_most_similar_artifact_is_the_one_compared_with_and_of_several_the_newest(
+    built: House,
+) -> None:
     built.build(built.settings("evaluate.seed=5", "evaluate.stride=64", "evaluate.new_tokens=1"))
     assert built.plan("evaluate.seed=6")["evaluate"].why == ("evaluate.seed: 1 → 6",)
     near = built.plan("evaluate.seed=5", "evaluate.stride=64", "evaluate.new_tokens=2")
@@ -213,11 +242,15 @@ def test_force_follows_to_what_depends_on_a_stage_and_nowhere_else(built: House)
         ({"evaluate", "shards-sft"}, {"shards-sft", *AFTER_SFT}),
     ):
         planned = built.plan(force=frozenset(force))
-        assert running(planned) == {name for name, stage in planned.items() if stage.forced} == stages
+        assert (
+            running(planned) == {name for name, stage in planned.items() if stage.forced} == stages
+        )
         assert {planned[name].why for name in stages} == {("asked to run again",)}
 
 
-def test_from_python_stages_are_named_by_a_text_or_a_list_and_found_by_their_names(house: House) -> None:
+def test_from_python_stages_are_named_by_a_text_or_a_list_and_found_by_their_names(
+    house: House,
+) -> None:
     planned = api.plan("full", house.settings(), home=house.store.root, force="tokenizer, sft")
     assert planned.rerun.force == {"tokenizer", "sft"} and planned["sft"].name == "sft"
     with pytest.raises(KeyError, match="sfx"):
@@ -225,30 +258,58 @@ def test_from_python_stages_are_named_by_a_text_or_a_list_and_found_by_their_nam
 
 
 def test_forcing_a_stage_that_does_not_exist_names_those_that_do(built: House) -> None:
-    with pytest.raises(UsageError, match=r"there is no stage .sfft.; did you mean sft\? there are tokenizer, .*evaluate"):
+    with pytest.raises(
+        UsageError,
+        match=r"there is no stage .sfft.; did you mean sft\? there are tokenizer, .*evaluate",
+    ):
         built.plan(force=frozenset({"sfft"}))
 
 
 def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: House) -> None:
     settings = load([], environment={}).settings
     quickstart = plan(full(settings), settings, house.store)
-    others = {EXISTING_MODEL.name, NEW_MODEL.name}  # in the place of one of them, where a stage starts from another model
-    others |= {*OF_NIGHTS, "shards-dpo", "reference", "dpo"}  # without pairs there is no preference tuning
-    assert [planned.stage.name for planned in quickstart] == [name for name in STAGES if name not in others]
+    others = {
+        EXISTING_MODEL.name,
+        NEW_MODEL.name,
+    }  # in the place of one of them, where a stage starts from another model
+    others |= {
+        *OF_NIGHTS,
+        "shards-dpo",
+        "reference",
+        "dpo",
+    }  # without pairs there is no preference tuning
+    assert [planned.stage.name for planned in quickstart] == [
+        name for name in STAGES if name not in others
+    ]
     files = quickstart[0].ingredients["files"]
-    assert files == {"python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]}
+    assert files == {
+        "python": [{"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}]
+    }
     assert "source" not in house.plan()
 
 
 def test_the_plan_as_json_has_its_shape(built: House) -> None:
     stages = api.plan("full", built.settings("sft.seed=7"), home=built.store.root)
     printed = json.loads(json.dumps(stages.to_json()))
-    assert printed["pipeline"] == "full" and [stage["name"] for stage in printed["stages"]] == list(stages.graph)
+    assert printed["pipeline"] == "full" and [stage["name"] for stage in printed["stages"]] == list(
+        stages.graph
+    )
     shown = {stage.pop("name"): stage for stage in printed["stages"]}
     place = str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", place)
-    assert shown["sft"] == {**shown["sft"], "state": "run", "path": None, "why": ["sft.seed: 1 → 7"]}
-    assert shown["lora"] == {"state": "run", "key": None, "path": None, "why": ["waits for sft"], "notes": []}
+    assert shown["sft"] == {
+        **shown["sft"],
+        "state": "run",
+        "path": None,
+        "why": ["sft.seed: 1 → 7"],
+    }
+    assert shown["lora"] == {
+        "state": "run",
+        "key": None,
+        "path": None,
+        "why": ["waits for sft"],
+        "notes": [],
+    }
 
 
 def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Planned:
@@ -257,15 +318,22 @@ def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Pla
     return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, Rerun(extend=extend))
 
 
-def trained(house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)) -> Artifact:
+def trained(
+    house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)
+) -> Artifact:
     """A finished run of that many steps, with checkpoints."""
     planned = pretrain_planned(house, *tokens(steps), *overrides)
     result = {"rows": {"rows": 1000}, "steps": steps, "tokens": steps * 4096}
-    return house.publish(planned, str(steps), result, [step for step in checkpoints if step <= steps])
+    return house.publish(
+        planned, str(steps), result, [step for step in checkpoints if step <= steps]
+    )
 
 
 def test_extending_starts_at_the_last_checkpoint_before_either_runs_decay(built: House) -> None:
-    half, whole = (("pretrain.schedule.kind=linear", f"pretrain.schedule.decay_fraction={share}") for share in (0.5, 1))
+    half, whole = (
+        ("pretrain.schedule.kind=linear", f"pretrain.schedule.decay_fraction={share}")
+        for share in (0.5, 1)
+    )
     for schedule, new_steps, step in (
         (half, 200, 50),
         (half, 60, 25),
@@ -283,7 +351,9 @@ def test_extending_starts_at_the_last_checkpoint_before_either_runs_decay(built:
         else:
             assert planned.start_from == artifact.path / "checkpoints" / f"step-{step:08d}"
             assert f"step {step}" in planned.why[0]
-        assert pretrain_planned(built, *tokens(new_steps), *schedule).start_from is None, "only where it is asked for"
+        assert pretrain_planned(built, *tokens(new_steps), *schedule).start_from is None, (
+            "only where it is asked for"
+        )
 
 
 def test_extending_refuses_a_run_that_differs_in_more_than_its_budget(built: House) -> None:
@@ -294,11 +364,19 @@ def test_extending_refuses_a_run_that_differs_in_more_than_its_budget(built: Hou
         assert refused.start_from is None and "starts from scratch" in refused.why[0]
 
 
-def test_extending_takes_the_furthest_of_several_runs_and_passes_over_a_damaged_one(built: House) -> None:
+def test_extending_takes_the_furthest_of_several_runs_and_passes_over_a_damaged_one(
+    built: House,
+) -> None:
     short, long = trained(built, 100), trained(built, 150, checkpoints=(10, 70))
-    assert pretrain_planned(built, *tokens(400), extend=True).start_from == long.path / "checkpoints" / "step-00000070"
+    assert (
+        pretrain_planned(built, *tokens(400), extend=True).start_from
+        == long.path / "checkpoints" / "step-00000070"
+    )
     (long.path / "heldout" / "file").unlink()
-    assert pretrain_planned(built, *tokens(400), extend=True).start_from == short.path / "checkpoints" / "step-00000050"
+    assert (
+        pretrain_planned(built, *tokens(400), extend=True).start_from
+        == short.path / "checkpoints" / "step-00000050"
+    )
 
 
 def test_extending_does_not_continue_code_or_inputs_that_changed(
@@ -319,7 +397,9 @@ def test_extending_does_not_continue_code_or_inputs_that_changed(
         ("data.sft=FILE sft.start_from=none", "no text for a tokenizer; set data.tokenizer=FILE"),
     ],
 )
-def test_chats_without_documents_are_refused_with_the_fix(house: House, given: str, words: str) -> None:
+def test_chats_without_documents_are_refused_with_the_fix(
+    house: House, given: str, words: str
+) -> None:
     overrides = given.replace("FILE", str(house.data / "chats.jsonl")).split()
     settings = load(overrides, environment={}).settings
     with pytest.raises(UsageError, match=f"data.pretrain is none, .*{words}"):
@@ -329,9 +409,14 @@ def test_chats_without_documents_are_refused_with_the_fix(house: House, given: s
 def test_the_plan_says_what_each_training_is_trained_on(built: House) -> None:
     settings = built.settings("data.lora=none")
     stages = plan(full(settings), settings, built.store)
-    assert [one.stage.name for one in stages if one.state == "run"] == ["evaluate"], "the others are the same"
+    assert [one.stage.name for one in stages if one.state == "run"] == ["evaluate"], (
+        "the others are the same"
+    )
     lines = trained_on(settings, stages)
-    assert lines == {"pretrain": str(built.data / "documents.jsonl"), "sft": str(built.data / "chats.jsonl")}
+    assert lines == {
+        "pretrain": str(built.data / "documents.jsonl"),
+        "sft": str(built.data / "chats.jsonl"),
+    }
     assert without_data(settings) == "no lora: data.lora is none"
     own_text = load(["data.sft=none", "data.lora=none"], environment={}).settings
     planned = plan(full(own_text), own_text, built.store)

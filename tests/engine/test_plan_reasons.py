@@ -15,7 +15,10 @@ from ttrain.tasks import PRETRAIN
 
 def test_a_model_that_exists_in_place_of_a_new_one_is_one_change_both_ways(built: House) -> None:
     """And not one for each size of the new one; what changed beside it is told as ever."""
-    given = {"tokenizer": built.store.latest("tokenizer"), "shards": built.store.latest("shards-pretrain")}
+    given = {
+        "tokenizer": built.store.latest("tokenizer"),
+        "shards": built.store.latest("shards-pretrain"),
+    }
     night = built.settings(f"pretrain.start_from={built.data}", "pretrain.optim.lr=0.5")
     planned = plan_stage(PRETRAIN, night, built.store, {**given, "base": built.store.latest("sft")})
     assert planned.why == (
@@ -37,7 +40,9 @@ def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(built
     planned = built.plan()["sft"]
     shutil.rmtree(built.store.latest("sft").path)
     built.publish(
-        planned, planned.known_key, provenance={"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"}
+        planned,
+        planned.known_key,
+        provenance={"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"},
     )
     stages = built.plan()
     here = f"here is torch {machine.versions()['torch']}, Python {platform.python_version()}"
@@ -49,18 +54,24 @@ def test_other_versions_rerun_nothing_and_are_told_where_nothing_else_runs(built
 
 
 def test_a_long_explanation_is_short_on_the_terminal_and_whole_in_json(built: House) -> None:
-    given = [f"sft.{name}" for name in ("seed=7", "optim.lr=0.5", "epochs=3.0", "stride=8", "dropped_fraction=0.5")]
+    given = [
+        f"sft.{name}"
+        for name in ("seed=7", "optim.lr=0.5", "epochs=3.0", "stride=8", "dropped_fraction=0.5")
+    ]
     sft = built.plan(*given)["sft"]
     assert sft.row[3] == f"{'; '.join(sft.why[:3])} and 2 more"
     assert sft.to_json()["why"] == list(sft.why) and len(sft.why) == 5
 
 
-def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_not_read(house: House) -> None:
+def test_mistakes_in_several_data_sets_are_told_at_once_and_what_is_left_out_is_not_read(
+    house: House,
+) -> None:
     settings = house.settings("data.lora=gone")
     assert len(api.plan("full", settings, until="shards-sft", home=house.store.root)) == 2
     house.write("documents.jsonl", '{"question": "q", "answer": "a"}\n')
     with pytest.raises(
-        UsageError, match=r"^data.pretrain needs documents, .*\ndata.lora is 'gone' but there is no such file"
+        UsageError,
+        match=r"^data.pretrain needs documents, .*\ndata.lora is 'gone' but there is no such file",
     ):
         api.plan("full", settings, home=house.store.root)
     with pytest.raises(UsageError, match=r"^data\.pretrain needs documents"):

@@ -33,13 +33,19 @@ class Bed:
     seed: int = field(default_factory=lambda: next(SEEDS))
     runtime: dict[str, float] = field(default_factory=dict)
 
-    def run(self, act: Callable[[str], None] = lambda line: None, steps: int = 400, signum: int = 0) -> Artifact:
+    def run(
+        self, act: Callable[[str], None] = lambda line: None, steps: int = 400, signum: int = 0
+    ) -> Artifact:
         training = {"optim": {"kind": "adamw"}, "seed": self.seed}
         settings = stage_settings(steps, training, devices=2, **self.runtime)
         inputs = self.home.pretrain_inputs()
-        return build_stage(PRETRAIN, settings, self.home.store, inputs, Watcher(act, signum)).artifact
+        return build_stage(
+            PRETRAIN, settings, self.home.store, inputs, Watcher(act, signum)
+        ).artifact
 
-    def fail(self, act: Callable[[str], None] = lambda line: None, steps: int = 400) -> tuple[str, float]:
+    def fail(
+        self, act: Callable[[str], None] = lambda line: None, steps: int = 400
+    ) -> tuple[str, float]:
         """The stage's message, and the seconds from `act` (or the line "now") to the end."""
         began = [0.0]
 
@@ -55,7 +61,9 @@ class Bed:
 
 def workers() -> list[psutil.Process]:
     """The ranks that this process has started, rank 0 first."""
-    found = [child for child in psutil.Process().children(recursive=True) if child.name() == PROCESS_NAME]
+    found = [
+        child for child in psutil.Process().children(recursive=True) if child.name() == PROCESS_NAME
+    ]
     return sorted(found, key=lambda child: child.pid)
 
 
@@ -66,11 +74,17 @@ def bed(stage_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     yield Bed(stage_home)
     assert workers() == []
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    listening = [found for found in psutil.net_connections("tcp") if found.pid in ours and found.status == "LISTEN"]
+    listening = [
+        found
+        for found in psutil.net_connections("tcp")
+        if found.pid in ours and found.status == "LISTEN"
+    ]
     assert listening == []
 
 
-@pytest.mark.parametrize("error", [None, ArtifactError("cannot read the tokenizer: KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    "error", [None, ArtifactError("cannot read the tokenizer: KeyboardInterrupt")]
+)
 def test_a_stage_stops_whatever_a_library_makes_of_the_exception(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +101,11 @@ def test_a_stage_stops_whatever_a_library_makes_of_the_exception(
 
     monkeypatch.setattr(stage_worker, "import_module", lambda name: SimpleNamespace(run=run))
     outcome = stage_worker._run(tmp_path, {"stage": "evaluate"}, stop, 0)
-    assert outcome == {"outcome": "interrupted", "error": "stopped by a signal", "signal": signal.SIGTERM}
+    assert outcome == {
+        "outcome": "interrupted",
+        "error": "stopped by a signal",
+        "signal": signal.SIGTERM,
+    }
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
@@ -100,7 +118,9 @@ def test_a_stopped_rank_ends_all_after_the_timeout(bed: Bed, rank: int) -> None:
     assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
 
 
-def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_raises_ends_the_others_and_its_own_reason_is_told(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SABOTAGE", "raise")
     monkeypatch.setattr(processes, "WORKER", "support.saboteur")
     message, seconds = bed.fail()
@@ -116,21 +136,38 @@ def test_a_stage_that_is_told_to_stop_at_its_very_start_stops_and_is_continued(b
     assert bed.run(steps=9).result["steps"] == 9
 
 
-def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_nothing_else(bed: Bed) -> None:
+def test_a_try_after_one_whose_second_rank_was_killed_finds_its_checkpoint_and_nothing_else(
+    bed: Bed,
+) -> None:
     message, seconds = bed.fail(lambda line: workers()[1].kill(), steps=60)
     assert "rank 1 was killed by SIGKILL without a result, and the others were ended" in message
     assert "log.txt" in message and seconds < 20
     artifact = bed.run(steps=60)
     assert 0 < artifact.result["resumed_from_step"] < 60
     assert not bed.home.store.work("pretrain", artifact.key).exists()
-    assert sorted(path.name for path in artifact.path.iterdir()) == ["checkpoints", "manifest.json", "model", "run"]
+    assert sorted(path.name for path in artifact.path.iterdir()) == [
+        "checkpoints",
+        "manifest.json",
+        "model",
+        "run",
+    ]
 
 
 @pytest.mark.parametrize(
     ("stage", "end", "log", "advice"),
     [
-        ("pretrain", "kill -KILL $$", "", "; if memory ran out, lower runtime.rows_per_device or end other programs"),
-        ("tokenizer", "kill -ABRT $$", "memory allocation of 1168 bytes failed", "; memory ran out: lower tokenizer.max_b"),
+        (
+            "pretrain",
+            "kill -KILL $$",
+            "",
+            "; if memory ran out, lower runtime.rows_per_device or end other programs",
+        ),
+        (
+            "tokenizer",
+            "kill -ABRT $$",
+            "memory allocation of 1168 bytes failed",
+            "; memory ran out: lower tokenizer.max_b",
+        ),
         ("pretrain", "kill -ABRT $$", "", ""),
     ],
 )

@@ -18,7 +18,10 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecord:
     run = RunRecord(tmp_path, "full", ["pretrain", "sft"], {})
     run.stage("pretrain", outcome="completed", key="p", seconds=3.0)
     run.stage("sft", outcome="running", key="s")
-    run.stage("sft", progress={"done": 3000, "total": 9000, "unit": "tokens", "first": 1000, "seconds": 10.0})
+    run.stage(
+        "sft",
+        progress={"done": 3000, "total": 9000, "unit": "tokens", "first": 1000, "seconds": 10.0},
+    )
     return run
 
 
@@ -33,6 +36,8 @@ def test_status_shows_stage_percent_rate_and_time_left_and_watch_ends_with_the_r
     assert "33 %, 200 tokens/s, 30.0 s left" in status()
     (run,) = json.loads(status("--json"))
     assert run["stages"][1]["progress"]["seconds_left"] == 30.0 and run["outcome"] == "running"
-    monkeypatch.setattr(cli_pipeline.time, "sleep", lambda seconds: training.finish("completed", {}))
+    monkeypatch.setattr(
+        cli_pipeline.time, "sleep", lambda seconds: training.finish("completed", {})
+    )
     watched = status("--watch")
     assert "33 %" in watched and watched.count("completed") >= 2

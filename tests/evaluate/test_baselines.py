@@ -18,7 +18,10 @@ def naive_bits(data: bytes, order: int) -> list[float]:
         for counts in (seen[context] for context in contexts):
             if total := sum(counts.values()):
                 kinds = len(counts)
-                chances = [(counts.get(each, 0) + kinds * chances[each]) / (total + kinds) for each in range(256)]
+                chances = [
+                    (counts.get(each, 0) + kinds * chances[each]) / (total + kinds)
+                    for each in range(256)
+                ]
         assert sum(chances) == pytest.approx(1)
         found.append(-math.log2(chances[byte]))
         for context in contexts:
@@ -27,6 +30,10 @@ def naive_bits(data: bytes, order: int) -> list[float]:
 
 
 @pytest.mark.parametrize("order", [0, 1, 3])
-@pytest.mark.parametrize("data", [b"", b"a", b"abracadabra abracadabra", bytes([0, 255, 254, 0, 255, 1, 0, 255])])
+@pytest.mark.parametrize(
+    "data", [b"", b"a", b"abracadabra abracadabra", bytes([0, 255, 254, 0, 255, 1, 0, 255])]
+)
 def test_a_byte_costs_what_the_definition_says(data: bytes, order: int) -> None:
-    assert baselines.adaptive_bits(data, order).tolist() == pytest.approx(naive_bits(data, order), rel=1e-12)
+    assert baselines.adaptive_bits(data, order).tolist() == pytest.approx(
+        naive_bits(data, order), rel=1e-12
+    )

@@ -20,33 +20,44 @@ from ttrain.inference.loading import LoadedModel
 lm_eval = pytest.importorskip("lm_eval")
 ITEMS, SHOTS = 12, 2
 ROWS = [
-    {"question": f"{number}. {LINES[number % 6]}",
-     "choices": [LINES[(number + k) % 6][: 5 + k] for k in range(2 + number % 3)],
-     "answer": number % 2, "text": f"{number} {LINES[number % 6] * 4}"}
+    {
+        "question": f"{number}. {LINES[number % 6]}",
+        "choices": [LINES[(number + k) % 6][: 5 + k] for k in range(2 + number % 3)],
+        "answer": number % 2,
+        "text": f"{number} {LINES[number % 6] * 4}",
+    }
     for number in range(ITEMS)
-]  # fmt: skip
+]
 COMMON = {"dataset_path": "json", "test_split": "test"}
 COMMON["doc_to_text"] = "{{question}}"
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
-        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
-        "num_fewshot": SHOTS, "fewshot_split": "test", "fewshot_config": {"sampler": "first_n"},
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "num_fewshot": SHOTS,
+        "fewshot_split": "test",
+        "fewshot_config": {"sampler": "first_n"},
         "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes", "mcc")],
     },
     "words": {
-        "output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}",
+        "output_type": "loglikelihood",
+        "doc_to_target": " {{choices[0]}}",
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     },
     "texts": {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
         "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
     },
     "answers": {
-        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": [" ", "e"], "max_gen_toks": 12, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(directory / "model")
     (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     data = {"data_files": {"test": str(directory / "items.jsonl")}}
-    absent = {**TASKS["words"], "dataset_kwargs": {"data_files": {"test": str(directory / "absent.jsonl")}}}
+    absent = {
+        **TASKS["words"],
+        "dataset_kwargs": {"data_files": {"test": str(directory / "absent.jsonl")}},
+    }
     for name, task in {**TASKS, "broken": absent}.items():
         content = {"task": name, **COMMON, "dataset_kwargs": data, **task}
         (directory / f"{name}.yaml").write_text(json.dumps(content))
@@ -96,14 +110,23 @@ def theirs(place: Path, cache: None) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(place / "model")
-    backend = HFLM(model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu")
+    backend = HFLM(
+        model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu"
+    )
     tasks = [json.loads((place / f"{name}.yaml").read_text()) for name in TASKS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # processes that ask pip and git: 1.5 s
+        patch.setattr(
+            "lm_eval.evaluator.add_env_info", lambda results: None
+        )  # processes that ask pip and git: 1.5 s
         found: dict[str, Any] = lm_eval.simple_evaluate(
-            backend, tasks=tasks, bootstrap_iters=0, task_manager=TaskManager(include_defaults=False)
+            backend,
+            tasks=tasks,
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False),
         )
-    samples = {name: sorted(found["samples"][name], key=lambda one: one["doc_id"]) for name in TASKS}
+    samples = {
+        name: sorted(found["samples"][name], key=lambda one: one["doc_id"]) for name in TASKS
+    }
     return {name: {"figures": found["results"][name], "samples": samples[name]} for name in TASKS}
 
 
@@ -113,7 +136,9 @@ def test_every_item_is_judged_as_by_its_own_backend(
 ) -> None:
     outcome, found = asked(place, name, subject), theirs[name]
     assert len(outcome.items.digests) == len(set(outcome.items.digests)) == ITEMS
-    figures = [figure for figure in outcome.figures if name == "texts" or figure.name != "bits_per_byte"]
+    figures = [
+        figure for figure in outcome.figures if name == "texts" or figure.name != "bits_per_byte"
+    ]
     for figure in figures:
         assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
         if figure.shown is None and figure.factor == 1:
@@ -123,11 +148,19 @@ def test_every_item_is_judged_as_by_its_own_backend(
     ]  # Matthews' correlation is no mean over items
 
 
-def test_our_multiple_choice_is_the_harness_s(place: Path, subject: LoadedModel, theirs: dict[str, Any]) -> None:
+def test_our_multiple_choice_is_the_harness_s(
+    place: Path, subject: LoadedModel, theirs: dict[str, Any]
+) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
-    ours = choices.score_choices(choices.read("ours", spec, SuiteFiles(place)), subject, lambda done, total: None)
+    ours = choices.score_choices(
+        choices.read("ours", spec, SuiteFiles(place)), subject, lambda done, total: None
+    )
     samples = theirs["choices"]["samples"]
-    for name, metric in (("accuracy", "acc"), ("accuracy_characters", "acc_norm"), ("accuracy_bytes", "acc_bytes")):
+    for name, metric in (
+        ("accuracy", "acc"),
+        ("accuracy_characters", "acc_norm"),
+        ("accuracy_bytes", "acc_bytes"),
+    ):
         (figure,) = (figure for figure in ours.figures if figure.name == name)
         assert figure.sums == tuple(sample[metric] for sample in samples)
     harness = asked(place, "choices", subject).figures[-1]
@@ -144,21 +177,30 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path) 
         read(place, "broken")
     (place / "evil.txt").write_text("task: mine\nprocess_docs: !function evil.run\n")
     for name in ("wordz", str(place / "evil.txt"), str(place)):
-        with pytest.raises(UsageError, match=rf"theirs\.task is {name}, .* does not know; `lm-eval ls tasks` lists"):
+        with pytest.raises(
+            UsageError, match=rf"theirs\.task is {name}, .* does not know; `lm-eval ls tasks` lists"
+        ):
             read(place, name)
 
 
 def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: LoadedModel) -> None:
     outcome = asked(place, "both", subject)
-    assert outcome.items.groups == {"task=words": tuple(range(ITEMS)), "task=answers": tuple(range(ITEMS, 2 * ITEMS))}
-    accuracy, exact = (next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match"))
+    assert outcome.items.groups == {
+        "task=words": tuple(range(ITEMS)),
+        "task=answers": tuple(range(ITEMS, 2 * ITEMS)),
+    }
+    accuracy, exact = (
+        next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match")
+    )
     assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
     of_one_task = asked(place, "both", subject, limit=1)
     assert (len(of_one_task.items.digests), of_one_task.items.groups) == (1, {})
     assert all(figure.sizes == (1.0,) for figure in of_one_task.figures)
 
 
-def test_without_the_harness_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "ttrain.evaluate.lm_eval_tasks")
     monkeypatch.delattr("ttrain.evaluate.lm_eval_tasks")

@@ -31,11 +31,18 @@ from ttrain.tasks.shards import heldout_records
 from ttrain.train.distributed import Ranks
 
 # Whose logits are the head's output and nothing else, one of them of our own.
-PLAIN: tuple[dict[str, Any], ...] = ({}, {"kind": "gpt2"}, {"kind": "qwen3", "tie_embeddings": True}, {"kind": "moyun"})
+PLAIN: tuple[dict[str, Any], ...] = (
+    {},
+    {"kind": "gpt2"},
+    {"kind": "qwen3", "tie_embeddings": True},
+    {"kind": "moyun"},
+)
 # A soft cap, and scales.
 OTHERS: tuple[dict[str, Any], ...] = (
-    {"kind": "gemma2"}, {"kind": "granite", "fields": {"logits_scaling": 3.0}}, {"kind": "cohere"},
-)  # fmt: skip
+    {"kind": "gemma2"},
+    {"kind": "granite", "fields": {"logits_scaling": 3.0}},
+    {"kind": "cohere"},
+)
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
@@ -47,7 +54,9 @@ def test_a_longer_text_costs_what_each_token_costs_after_its_window(stride: int)
     for t in range(1, 40):
         if not live[t]:
             continue
-        end = length + 1 if t <= length else min(40, length + 1 + stride * -(-(t - length) // stride))
+        end = (
+            length + 1 if t <= length else min(40, length + 1 + stride * -(-(t - length) // stride))
+        )
         context = ids[max(0, end - length - 1) : t]
         with torch.no_grad():
             logs = model(torch.tensor([context])).logits[0, -1].double().log_softmax(-1)
@@ -60,7 +69,9 @@ def many() -> list[perplexity.Tokens]:
 
 
 def scored(model: nn.Module, **more: Any) -> list[perplexity.Score]:
-    return perplexity.score_each(model, many(), length=24, stride=12, device=CPU, progress=lambda done, total: None, **more)
+    return perplexity.score_each(
+        model, many(), length=24, stride=12, device=CPU, progress=lambda done, total: None, **more
+    )
 
 
 def test_no_score_depends_on_the_batch_nor_on_the_other_texts() -> None:
@@ -70,7 +81,9 @@ def test_no_score_depends_on_the_batch_nor_on_the_other_texts() -> None:
         found = scored(model, batch_tokens=batch_tokens)
         assert [one.nats for one in found] == pytest.approx(alone, rel=1e-6), batch_tokens
         assert [one.tokens for one in found] == [sum(live) for _, live in many()]
-    assert [one.nats for one in scored(tiny_model(init_std=0.3, seed=2))] != pytest.approx(alone, rel=1e-3)
+    assert [one.nats for one in scored(tiny_model(init_std=0.3, seed=2))] != pytest.approx(
+        alone, rel=1e-3
+    )
 
 
 def test_scores_are_the_same_to_the_last_bit_on_any_number_of_ranks(tmp_path: Path) -> None:
@@ -80,9 +93,15 @@ def test_scores_are_the_same_to_the_last_bit_on_any_number_of_ranks(tmp_path: Pa
     def work(ranks: Ranks) -> tuple[list[perplexity.Score], int]:
         progress: list[int] = []
         found = perplexity.score_each(
-            model, many(), length=24, stride=12, device=CPU, batch_tokens=100, ranks=ranks,
+            model,
+            many(),
+            length=24,
+            stride=12,
+            device=CPU,
+            batch_tokens=100,
+            ranks=ranks,
             progress=lambda done, total: progress.append(total),
-        )  # fmt: skip
+        )
         return found, len(progress)
 
     results = in_ranks(3, tmp_path, work)
@@ -103,12 +122,16 @@ def test_scoring_switches_dropout_off_and_leaves_the_model_as_it_was() -> None:
 
 def test_windows_of_like_length_share_a_batch_and_those_without_a_live_token_are_left_out() -> None:
     lengths = [2, 9, 2, 9, 2, 9, 30]
-    sequences = [(list(range(9, 9 + length)), [False] + [True] * (length - 1)) for length in lengths]
+    sequences = [
+        (list(range(9, 9 + length)), [False] + [True] * (length - 1)) for length in lengths
+    ]
     sequences.append((list(range(50)), [False] * 50))
     model = Uniform(64)
     score_of(model, sequences, 100, 100, batch_tokens=24)
     assert model.shapes == [(1, 29), (3, 8), (3, 1)]
-    assert perplexity.batch_slices([10, 10, 9, 8, 8], 100, 20) == [slice(0, 3), slice(3, 5)], "like lengths, once enough"
+    assert perplexity.batch_slices([10, 10, 9, 8, 8], 100, 20) == [slice(0, 3), slice(3, 5)], (
+        "like lengths, once enough"
+    )
     assert perplexity.batch_slices([10, 10, 9, 8, 8], 100, 50) == [slice(0, 5)]
     assert score_of(model, [([5], [True]), ([], [])], 4, 2) == (0.0, 0)
 
@@ -120,27 +143,37 @@ def rows_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels.masked_fill(torch.rand(3, 20, generator=generator) < 0.5, IGNORE)
 
 
-@pytest.mark.parametrize("options", [*PLAIN, *OTHERS], ids=lambda options: options.get("kind", "llama"))
+@pytest.mark.parametrize(
+    "options", [*PLAIN, *OTHERS], ids=lambda options: options.get("kind", "llama")
+)
 def test_tokens_cost_what_the_logits_of_the_whole_model_say(options: dict[str, Any]) -> None:
     model = tiny_model(**{"hidden_size": 32, "init_std": 0.5, **options}).eval()
     check_costs(model)
-    assert (plain_parts(model, rows_and_labels()[0]) is not None) == (options in PLAIN), "the head alone where that is right"
+    assert (plain_parts(model, rows_and_labels()[0]) is not None) == (options in PLAIN), (
+        "the head alone where that is right"
+    )
 
 
 def check_costs(model: nn.Module) -> torch.Tensor:
     ids, labels = rows_and_labels()
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids).logits.double()
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE
+    )
     found = TokenLosses(model)(ids, labels)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected[labels.flatten() != IGNORE], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), expected[labels.flatten() != IGNORE], rtol=1e-5, atol=1e-6
+    )
     return logits
 
 
 @pytest.mark.parametrize("kind", ["lora", "prefix"])
 def test_tokens_under_an_adapter_cost_what_its_logits_say(kind: str) -> None:
-    config = Lora.model_validate({"kind": kind, "rank": 2, "virtual_tokens": 3, "row_length": 64, "tokens_per_step": 256})
+    config = Lora.model_validate(
+        {"kind": kind, "rank": 2, "virtual_tokens": 3, "row_length": 64, "tokens_per_step": 256}
+    )
     model = adapters.attach(tiny_model(init_std=0.5), config)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -159,10 +192,19 @@ def test_a_model_in_bf16_is_scored_from_its_logits_in_fp32() -> None:
         logits = model(input_ids=ids).logits
     assert logits.dtype == torch.bfloat16
     live = labels.flatten() != IGNORE
-    expected = F.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), reduction="none", ignore_index=IGNORE)[live]
-    torch.testing.assert_close(TokenLosses(model)(ids, labels).double(), expected, rtol=0.03, atol=0.03)
-    in_bf16 = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE)[live]
-    assert TokenLosses(model)(ids, labels).double().sub(expected).abs().mean() < in_bf16.double().sub(expected).abs().mean()
+    expected = F.cross_entropy(
+        logits.flatten(0, 1).double(), labels.flatten(), reduction="none", ignore_index=IGNORE
+    )[live]
+    torch.testing.assert_close(
+        TokenLosses(model)(ids, labels).double(), expected, rtol=0.03, atol=0.03
+    )
+    in_bf16 = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE
+    )[live]
+    assert (
+        TokenLosses(model)(ids, labels).double().sub(expected).abs().mean()
+        < in_bf16.double().sub(expected).abs().mean()
+    )
 
 
 def test_no_label_costs_nothing() -> None:
@@ -207,7 +249,9 @@ def pieces_of_chats(encoder: Encoder, directory: Path) -> Iterator[Piece]:
         yield ids, live
 
 
-@pytest.mark.parametrize(("stage", "pieces"), [("pretrain", pieces_of_documents), ("sft", pieces_of_chats)])
+@pytest.mark.parametrize(
+    ("stage", "pieces"), [("pretrain", pieces_of_documents), ("sft", pieces_of_chats)]
+)
 def test_the_validation_loss_is_that_of_each_held_out_record_alone_under_transformers(
     trained: Any, stage: str, pieces: Any
 ) -> None:
@@ -215,12 +259,18 @@ def test_the_validation_loss_is_that_of_each_held_out_record_alone_under_transfo
     found = list(pieces(Encoder(trained.paths[stage] / "model"), trained.shards[stage]))
     total, count = 0.0, 0
     for ids, live in found:
-        targets = torch.tensor([token if is_target else -100 for token, is_target in zip(ids, live, strict=True)])
+        targets = torch.tensor(
+            [token if is_target else -100 for token, is_target in zip(ids, live, strict=True)]
+        )
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].double()
-        total += float(F.cross_entropy(logits[:-1], targets[1:], reduction="sum", ignore_index=-100))
+        total += float(
+            F.cross_entropy(logits[:-1], targets[1:], reduction="sum", ignore_index=-100)
+        )
         count += sum(live[1:])
     assert count > 200
     assert trained.results[stage]["validation_loss"] == pytest.approx(total / count, rel=1e-6)
     nats, tokens = score_of(model, found, ROW_LENGTH, ROW_LENGTH)
-    assert (tokens, nats / tokens) == (count, pytest.approx(total / count, rel=1e-6)), "an evaluation says the same"
+    assert (tokens, nats / tokens) == (count, pytest.approx(total / count, rel=1e-6)), (
+        "an evaluation says the same"
+    )

@@ -23,18 +23,27 @@ def model(encoder: Encoder) -> Any:
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many?", "chosen": "one", "rejected": "two or three", "lang": "en"},
-    {"prompt": [{"role": "user", "content": "你好"}], "chosen": "你好！", "rejected": "走开", "lang": "zh"},
+    {
+        "prompt": [{"role": "user", "content": "你好"}],
+        "chosen": "你好！",
+        "rejected": "走开",
+        "lang": "zh",
+    },
     {"prompt": "Equal?", "chosen": "yes", "rejected": "yes"},
     {"prompt": "Rated?", "completion": "yes", "label": True},
 ]
 
 
 def asked(directory: Path, **settings: Any) -> tuple[PairsTask, SuiteFiles]:
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (directory / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8"
+    )
     return PairsTask(file="pairs.jsonl", **settings), SuiteFiles(directory)
 
 
-def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: Encoder, model: Any, tmp_path: Path) -> None:
+def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(
+    encoder: Encoder, model: Any, tmp_path: Path
+) -> None:
     """By hand: the logits of each conversation, summed over the answer's tokens and its end, not divided by them."""
     items = chats.read_pairs("mine", *asked(tmp_path, by="lang"))
     result = chats.run_pairs(items, subject_of(model, encoder), lambda done, total: None)
@@ -45,9 +54,13 @@ def test_the_margin_is_that_of_the_log_probabilities_of_both_answers(encoder: En
             ids, live = encode_chat(encoder, (*pair.prompt, *answer))
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-            log_probabilities.append(sum(float(logits[n - 1, ids[n]]) for n in range(1, len(ids)) if live[n]))
+            log_probabilities.append(
+                sum(float(logits[n - 1, ids[n]]) for n in range(1, len(ids)) if live[n])
+            )
         by_hand = log_probabilities[0] - log_probabilities[1]
-        assert margin.sums[number] == result.rows[number]["margin"] == pytest.approx(by_hand, abs=1e-3)
+        assert (
+            margin.sums[number] == result.rows[number]["margin"] == pytest.approx(by_hand, abs=1e-3)
+        )
         assert accuracy.sums[number] == result.rows[number]["preferred"] == (by_hand > 0)
     assert (accuracy.name, margin.name) == ("accuracy", "margin") and accuracy.higher_is_better
     assert result.items.groups == {"lang=en": (0,), "lang=zh": (1,)}

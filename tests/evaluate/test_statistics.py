@@ -17,11 +17,20 @@ RULE = Rule(resamples=400)
 
 
 def accuracy(right: np.ndarray) -> Metric:
-    return Metric("accuracy", tuple(map(float, right)), (1.0,) * len(right), higher_is_better=True, unit="")
+    return Metric(
+        "accuracy", tuple(map(float, right)), (1.0,) * len(right), higher_is_better=True, unit=""
+    )
 
 
 def bits(sums: np.ndarray, sizes: np.ndarray) -> Metric:
-    return Metric("bits_per_byte", tuple(sums), tuple(sizes), higher_is_better=False, unit="bits", factor=1 / LN2)
+    return Metric(
+        "bits_per_byte",
+        tuple(sums),
+        tuple(sizes),
+        higher_is_better=False,
+        unit="bits",
+        factor=1 / LN2,
+    )
 
 
 def documents(random: np.random.Generator, count: int) -> np.ndarray:
@@ -46,7 +55,13 @@ def shares_of_parts(share: float, alike: float, items: int, parts: int | None) -
         uneven = np.maximum(1, np.exp(random.normal(1.5, 1, items)).round())
         sizes = np.full(items, float(parts)) if parts else uneven
         of_item = random.beta(share * (1 / alike - 1), (1 - share) * (1 / alike - 1), items)
-        return Metric("ended", tuple(random.binomial(sizes.astype(int), of_item) * 1.0), tuple(sizes), True, "share")
+        return Metric(
+            "ended",
+            tuple(random.binomial(sizes.astype(int), of_item) * 1.0),
+            tuple(sizes),
+            True,
+            "share",
+        )
 
     return draw
 
@@ -55,19 +70,32 @@ def shares_of_parts(share: float, alike: float, items: int, parts: int | None) -
     ("draw", "truth", "least"),
     [
         (texts(10), 2 / LN2, 0.90),  # plain percentiles reach 0.88
-        (shares_of_parts(0.02, 0.9, 20, 2), 0.02, 0.92),  # the bootstrap reaches 0.37, 0.75 and 0.97
+        (
+            shares_of_parts(0.02, 0.9, 20, 2),
+            0.02,
+            0.92,
+        ),  # the bootstrap reaches 0.37, 0.75 and 0.97
         (shares_of_parts(0.02, 0.3, 30, 8), 0.02, 0.92),
         (shares_of_parts(0.5, 0.3, 20, 2), 0.5, 0.92),
-        (shares_of_parts(0.5, 0.9, 20, None), 0.5, 0.90),  # 0.81 if each item told as much as any other
+        (
+            shares_of_parts(0.5, 0.9, 20, None),
+            0.5,
+            0.90,
+        ),  # 0.81 if each item told as much as any other
         (shares_of_parts(0.5, 0.02, 20, None), 0.5, 0.90),
         (shares_of_parts(0.02, 0.3, 20, None), 0.02, 0.90),
     ],
 )
-def test_intervals_cover_the_truth_about_as_often_as_they_say(draw: Draw, truth: float, least: float) -> None:
+def test_intervals_cover_the_truth_about_as_often_as_they_say(
+    draw: Draw, truth: float, least: float
+) -> None:
     """The standard error of a share of 95 % over 400 is 1.1 %."""
     random, covered = np.random.default_rng(7), 0
     for seed in range(400):
-        low, high = statistics.interval(draw(random), Rule(resamples=400, seed=seed)) or (math.nan, math.nan)
+        low, high = statistics.interval(draw(random), Rule(resamples=400, seed=seed)) or (
+            math.nan,
+            math.nan,
+        )
         covered += low <= truth <= high
     assert least <= covered / 400 <= 0.98
 
@@ -75,13 +103,20 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say(draw: Draw, truth:
 def test_intervals_of_accuracies_cover_the_truth_about_as_often_as_they_say() -> None:
     for share, count in ((0.02, 20), (0.02, 100), (0.1, 50), (0.5, 20), (0.9, 20), (0.7, 300)):
         right = np.random.default_rng(3).binomial(count, share, 1000)
-        ends = {k: statistics.interval(accuracy(np.arange(count) < k), RULE) for k in set(right.tolist())}
-        covered = sum(low <= share <= high for low, high in (ends[k] or (2, 2) for k in right.tolist()))
+        ends = {
+            k: statistics.interval(accuracy(np.arange(count) < k), RULE)
+            for k in set(right.tolist())
+        }
+        covered = sum(
+            low <= share <= high for low, high in (ends[k] or (2, 2) for k in right.tolist())
+        )
         assert 0.91 <= covered / 1000 <= 0.99, (share, count)
 
 
 def test_a_share_that_all_parts_agree_on_has_at_least_the_interval_of_its_items() -> None:
-    alike = {parts: statistics.interval(shares(0.0, (float(parts),) * 20), RULE) for parts in (2, 3)}
+    alike = {
+        parts: statistics.interval(shares(0.0, (float(parts),) * 20), RULE) for parts in (2, 3)
+    }
     of_items = statistics.interval(accuracy(np.zeros(20)), RULE)
     assert alike[2] == alike[3] and alike[3] is not None and of_items is not None
     assert of_items[1] < alike[3][1] < 1.2 * of_items[1]
@@ -90,10 +125,14 @@ def test_a_share_that_all_parts_agree_on_has_at_least_the_interval_of_its_items(
 
 
 def shares(share: float, sizes: tuple[float, ...]) -> Metric:
-    return Metric("ended", tuple(share * size for size in sizes), sizes, higher_is_better=True, unit="share")
+    return Metric(
+        "ended", tuple(share * size for size in sizes), sizes, higher_is_better=True, unit="share"
+    )
 
 
-@pytest.mark.parametrize(("loses", "wins", "count"), [(0.05, 0.1, 20), (0.02, 0.02, 50), (0.1, 0.2, 100)])
+@pytest.mark.parametrize(
+    ("loses", "wins", "count"), [(0.05, 0.1, 20), (0.02, 0.02, 50), (0.1, 0.2, 100)]
+)
 def test_intervals_of_a_difference_of_accuracies_cover_it_about_as_often_as_they_say(
     loses: float, wins: float, count: int
 ) -> None:
@@ -111,10 +150,16 @@ def test_the_interval_of_a_difference_covers_it_and_the_test_rejects_no_more_tha
     for seed in range(400):
         sizes = documents(random, 20)
         hard = sizes * (2 + 0.5 * random.standard_normal(20))
-        first, second = (bits(hard + 0.05 * sizes * random.standard_normal(20), sizes) for _ in range(2))
+        first, second = (
+            bits(hard + 0.05 * sizes * random.standard_normal(20), sizes) for _ in range(2)
+        )
         found = statistics.compare(first, second, Rule(resamples=400, seed=seed))
         low, high = found.interval or (2, 2)
-        covered, early, rejected = covered + (low <= 0 <= high), early + (low > 0), rejected + (found.p <= 0.05)
+        covered, early, rejected = (
+            covered + (low <= 0 <= high),
+            early + (low > 0),
+            rejected + (found.p <= 0.05),
+        )
     assert 0.91 <= covered / 400 <= 0.98
     assert early / 400 <= 0.055, "so often a model that is no better would be promoted"
     assert 0.02 <= rejected / 400 <= 0.08
@@ -126,10 +171,14 @@ def test_the_smallest_difference_is_seen_in_about_four_cases_of_five() -> None:
         sizes = documents(random, 60)
         hard = sizes * (2 + 0.5 * random.standard_normal(60))
         noise = 0.1 * sizes * random.standard_normal(60)
-        found = statistics.compare(bits(hard + noise, sizes), bits(hard, sizes), Rule(resamples=250, seed=seed))
+        found = statistics.compare(
+            bits(hard + noise, sizes), bits(hard, sizes), Rule(resamples=250, seed=seed)
+        )
         promised.append(found.smallest or 0)
         better = statistics.compare(
-            bits(hard + noise - np.mean(promised) * LN2 * sizes, sizes), bits(hard, sizes), Rule(resamples=250, seed=seed)
+            bits(hard + noise - np.mean(promised) * LN2 * sizes, sizes),
+            bits(hard, sizes),
+            Rule(resamples=250, seed=seed),
         )
         seen += better.interval is not None and better.interval[1] < 0
     assert 0.7 <= seen / 200 <= 0.9
@@ -154,7 +203,9 @@ def test_one_of_many_comparisons_needs_more_and_a_less_sure_rule_less() -> None:
     unsure = statistics.compare(first, second, Rule(confidence=0.8, resamples=400)).smallest or 0
     assert unsure / one == pytest.approx((1.2816 + 0.8416) / 2.8016, rel=1e-4)
     same = accuracy(np.arange(50) < 20)
-    assert statistics.compare(same, same, RULE, among=10).smallest == 9 / 50, "2 / 2^9 is the first below 0.005"
+    assert statistics.compare(same, same, RULE, among=10).smallest == 9 / 50, (
+        "2 / 2^9 is the first below 0.005"
+    )
 
 
 def test_models_that_agree_on_every_item_have_an_interval_with_a_width() -> None:
@@ -181,11 +232,14 @@ def test_randomisation_counts_the_arrangements_that_differ_as_much() -> None:
     """Eight items: all 256 arrangements of the signs can be listed."""
     differences = np.array([0.5, 0.25, 0.75, -0.125, 0.5, 0.25, 0.0, 1.0])
     sums = [
-        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in itertools.product((1, -1), repeat=8)
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=8)
     ]
     exact = sum(one >= abs(differences.sum()) for one in sums) / 256
     found = statistics.compare(
-        bits(differences + 2, np.full(8, 3.0)), bits(np.full(8, 2.0), np.full(8, 3.0)), Rule(resamples=20000)
+        bits(differences + 2, np.full(8, 3.0)),
+        bits(np.full(8, 2.0), np.full(8, 3.0)),
+        Rule(resamples=20000),
     )
     assert found.p == pytest.approx(exact, abs=0.01)
 
@@ -212,14 +266,17 @@ def test_the_quantile_of_students_t_is_near_the_exact_one() -> None:
         (79, 1e-6, (1.664371409, 1.990450210, 2.639504627)),
     ):
         found = [statistics.student_quantile(share, freedom) for share in (0.95, 0.975, 0.995)]
-        assert found[:2] == pytest.approx(exact[:2], rel=off) and found[2] == pytest.approx(exact[2], rel=10 * off)
+        assert found[:2] == pytest.approx(exact[:2], rel=off) and found[2] == pytest.approx(
+            exact[2], rel=10 * off
+        )
 
 
 def test_perplexity_is_compared_on_its_own_scale() -> None:
     random = np.random.default_rng(1)
     sizes = documents(random, 40)
     losses = [
-        Metric("p", tuple(sizes * (x + 0.1 * random.standard_normal(40))), tuple(sizes), False, "") for x in (3.0, 3.1)
+        Metric("p", tuple(sizes * (x + 0.1 * random.standard_normal(40))), tuple(sizes), False, "")
+        for x in (3.0, 3.1)
     ]
     shown = [Metric(one.name, one.sums, one.sizes, False, "", shown="exp") for one in losses]
     assert shown[0].value == pytest.approx(math.exp(losses[0].value))
@@ -227,7 +284,10 @@ def test_perplexity_is_compared_on_its_own_scale() -> None:
     assert found == pytest.approx(tuple(map(math.exp, plain or ())))
     compared, on_losses = statistics.compare(*shown, RULE), statistics.compare(*losses, RULE)
     assert compared.difference == pytest.approx(shown[0].value - shown[1].value)
-    assert compared.interval is not None and compared.interval[0] < compared.difference < compared.interval[1] < 0
+    assert (
+        compared.interval is not None
+        and compared.interval[0] < compared.difference < compared.interval[1] < 0
+    )
     assert compared.p == on_losses.p
     assert compared.smallest == pytest.approx((on_losses.smallest or 0) * math.exp(3.05), rel=0.1)
 
@@ -248,7 +308,9 @@ def test_too_few_items_or_no_number_have_no_interval() -> None:
     endless = bits(np.array([1.0, math.inf, 1, 1, 1, 1]), np.ones(6) * 3)
     assert statistics.interval(endless, RULE) is None
     endless_twice = statistics.compare(endless, endless, RULE)
-    assert math.isnan(endless_twice.p) and endless_twice.better == "", "nobody is better by no number"
+    assert math.isnan(endless_twice.p) and endless_twice.better == "", (
+        "nobody is better by no number"
+    )
     assert math.isnan(accuracy(np.array([])).value)
 
 

@@ -7,7 +7,15 @@ import pytest
 
 from ttrain.config.loading import layers
 from ttrain.errors import UsageError
-from ttrain.experiments.space import Interval, Space, ValueList, assignment, format_value, parse, parse_space
+from ttrain.experiments.space import (
+    Interval,
+    Space,
+    ValueList,
+    assignment,
+    format_value,
+    parse,
+    parse_space,
+)
 
 LR = "pretrain.optim.lr"
 
@@ -20,17 +28,28 @@ LR = "pretrain.optim.lr"
         (LR, "1e-3, 2e-3,4e-3", ValueList((1e-3, 2e-3, 4e-3))),
         ("pretrain.optim.kind", "muon,adamw", ValueList(("muon", "adamw"))),
         ("model.tie_embeddings", "true,false", ValueList((True, False))),
-        ("pretrain.optim.betas", "choice([0.9,0.95],[0.9,0.99])", ValueList(([0.9, 0.95], [0.9, 0.99]))),
+        (
+            "pretrain.optim.betas",
+            "choice([0.9,0.95],[0.9,0.99])",
+            ValueList(([0.9, 0.95], [0.9, 0.99])),
+        ),
         ("data.pretrain", "choice(2026-11-21, 0123, no)", ValueList(("2026-11-21", "0123", "no"))),
         ("sft.optim.clip", "choice(1, 2e-3, null)", ValueList((1, 2e-3, None))),
     ],
 )
-def test_several_values_mean_what_the_type_of_the_setting_makes_of_them(key: str, text: str, dimension: Any) -> None:
+def test_several_values_mean_what_the_type_of_the_setting_makes_of_them(
+    key: str, text: str, dimension: Any
+) -> None:
     assert parse_space(layers([f"{key}={text}"])).dimensions == {key: dimension}
 
 
 def test_one_value_does_not_vary() -> None:
-    plain = ["data.pretrain=a.jsonl,b.jsonl", "pretrain.optim.betas=0.9,0.95", f"{LR}=1e-3", "name=log"]
+    plain = [
+        "data.pretrain=a.jsonl,b.jsonl",
+        "pretrain.optim.betas=0.9,0.95",
+        f"{LR}=1e-3",
+        "name=log",
+    ]
     assert parse_space(layers(plain)).dimensions == {}
 
 
@@ -43,7 +62,9 @@ def test_one_value_does_not_vary() -> None:
         ("choice([a,b)", "cannot be read"),
     ],
 )
-def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text: str, said: str) -> None:
+def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(
+    text: str, said: str
+) -> None:
     with pytest.raises(UsageError) as error:
         parse_space(layers([f"{LR}={text}"]))
     assert str(error.value).startswith(f"{LR} is '{text}'")
@@ -52,7 +73,9 @@ def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(text:
 
 def test_ranges_stand_in_files_too_and_a_stronger_value_takes_one_away(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text("pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'muon,adamw'}}\n", encoding="utf-8")
+    file.write_text(
+        "pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'muon,adamw'}}\n", encoding="utf-8"
+    )
     assert list(parse_space(layers([], [file])).dimensions) == [LR, "pretrain.optim.kind"]
     assert list(parse_space(layers([f"{LR}=1e-3"], [file])).dimensions) == ["pretrain.optim.kind"]
 

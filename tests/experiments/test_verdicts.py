@@ -21,7 +21,9 @@ def play(value: Value, changes: int, **options: Any) -> tuple[Judgement, int]:
     record = {
         "sweep": "sweep-1",
         "measure": {"metric": "eval/bits_per_byte", "stage": "evaluate"},
-        "changes": [{"name": f"change {number}", "values": {"a": number}} for number in range(changes)],
+        "changes": [
+            {"name": f"change {number}", "values": {"a": number}} for number in range(changes)
+        ],
         "seeds": 5,
         "rounds": True,
         "noise": None,
@@ -71,7 +73,9 @@ def test_the_best_of_twelve_changes_without_effect_is_rarely_called_better() -> 
 
 
 def test_verdicts_that_are_looked_at_again_need_more() -> None:
-    looked = [play(noisy({1: -0.1}, 12), 2, looks=looks)[0].verdicts[1].verdict for looks in (0, 12)]
+    looked = [
+        play(noisy({1: -0.1}, 12), 2, looks=looks)[0].verdicts[1].verdict for looks in (0, 12)
+    ]
     assert looked == ["better", "not decided"]
 
 
@@ -132,7 +136,9 @@ def test_one_seed_decides_nothing_and_one_that_changes_nothing_is_no_replicate()
 
 
 def test_a_change_that_diverges_is_lost_and_without_a_baseline_nothing_is_compared() -> None:
-    judgement, _ = play(lambda change, seed: None if change == 1 else noisy({2: -0.3}, 1)(change, seed), 3)
+    judgement, _ = play(
+        lambda change, seed: None if change == 1 else noisy({2: -0.3}, 1)(change, seed), 3
+    )
     assert verdicts(judgement) == ["baseline", "diverged", "better"]
     judgement, trials = play(lambda change, seed: None if change == 0 else 1.0, 3)
     assert trials == 1 and verdicts(judgement)[0] == "diverged"
@@ -146,7 +152,9 @@ def test_the_noise_of_the_home_stops_what_is_far_behind_after_one_seed() -> None
 def test_intervals_over_seeds_are_those_of_paired_differences() -> None:
     row = Verdict("a", [1, 2, 3], [1.0, 1.2, 1.1], [1.1, 1.3, 1.3])
     assert row.difference == pytest.approx(-0.1333, abs=1e-4)
-    assert row.over_seeds == pytest.approx((-0.2768, 0.0101), abs=1e-4)  # 0.1333 -+ 4.303 * 0.0577 / sqrt(3)
+    assert row.over_seeds == pytest.approx(
+        (-0.2768, 0.0101), abs=1e-4
+    )  # 0.1333 -+ 4.303 * 0.0577 / sqrt(3)
     assert Noise(0.03, 5).seeds_for(0.1) == 4
     assert Noise(0.03, 5).seeds_for(0.03) == 18
     assert Noise(0.03, 5).seeds_for(1e-6) is None

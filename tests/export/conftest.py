@@ -19,7 +19,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
     home = Home.make(tmp_path_factory.mktemp("home"))
     tree = stage_settings(3, checkpoint_every_steps=100).model_dump()
     few_steps = {stage: {**tree[stage], "tokens_per_step": 1024} for stage in ("sft", "lora")}
-    settings = Settings.model_validate({**tree, **few_steps, "model": {**tree["model"], **TALKATIVE}})
+    settings = Settings.model_validate(
+        {**tree, **few_steps, "model": {**tree["model"], **TALKATIVE}}
+    )
 
     def build(stage: Stage, module: ModuleType, inputs: Mapping[str, Artifact]) -> Artifact:
         planned = plan_stage(stage, settings, home.store, inputs)
@@ -27,7 +29,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
         output = home.store.work(stage.name, planned.key)
         paths = {name: artifact.path for name, artifact in inputs.items()}
         result = run_here(module, settings, output, paths, settings.runtime)
-        used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
+        used = {
+            name: {"stage": one.stage, "key": one.key, "content": one.content}
+            for name, one in inputs.items()
+        }
         manifest = {"result": result, "ingredients": planned.ingredients, "inputs": used}
         return home.store.publish(stage.name, planned.key, output, manifest)
 

@@ -37,7 +37,12 @@ assert not [name for name in sys.modules if name.split(".")[0] == "ttrain"]
 
 
 def code_of(directory: Path, base: Path) -> str:
-    text = (directory / "README.md").read_text(encoding="utf-8").partition("```python")[2].partition("```")[0]
+    text = (
+        (directory / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("```python")[2]
+        .partition("```")[0]
+    )
     return text.replace("THIS_DIRECTORY", str(directory)).replace("BASE", str(base))
 
 
@@ -46,8 +51,16 @@ def said_elsewhere(asked: list[tuple[Path, Path | None, str, bool]]) -> list[lis
 
     It runs the code on the models' cards before.
     """
-    words = json.dumps([(str(model), adapter and str(adapter), prompt, trust) for model, adapter, prompt, trust in asked])
-    code = [code_of(adapter or model, model) for model, adapter in dict.fromkeys(one[:2] for one in asked)]
+    words = json.dumps(
+        [
+            (str(model), adapter and str(adapter), prompt, trust)
+            for model, adapter, prompt, trust in asked
+        ]
+    )
+    code = [
+        code_of(adapter or model, model)
+        for model, adapter in dict.fromkeys(one[:2] for one in asked)
+    ]
     place = asked[0][0].parent
     environment = {"HF_MODULES_CACHE": str(place / "modules")}
     found = said_without_ttrain(PLAIN, words, json.dumps(code), directory=place, **environment)
@@ -61,18 +74,34 @@ def test_an_export_says_the_same_tokens_in_a_process_without_ttrain(tmp_path: Pa
         "merged": resolve("lora"),
         "adapter": resolve("lora"),
         "experts": resolve(
-            str(fresh(tmp_path / "a", max_length=128, kind="qwen3", moe={"experts": 4, "shared_experts": 0}))
+            str(
+                fresh(
+                    tmp_path / "a",
+                    max_length=128,
+                    kind="qwen3",
+                    moe={"experts": 4, "shared_experts": 0},
+                )
+            )
         ),
         "own shape": resolve(str(fresh(tmp_path / "b", max_length=128, kind="moyun"))),
     }
     for name, reference in references.items():
-        export(reference, tmp_path / name, Request(dtype="fp32", merge=name == "merged", shard_size="40KB"))
+        export(
+            reference,
+            tmp_path / name,
+            Request(dtype="fp32", merge=name == "merged", shard_size="40KB"),
+        )
     prompts = ("The man", "What did")
     asked, ours = [], []
     for name, reference in references.items():
-        place = (tmp_path / "full", tmp_path / name) if name == "adapter" else (tmp_path / name, None)
+        place = (
+            (tmp_path / "full", tmp_path / name) if name == "adapter" else (tmp_path / name, None)
+        )
         asked += [(*place, prompt, name == "own shape") for prompt in prompts]
-        ours += [said_with_ttrain(prompt, NEW_TOKENS, reference.model, reference.adapter) for prompt in prompts]
+        ours += [
+            said_with_ttrain(prompt, NEW_TOKENS, reference.model, reference.adapter)
+            for prompt in prompts
+        ]
     assert said_elsewhere(asked) == ours
     assert len({tuple(said) for said in ours}) > 7, "models that all say the same prove little"
     assert len({token for said in ours for token in said}) > 20, "nor do those that repeat a word"
@@ -114,14 +143,20 @@ def llama_cpp(tmp_path: Path) -> Path:
     return tmp_path / "llama.cpp"
 
 
-def test_the_converter_is_told_how_a_tokenizer_that_it_does_not_know_splits_words(tmp_path: Path, llama_cpp: Path) -> None:
+def test_the_converter_is_told_how_a_tokenizer_that_it_does_not_know_splits_words(
+    tmp_path: Path, llama_cpp: Path
+) -> None:
     done = export(resolve("sft"), tmp_path / "mine", Request(dtype="fp16", gguf=llama_cpp))
     assert (tmp_path / "mine" / "mine-f16.gguf").read_text() == "theirs gpt-2 f16 mine"
     assert "mine-f16.gguf" in done.files
 
 
-def test_a_converter_that_fails_is_quoted_and_nothing_is_exported(tmp_path: Path, llama_cpp: Path) -> None:
-    (llama_cpp / exporting.SCRIPT).write_text("raise SystemExit('this architecture is not supported')")
+def test_a_converter_that_fails_is_quoted_and_nothing_is_exported(
+    tmp_path: Path, llama_cpp: Path
+) -> None:
+    (llama_cpp / exporting.SCRIPT).write_text(
+        "raise SystemExit('this architecture is not supported')"
+    )
     with pytest.raises(TTrainError, match=r"(?s)--gguf.*architecture is not supported"):
         export(resolve("sft"), tmp_path / "out", Request(gguf=llama_cpp))
     assert not (tmp_path / "out").exists()
@@ -134,12 +169,19 @@ def test_a_converter_that_fails_is_quoted_and_nothing_is_exported(tmp_path: Path
 def test_only_a_tokenizer_that_splits_as_gpt2_does_is_called_so() -> None:
     tokenizer = json.loads((resolve("sft").model / "tokenizer.json").read_bytes())
     assert exporting.pre_tokenizer(tokenizer) == "gpt-2"
-    for change in ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, {"normalizer": {"type": "NFC"}}):
+    for change in (
+        {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}},
+        {"normalizer": {"type": "NFC"}},
+    ):
         assert exporting.pre_tokenizer(tokenizer | change) is None
 
 
-@pytest.mark.skipif("TTRAIN_LLAMA_CPP" not in os.environ, reason="TTRAIN_LLAMA_CPP names no clone of llama.cpp")
+@pytest.mark.skipif(
+    "TTRAIN_LLAMA_CPP" not in os.environ, reason="TTRAIN_LLAMA_CPP names no clone of llama.cpp"
+)
 def test_the_real_converter_takes_an_export(tmp_path: Path) -> None:
-    done = export(resolve("sft"), tmp_path / "mine", Request(gguf=Path(os.environ["TTRAIN_LLAMA_CPP"])))
+    done = export(
+        resolve("sft"), tmp_path / "mine", Request(gguf=Path(os.environ["TTRAIN_LLAMA_CPP"]))
+    )
     assert (tmp_path / "mine" / "mine-bf16.gguf").read_bytes()[:4] == b"GGUF"
     assert done.files["mine-bf16.gguf"] > done.parameters * 2

@@ -27,7 +27,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return client
 
 
-def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(exported: Export, hub: Mock) -> None:
+def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(
+    exported: Export, hub: Mock
+) -> None:
     hub.upload_folder.return_value.commit_url = "https://hub.example/me/mine/commit/1"
     assert exporting.push(exported, "me/mine") == "https://hub.example/me/mine/commit/1"
     hub.create_repo.assert_called_once_with("me/mine", private=True, exist_ok=True)
@@ -35,8 +37,12 @@ def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(e
     assert (sent["folder_path"], sent["allow_patterns"]) == (exported.directory, [*FILES])
 
 
-@pytest.mark.parametrize("error", [LocalTokenNotFoundError("no token"), ConnectionError("no route")])
-def test_a_refused_upload_says_what_to_do_and_keeps_the_export(exported: Export, hub: Mock, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [LocalTokenNotFoundError("no token"), ConnectionError("no route")]
+)
+def test_a_refused_upload_says_what_to_do_and_keeps_the_export(
+    exported: Export, hub: Mock, error: Exception
+) -> None:
     hub.create_repo.side_effect = error
     with pytest.raises(TTrainError, match=rf"me/mine .*{error}.*HF_TOKEN"):
         exporting.push(exported, "me/mine")

@@ -29,7 +29,10 @@ def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path) -> None:
     first.start()
     pid = ours.recv()
     assert deploy.served_by(tmp_path) == pid == first.pid
-    with pytest.raises(UsageError, match=f"is served already, by process {pid}"), serve.serve_lock(tmp_path):
+    with (
+        pytest.raises(UsageError, match=f"is served already, by process {pid}"),
+        serve.serve_lock(tmp_path),
+    ):
         pass
     ours.send("end")
     first.join()
@@ -57,7 +60,9 @@ class Server:
         kind, name = number.split("/")
         own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.{kind}"}
         tags = ["ttrain", f"home:{self.home}"]
-        self.deployments[number] = SimpleNamespace(**{**own, "paused": False, "tags": tags, **fields})
+        self.deployments[number] = SimpleNamespace(
+            **{**own, "paused": False, "tags": tags, **fields}
+        )
 
 
 @pytest.fixture
@@ -107,7 +112,9 @@ def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the
     look()
     deploy.pause(tmp_path, "mine", paused=False)
     look()
-    assert not server.deployments["nightly/mine"].paused and len(server.added) == 2, "a resumed one is made again"
+    assert not server.deployments["nightly/mine"].paused and len(server.added) == 2, (
+        "a resumed one is made again"
+    )
     server.deployments.clear()
     look()
     assert len(server.added) == 3, "also where the server has lost it"
@@ -134,5 +141,7 @@ def test_a_pool_gets_the_flow_by_its_module_with_the_home(
     [made] = applied
     assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
     assert made.job_variables == {"env": {"TTRAIN_HOME": str(tmp_path)}} and not server.added
-    assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [("0 2 * * *", "UTC")]
+    assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [
+        ("0 2 * * *", "UTC")
+    ]
     assert load_flow_from_entrypoint(made.entrypoint).name == "nightly"

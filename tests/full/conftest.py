@@ -19,7 +19,11 @@ from support.planned_homes import remember_modules
 
 def digest_of_the_code() -> str:
     """Of all files of the package, of the libraries' versions, and of the settings and the corpus of the run."""
-    files = [path for name in ("ttrain", "flows", "tasks", "configs") for path in (ROOT / name).rglob("*")]
+    files = [
+        path
+        for name in ("ttrain", "flows", "tasks", "configs")
+        for path in (ROOT / name).rglob("*")
+    ]
     files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
     digest = hashlib.sha256(sys.version.encode())
     for path in (*sorted(files), TESTS / "support" / "pipeline_home.py"):
@@ -46,7 +50,8 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                     shutil.rmtree(old)
             write_corpus(made / "data")
             said.write_text(
-                Cli(made / "home", made / "data").through_prefect_here("pipeline", "run", "full"), encoding="utf-8"
+                Cli(made / "home", made / "data").through_prefect_here("pipeline", "run", "full"),
+                encoding="utf-8",
             )
         home = shutil.copytree(made / "home", tmp_path_factory.mktemp("finished") / "home")
     cli = Cli(home, made / "data")

@@ -11,7 +11,14 @@ from support.pipeline_home import Cli
 from ttrain.config import Runtime
 from ttrain.store.artifacts import ArtifactStore
 
-SHARDS = ("pipeline", "run", "full", "--only", "tokenizer,shards-pretrain,shards-sft", "shards.block_bytes=1024")
+SHARDS = (
+    "pipeline",
+    "run",
+    "full",
+    "--only",
+    "tokenizer,shards-pretrain,shards-sft",
+    "shards.block_bytes=1024",
+)
 
 
 def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
@@ -26,13 +33,17 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
         assert (address.scheme, address.hostname) == ("tls", "127.0.0.1")
         stranger = ssl.create_default_context()
         stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
-        with socket.create_connection((address.hostname, address.port or 0), timeout=10) as connection:
+        with socket.create_connection(
+            (address.hostname, address.port or 0), timeout=10
+        ) as connection:
             with pytest.raises(ssl.SSLError, match="certificate required"):
                 stranger.wrap_socket(connection).recv(1)
 
 
 @pytest.mark.soak
-def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(fresh: Cli, tmp_path: Path) -> None:
+def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(
+    fresh: Cli, tmp_path: Path
+) -> None:
     alone = Cli(tmp_path / "alone", fresh.data)
     alone.here(*SHARDS, "--engine", "none")
     said = fresh(*SHARDS, "runtime.sharding=dask", "runtime.workers=2")

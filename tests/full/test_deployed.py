@@ -25,11 +25,17 @@ LONG = "pretrain.tokens=245760"
 
 
 CODE = [
-    "notify.command=[touch, /tmp/theirs]", "notify.webhook=https://theirs.example/hook", "notify.webhook_file=/theirs",
-    "notify.on=[kept]", "runtime.loggers=wandb", "runtime.dask_address=tcp://theirs:8786", "runtime.rendezvous=theirs:1",
-    "runtime.eval_suite=/theirs.yaml", "evaluate.suites=/theirs.yaml",
+    "notify.command=[touch, /tmp/theirs]",
+    "notify.webhook=https://theirs.example/hook",
+    "notify.webhook_file=/theirs",
+    "notify.on=[kept]",
+    "runtime.loggers=wandb",
+    "runtime.dask_address=tcp://theirs:8786",
+    "runtime.rendezvous=theirs:1",
+    "runtime.eval_suite=/theirs.yaml",
+    "evaluate.suites=/theirs.yaml",
     "shards.decontaminate=/theirs.yaml",
-]  # fmt: skip
+]
 
 
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
@@ -39,11 +45,17 @@ def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
 
 def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
     found = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
-    return {task["name"]: task["state"]["name"] for task in found if task["flow_run_run_count"] == attempt}
+    return {
+        task["name"]: task["state"]["name"]
+        for task in found
+        if task["flow_run_run_count"] == attempt
+    }
 
 
 @pytest.fixture(scope="module")
-def deployed(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cli, Served]]:
+def deployed(
+    finished: Cli, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cli, Served]]:
     """A home in which the pipeline ran once, and its deployment, served for all tests: each pretrains with a seed of its
     own, and the last one kills what serves."""
     home = shutil.copytree(finished.home, tmp_path_factory.mktemp("deployed") / "home")
@@ -60,8 +72,14 @@ def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None
     from ttrain.flows import deploy
     from ttrain.flows.serve import settings_to_run
 
-    given = ["data.sft=[{path: a.jsonl, weight: 3}]", "notify.webhook=https://host/token", "pretrain.epochs=2"]
-    settings = load([*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}).settings
+    given = [
+        "data.sft=[{path: a.jsonl, weight: 3}]",
+        "notify.webhook=https://host/token",
+        "pretrain.epochs=2",
+    ]
+    settings = load(
+        [*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}
+    ).settings
     path = deploy.write(tmp_path, Schedule("nightly", "mine", None, "UTC", settings.model_dump()))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     changed = settings_to_run(tmp_path, "nightly/mine", ["sft.optim.lr=2e-4"])
@@ -73,7 +91,10 @@ def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None
         ("nightly/mine", ["sft.optim.lrr=1"], r"'sft\.optim\.lr'"),
         ("nightly/other", (), "'nightly/other' .*nightly/mine"),
         ("nightly/old", (), "bogus.*nightly/old|nightly/old.*bogus"),
-        *(("nightly/mine", [change], rf"{change.partition('=')[0]}|notify.*nightly-mine\.json") for change in CODE),
+        *(
+            ("nightly/mine", [change], rf"{change.partition('=')[0]}|notify.*nightly-mine\.json")
+            for change in CODE
+        ),
     ):
         with pytest.raises(UsageError, match=parts):
             settings_to_run(tmp_path, name, changes)
@@ -86,19 +107,39 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     from ttrain.config.loading import types_by_name
 
     def holds_text(kind: Any) -> bool:
-        return kind in (str, Any) or (any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal)
+        return kind in (str, Any) or (
+            any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal
+        )
 
     harmless = {
-        "name", "tracking.experiment",  # names
-        *(f"data.{name}" for name in DATASETS), "reading.text_field",  # data
-        "tokenizer.existing", *(f"{name}.start_from" for name in TRAININGS),  # JSON and safetensors alone
-        "model.preset", "model.kind", "model.fields",  # of transformers; `fields` takes the architecture's own alone
-        *(f"{name}.mask_intervals" for name in TRAININGS), "dpo.targets", "lora.targets",
-        "evaluate.documents", "evaluate.chats", "runtime.sample_prompts", "promotion.metric",  # texts
-        "nightly.deadline", "nightly.timezone", "runtime.night.start", "runtime.night.end", "runtime.night.timezone",
-    }  # fmt: skip
+        "name",
+        "tracking.experiment",  # names
+        *(f"data.{name}" for name in DATASETS),
+        "reading.text_field",  # data
+        "tokenizer.existing",
+        *(f"{name}.start_from" for name in TRAININGS),  # JSON and safetensors alone
+        "model.preset",
+        "model.kind",
+        "model.fields",  # of transformers; `fields` takes the architecture's own alone
+        *(f"{name}.mask_intervals" for name in TRAININGS),
+        "dpo.targets",
+        "lora.targets",
+        "evaluate.documents",
+        "evaluate.chats",
+        "runtime.sample_prompts",
+        "promotion.metric",  # texts
+        "nightly.deadline",
+        "nightly.timezone",
+        "runtime.night.start",
+        "runtime.night.end",
+        "runtime.night.timezone",
+    }
     texts = {key for key, kind in types_by_name(Settings).items() if holds_text(kind)}
-    naming = {key for key in texts if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)}
+    naming = {
+        key
+        for key in texts
+        if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)
+    }
     assert texts - naming == harmless
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
@@ -122,7 +163,9 @@ def test_flow_runs_of_which_the_home_knows_the_end_are_marked_as_crashed(
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: tuple[Cli, Served]) -> None:
+def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(
+    deployed: tuple[Cli, Served],
+) -> None:
     cli, served = deployed
     settings = (LONG, "pretrain.seed=2")
     id_ = start(cli, *settings)
@@ -144,11 +187,19 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(deployed: 
     result = cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]
     assert result["resumed_from_step"] == saved > 0 and result["steps"] == 480
     tasks = tasks_of(cli, id_, 2)
-    assert tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
+    assert (
+        tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
+    )
     assert "Traceback" not in served.said
-    logs = call(cli.home, "logs/filter", {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200})
+    logs = call(
+        cli.home,
+        "logs/filter",
+        {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200},
+    )
     said = [line["message"] for line in logs]
-    assert any("step 480/480" in line for line in said) and any(line.startswith("✓ pretrain") for line in said)
+    assert any("step 480/480" in line for line in said) and any(
+        line.startswith("✓ pretrain") for line in said
+    )
 
 
 @pytest.mark.long
@@ -163,7 +214,11 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     assert {artifact["key"] for artifact in artifacts} == {"report"}
     run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
     assert run["state"]["name"] == "Failed" and "'lora.optim.lr'" in run["state"]["message"]
-    run = ended(cli, start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"), served)
+    run = ended(
+        cli,
+        start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"),
+        served,
+    )
     assert run["state"]["name"] == "Failed" and "notify" in run["state"]["message"]
     assert not (cli.home / "theirs").exists()
     [deployment] = call(cli.home, "deployments/filter", {})

@@ -12,9 +12,14 @@ from ttrain.tracking.client import own_uri
 from ttrain.tracking.mlflow_mirror import prepare
 
 DATA = {
-    "tokenizer": "training", "pretrain": "training", "pretrain-heldout": "validation", "sft": "training",
-    "sft-heldout": "validation", "lora": "training", "lora-heldout": "validation",
-}  # fmt: skip
+    "tokenizer": "training",
+    "pretrain": "training",
+    "pretrain-heldout": "validation",
+    "sft": "training",
+    "sft-heldout": "validation",
+    "lora": "training",
+    "lora-heldout": "validation",
+}
 KINDS = ("tokenizer", "base", "sft", "lora")
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
 # What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
@@ -77,18 +82,24 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
 
 def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
     versions = {
-        str(name): str(text) for name, text in finished.rows("mlflow", "SELECT name, description FROM model_versions")
+        str(name): str(text)
+        for name, text in finished.rows("mlflow", "SELECT name, description FROM model_versions")
     }
     models = {
-        str(name): str(text) for name, text in finished.rows("mlflow", "SELECT name, description FROM registered_models")
+        str(name): str(text)
+        for name, text in finished.rows("mlflow", "SELECT name, description FROM registered_models")
     }
-    assert versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
+    assert (
+        versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
+    )
     assert all("pipeline `tiny-test`" in text for text in models.values())
     assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
     judged = {"tiny-test-base": "bits per byte", "tiny-test-sft": "chats loss"}
     judged |= dict.fromkeys(("tiny-test-lora", "tiny-test"), "domain loss")
     for name, metric in judged.items():
-        assert versions[name].startswith(f"{metric} **"), "the evaluation came after they were registered"
+        assert versions[name].startswith(f"{metric} **"), (
+            "the evaluation came after they were registered"
+        )
 
 
 @pytest.mark.soak
@@ -107,10 +118,14 @@ def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_
 
 
 def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> None:
-    [(run_id, listed)] = finished.rows("mlflow", "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'")
+    [(run_id, listed)] = finished.rows(
+        "mlflow", "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'"
+    )
     tables = {
         table["path"]: json.loads(
-            (finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / table["path"]).read_bytes()
+            (
+                finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / table["path"]
+            ).read_bytes()
         )
         for table in json.loads(listed)
     }
@@ -127,28 +142,48 @@ def sharing(finished: Cli, tmp_path: Path) -> Cli:
     return cli
 
 
-def test_the_lineage_of_a_registered_version_is_told_without_the_store(finished: Cli, tmp_path: Path) -> None:
-    told = json.loads(finished.in_process("lineage", "tiny-test@challenger", "--json", settings=False))
+def test_the_lineage_of_a_registered_version_is_told_without_the_store(
+    finished: Cli, tmp_path: Path
+) -> None:
+    told = json.loads(
+        finished.in_process("lineage", "tiny-test@challenger", "--json", settings=False)
+    )
     assert [stage["stage"] for stage in told["stages"]] == STAGES
     [run] = {stage["run"] for stage in told["stages"]}
     assert run == told["run"] == finished.runs()[-1]["run"]
-    alone = json.loads(sharing(finished, tmp_path).in_process("lineage", "tiny-test/1", "--json", settings=False))
+    alone = json.loads(
+        sharing(finished, tmp_path).in_process("lineage", "tiny-test/1", "--json", settings=False)
+    )
     assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
     assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
     assert alone["stages"] == told["stages"]
     for stage in told["stages"]:
         assert stage["code"] and stage["made_unix"] and stage["machine"]["cores"]
-        assert (stage["seed"], bool(stage["data"])) == (1, stage["stage"].startswith(("tokenizer", "shards")))
+        assert (stage["seed"], bool(stage["data"])) == (
+            1,
+            stage["stage"].startswith(("tokenizer", "shards")),
+        )
 
 
 @pytest.mark.soak
-def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
+def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(
+    finished: Cli, tmp_path: Path
+) -> None:
     cli = sharing(finished, tmp_path)
-    said = cli.here("reproduce", "tiny-test@challenger", "--json", "--home", str(tmp_path / "new"), settings=False)
+    said = cli.here(
+        "reproduce",
+        "tiny-test@challenger",
+        "--json",
+        "--home",
+        str(tmp_path / "new"),
+        settings=False,
+    )
     told = json.loads(said[said.index("\n{") :])  # after what went to standard error
     assert told["equal"] is True and [stage["stage"] for stage in told["stages"]] == STAGES
     for stage in told["stages"]:
-        assert stage["content"] == stage["rebuilt_content"] and stage["differences"] == [], stage["stage"]
+        assert stage["content"] == stage["rebuilt_content"] and stage["differences"] == [], stage[
+            "stage"
+        ]
     weights = "model/model.safetensors"
     [made] = (tmp_path / "new" / "store" / "sft").glob(f"*/{weights}")
     [before] = finished.home.glob(f"store/sft/*/{weights}")

@@ -81,21 +81,34 @@ def test_the_first_night_makes_the_first_champion(house: Cli) -> None:
 
 def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> None:
     found = nights(second)[0]
-    assert (found.name, found.outcome, files_of(found)) == ("night-000002", "promoted", ["docs-3.jsonl"])
+    assert (found.name, found.outcome, files_of(found)) == (
+        "night-000002",
+        "promoted",
+        ["docs-3.jsonl"],
+    )
     decision = found.data["decision"]
-    assert decision["promote"] and decision["difference"] == pytest.approx(decision["champion"] - decision["challenger"])
+    assert decision["promote"] and decision["difference"] == pytest.approx(
+        decision["champion"] - decision["challenger"]
+    )
     registered = Registry(second.home).find(NAME, "2")
     assert registered.decision == decision
-    assert found.data["keys"].items() <= registered.keys.items() and {"pretrain", "sft"} <= found.data["keys"].keys()
+    assert (
+        found.data["keys"].items() <= registered.keys.items()
+        and {"pretrain", "sft"} <= found.data["keys"].keys()
+    )
     assert "champion" in second.output and "the challenger: -" in second.output
     outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
     assert (champion(second), found.data["version"]) == ("2", "2")
     assert outcomes["replay"] == "completed" and "of 1 earlier set" in second.output
     pages = [page.read_text() for page in second.home.glob("mlflow/**/report.html")]
-    assert sum("night-000002: promoted: better by" in page for page in pages) == 1, "the page in MLflow has the decision"
+    assert sum("night-000002: promoted: better by" in page for page in pages) == 1, (
+        "the page in MLflow has the decision"
+    )
     tracked = {name for (name,) in second.rows("mlflow", "select name from runs")}
-    assert {"night-000001", "night-000002"} <= tracked and not any(name.startswith("nightly-") for name in tracked)
+    assert {"night-000001", "night-000002"} <= tracked and not any(
+        name.startswith("nightly-") for name in tracked
+    )
 
 
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
@@ -118,7 +131,9 @@ def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(se
 
 
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
-    new, old = (manifest_of(second, "2", stage)["inputs"] for stage in ("evaluate", "evaluate-champion"))
+    new, old = (
+        manifest_of(second, "2", stage)["inputs"] for stage in ("evaluate", "evaluate-champion")
+    )
     same = {name for name in new if new[name]["content"] == old[name]["content"]}
     assert same >= {"documents", "chats", "domain"} and not same & {"base", "sft", "lora"}
     heldout = manifest_of(second, "2", "heldout")["result"]
@@ -136,9 +151,18 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     before = [one.data for one in nights(second)]
     planned = json.loads(second.in_process("pipeline", "plan", "nightly", "--json"))
     assert planned["near_duplicates"] == {"similarity": 0.8, "earlier_sets": 2}
-    assert planned["champion"] == "2" and [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
-    assert {stage["name"] for stage in planned["stages"]} >= {"shards-pretrain", "replay", "pretrain", "evaluate-champion"}
-    without = json.loads(second.in_process("pipeline", "plan", "nightly", "--json", "nightly.replay=0"))
+    assert planned["champion"] == "2" and [
+        Path(name).name for name in planned["files"]["pretrain"]
+    ] == ["docs-4.jsonl"]
+    assert {stage["name"] for stage in planned["stages"]} >= {
+        "shards-pretrain",
+        "replay",
+        "pretrain",
+        "evaluate-champion",
+    }
+    without = json.loads(
+        second.in_process("pipeline", "plan", "nightly", "--json", "nightly.replay=0")
+    )
     assert "replay" not in {stage["name"] for stage in without["stages"]}
     assert [one.data for one in nights(second)] == before
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
@@ -146,9 +170,12 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
 
 RECORDS = 4  # begun, its run, decided with the held-out set, closed
 POINTS = [
-    pytest.param(number, when, marks=[] if (number, when) == (3, "after") else [pytest.mark.long])  # the sample: one
-    for number in range(1, RECORDS + 1) for when in ("before", "after")
-]  # fmt: skip
+    pytest.param(
+        number, when, marks=[] if (number, when) == (3, "after") else [pytest.mark.long]
+    )  # the sample: one
+    for number in range(1, RECORDS + 1)
+    for when in ("before", "after")
+]
 
 
 def killed(cli: Cli, number: int, when: str) -> int | None:
@@ -186,7 +213,9 @@ def before_second(copy: Callable[[], Cli]) -> Cli:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("number", "when"), POINTS)
-def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli, number: int, when: str) -> None:
+def test_a_kill_between_any_two_writes_leads_to_the_same_end(
+    before_second: Cli, number: int, when: str
+) -> None:
     cli = before_second
     assert killed(cli, number, when) == -signal.SIGKILL
     night(cli)
@@ -194,7 +223,10 @@ def test_a_kill_between_any_two_writes_leads_to_the_same_end(before_second: Cli,
     outcomes = [one.outcome for one in nights(cli)]
     assert outcomes == ["nothing-new", "promoted", "promoted"]
     assert champion(cli) == "2" and nights(cli)[1].data["version"] == "2"
-    assert [one.version for one in Registry(cli.home).sets(NAME)] == ["2", "1"]  # nothing is registered twice
+    assert [one.version for one in Registry(cli.home).sets(NAME)] == [
+        "2",
+        "1",
+    ]  # nothing is registered twice
 
 
 @pytest.mark.long
@@ -204,19 +236,29 @@ def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
 
 
 ON_CHAMPION = (
-    "pretrain.schedule.kind=infinite", "nightly.chats=new", "nightly.sft_base=champion", "nightly.lora_base=champion"
-)  # fmt: skip
+    "pretrain.schedule.kind=infinite",
+    "nightly.chats=new",
+    "nightly.sft_base=champion",
+    "nightly.lora_base=champion",
+)
 
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Callable[[], Cli]) -> None:
+def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(
+    copy: Callable[[], Cli],
+) -> None:
     cli = copy()
-    assert "the champion, version 2, is warmed up again" in night(cli, *ON_CHAMPION, "nightly.deadline_hours=0.0001")
+    assert "the champion, version 2, is warmed up again" in night(
+        cli, *ON_CHAMPION, "nightly.deadline_hours=0.0001"
+    )
     Registry(cli.home).promote(NAME, "1")
     said = night(cli, *ON_CHAMPION)
     assert "version 1 became champion during the night" in said and champion(cli) == "1"
     assert nights(cli)[0].outcome == "kept"
-    keys, before = (Registry(cli.home).find(NAME, version).keys for version in (nights(cli)[0].data["version"], "2"))
+    keys, before = (
+        Registry(cli.home).find(NAME, version).keys
+        for version in (nights(cli)[0].data["version"], "2")
+    )
     assert (keys["sft"], keys["lora"]) == (before["sft"], before["lora"]), "no chat was new"
     assert keys["pretrain"] != before["pretrain"]

@@ -32,10 +32,17 @@ def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None
     assert name == f"tiny-test: {run['run']}"
     name = run["run"]
     assert state == "Completed"
-    tasks = finished.rows("prefect", f"select name, state_name, tags from task_run where flow_run_id = '{id_}'")
+    tasks = finished.rows(
+        "prefect", f"select name, state_name, tags from task_run where flow_run_id = '{id_}'"
+    )
     assert {task: state for task, state, _ in tasks} == dict.fromkeys(stages, "Completed")
-    assert not any(json.loads(tags) for *_, tags in tasks), "for each tag Prefect asks its server for a slot"
-    assert finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0] > 0
+    assert not any(json.loads(tags) for *_, tags in tasks), (
+        "for each tag Prefect asks its server for a slot"
+    )
+    assert (
+        finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0]
+        > 0
+    )
     [[report]] = finished.rows("prefect", "select data from artifact where key = 'report'")
     assert "bits per byte" in report and f"ttrain report {name}" in report
     record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
@@ -47,7 +54,9 @@ def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     cli = copy_of()
     command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
     command[command.index("-c") + 1] = WITHOUT_PREFECT
-    done = subprocess.run(command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
     assert outcomes.pop("evaluate") == "completed" and set(outcomes.values()) == {"cached"}
@@ -73,7 +82,12 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
         state = task.fn()
         assert state.is_failed() and state.message == "its process was killed"
     assert waits == [10.0, 20.0]
-    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (EVALUATE.name, 3, NO_CACHE, False)
+    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (
+        EVALUATE.name,
+        3,
+        NO_CACHE,
+        False,
+    )
     tries_again = task.retry_condition_fn
     assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))
     assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))

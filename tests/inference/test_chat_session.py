@@ -28,7 +28,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     real = generate.generate
 
-    def noting(speaker: LoadedModel, prompts: Sequence[Sequence[int]], *more: Any, **options: Any) -> Any:
+    def noting(
+        speaker: LoadedModel, prompts: Sequence[Sequence[int]], *more: Any, **options: Any
+    ) -> Any:
         found.extend(list(prompt) for prompt in prompts)
         return real(speaker, prompts, *more, **options)
 
@@ -36,7 +38,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-def test_the_model_is_given_system_prompt_history_and_question(one: LoadedModel, given: list[list[int]]) -> None:
+def test_the_model_is_given_system_prompt_history_and_question(
+    one: LoadedModel, given: list[list[int]]
+) -> None:
     chat = chat_with(one, system="Be brief.")
     first = chat.ask("Who?")
     chat.ask("Why?")
@@ -48,10 +52,14 @@ def test_the_model_is_given_system_prompt_history_and_question(one: LoadedModel,
     assert given[2] == given[0]
 
 
-def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(one: LoadedModel, given: list[list[int]]) -> None:
+def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(
+    one: LoadedModel, given: list[list[int]]
+) -> None:
     chat = chat_with(one, system="Stay.")
     lengths = (40, 45, 4, 45, 4, 40)
-    forgotten = [chat.ask(f"{number} " + "x" * length).forgotten for number, length in enumerate(lengths)]
+    forgotten = [
+        chat.ask(f"{number} " + "x" * length).forgotten for number, length in enumerate(lengths)
+    ]
     assert forgotten[0] == 0
     assert forgotten[-1] >= 4
     assert all(count % 2 == 0 for count in forgotten)
@@ -83,7 +91,10 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(one: LoadedModel) -> Non
 
 def test_commands_save_and_end_the_conversation(one: LoadedModel, tmp_path: Path) -> None:
     chat = chat_with(one)
-    assert chat_screen.run_command(f"/save {tmp_path / 'none'}", [chat]) == "there is nothing to save yet"
+    assert (
+        chat_screen.run_command(f"/save {tmp_path / 'none'}", [chat])
+        == "there is nothing to save yet"
+    )
     chat.ask("Who?")
     for _ in range(2):
         chat_screen.run_command(f"/save {tmp_path / 'chat.jsonl'}", [chat])
@@ -110,7 +121,9 @@ def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
     return ask
 
 
-def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(one: LoadedModel, directory: Path, pipe: Pipe) -> None:
+def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(
+    one: LoadedModel, directory: Path, pipe: Pipe
+) -> None:
     chat = chat_with(one)
     expected = [chat.ask(question).text for question in ("Who?", "/usr/bin?")]
     chat.reset()
@@ -124,7 +137,9 @@ def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(one: LoadedModel, dire
     assert "你好" in done.out  # for eyes too
     assert {reply["stop"] for reply in found} <= {"length", "end"}
     assert "the conversation is forgotten" in done.err
-    refused = pipe(b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory, "--json")  # a byte order mark is no text
+    refused = pipe(
+        b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory, "--json"
+    )  # a byte order mark is no text
     assert refused.code == 1 and "line 2 of standard input is not valid UTF-8" in refused.err
     assert refused.json["question"] == "Who?"
 

@@ -14,7 +14,14 @@ from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, 
 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError
-from ttrain.inference.generate import Completion, KVCache, TextStream, completion_text, generate, logits_processors
+from ttrain.inference.generate import (
+    Completion,
+    KVCache,
+    TextStream,
+    completion_text,
+    generate,
+    logits_processors,
+)
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
@@ -22,11 +29,18 @@ from ttrain.store.model_files import Reference
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gpt2": {"kind": "gpt2", "tie_embeddings": True},  # learnt positions, which padding must not shift
+    "gpt2": {
+        "kind": "gpt2",
+        "tie_embeddings": True,
+    },  # learnt positions, which padding must not shift
     "tinyseek": {"kind": "tinyseek"},
     "window": {"kind": "mistral", "fields": {"sliding_window": 8}},
 }
-PROMPTS = [[2, 40, 41], [2, 17, 200, 33, 90, 12, 61], [2, 99, 98, 97, 96, 95, 94, 93, 92, 91, 90, 89, 88]]
+PROMPTS = [
+    [2, 40, 41],
+    [2, 17, 200, 33, 90, 12, 61],
+    [2, 99, 98, 97, 96, 95, 94, 93, 92, 91, 90, 89, 88],
+]
 LONG = Sampling(max_tokens=9)
 
 
@@ -74,7 +88,9 @@ def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(direct
     one = speaker(directory)
     warm = Sampling(max_tokens=8, temperature=1.0)
     together = [said.ids for said in generate(one, PROMPTS, warm, numbers=[7, 8, 9])]
-    alone = [generate(one, [prompt], warm, numbers=[7 + at])[0].ids for at, prompt in enumerate(PROMPTS)]
+    alone = [
+        generate(one, [prompt], warm, numbers=[7 + at])[0].ids for at, prompt in enumerate(PROMPTS)
+    ]
     assert together == alone
     assert generate(one, [PROMPTS[0]], warm, numbers=[8])[0].ids != alone[0]
     assert generate(one, [PROMPTS[0]], warm.replaced({"seed": 2}), numbers=[7])[0].ids != alone[0]
@@ -93,7 +109,9 @@ def test_samples_have_the_shares_of_the_settings() -> None:
         chosen = processors(torch.zeros(draws, 1, dtype=torch.long), scores).argmax(-1)
         found = (torch.bincount(chosen, minlength=4) / draws).tolist()
         assert found == pytest.approx(shares, abs=0.03), settings  # four standard deviations
-        assert [share for share, wanted in zip(found, shares, strict=True) if wanted == 0] == [0] * shares.count(0)
+        assert [share for share, wanted in zip(found, shares, strict=True) if wanted == 0] == [
+            0
+        ] * shares.count(0)
 
 
 def test_the_repetition_penalty_counts_the_answer_and_not_the_prompt() -> None:
@@ -119,7 +137,11 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(directory: Path) -> N
 def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
     encoder = speaker(directory).encoder
     ids = encoder.encode(["the fox jumps"])[0]
-    for lead, shown in (("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")):
+    for lead, shown in (
+        ("the ", "fox jumps"),
+        ("", "the fox jumps"),
+        ("the dog ", "the fox jumps"),
+    ):
         stream = TextStream(encoder, lead)
         pieces = [stream.add(ids[:end]) for end in range(1, len(ids) + 1)]
         assert "".join(pieces) + stream.end() == stream.shown == shown
@@ -127,7 +149,9 @@ def test_a_lead_of_the_template_is_not_shown(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Callable[[str], LoadedModel]) -> None:
+def test_later_turns_are_answered_as_from_scratch(
+    shape: str, model_of_shape: Callable[[str], LoadedModel]
+) -> None:
     one = ending_with(model_of_shape(shape))
     short = Sampling(max_tokens=5)
     kept, history = KVCache(one), list(PROMPTS[1])
@@ -150,7 +174,9 @@ def test_a_turn_computes_what_is_new_in_it(directory: Path) -> None:
     embedding: Any = one.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape[1]))
     generate(one, [[*PROMPTS[1], *first.ids, 60, 61, 62]], short, kv_cache=kept)
-    assert seen[0] == 4  # three new tokens, and the last one of the answer, which went through no pass
+    assert (
+        seen[0] == 4
+    )  # three new tokens, and the last one of the answer, which went through no pass
     seen.clear()
     generate(one, [PROMPTS[1][:5]], short, kv_cache=kept)
     assert seen[0] == 1
@@ -188,8 +214,13 @@ def test_a_model_of_nan_is_refused_where_it_is_loaded_and_where_it_answers(tmp_p
     with torch.no_grad():
         one.model.get_output_embeddings().weight[7, 3] = torch.nan
     for settings in (LONG, sampling(temperature=1.0, max_tokens=2)):
-        with pytest.raises(ArtifactError, match="computes scores that are not finite; use --dtype fp32"):
+        with pytest.raises(
+            ArtifactError, match="computes scores that are not finite; use --dtype fp32"
+        ):
             generate(one, PROMPTS, settings)
     save_file(factory.state(one.model), place / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"1 of the \d+ weights in .*model hold numbers that are not finite \(lm_head"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"1 of the \d+ weights in .*model hold numbers that are not finite \(lm_head",
+    ):
         speaker(place)

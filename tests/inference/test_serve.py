@@ -49,8 +49,12 @@ class Served:
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         endpoint = Endpoint(self.queue, lambda: ["sft", "dpo"], self.pairs)
         app = Guard(endpoint.application(), listener.getsockname()[1], TOKEN)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
+        )
         self._thread.start()
 
     def _load(self, name: str) -> LoadedModel:
@@ -95,7 +99,9 @@ def test_openais_client_gets_the_answer_of_the_chat_whole_and_in_pieces(served: 
         expected = chat_answer(served.models[name], 12)
         assert whole.choices[0].message.content == expected
         assert whole.usage.completion_tokens == 12 and whole.choices[0].finish_reason == "length"
-        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        stream = client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
         *pieces, last = stream
         assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
         assert len(pieces) > 2 and last.usage == whole.usage
@@ -105,33 +111,71 @@ def test_texts_are_continued_several_at_once_and_several_times(served: Served) -
     model = served.models["sft"]
     texts = ["What is", "a list of three"]
     ids = [[*model.begin_ids, *model.encoder.encode([text])[0]] for text in texts]
-    asked: Any = {"model": "sft", "prompt": texts, "n": 2, "max_tokens": 6, "temperature": 1, "seed": 5}
+    asked: Any = {
+        "model": "sft",
+        "prompt": texts,
+        "n": 2,
+        "max_tokens": 6,
+        "temperature": 1,
+        "seed": 5,
+    }
     done = served.client().completions.create(**asked)
     warm = Sampling(max_tokens=6, temperature=1, seed=5)
-    answers = [generate(model, [prompt], warm, numbers=[number])[0] for prompt in ids for number in range(2)]
-    assert [choice.text for choice in done.choices] == [completion_text(model.encoder, answer) for answer in answers]
+    answers = [
+        generate(model, [prompt], warm, numbers=[number])[0]
+        for prompt in ids
+        for number in range(2)
+    ]
+    assert [choice.text for choice in done.choices] == [
+        completion_text(model.encoder, answer) for answer in answers
+    ]
     assert done.usage is not None and done.usage.prompt_tokens == sum(map(len, ids))
     unseeded = {**asked, "seed": None}
-    assert served.client().completions.create(**unseeded) != served.client().completions.create(**unseeded)
+    assert served.client().completions.create(**unseeded) != served.client().completions.create(
+        **unseeded
+    )
 
 
 def test_an_answer_ends_before_a_stop_sequence_also_in_a_stream(served: Served) -> None:
     free = chat_answer(served.models["sft"], 12)
     stop = free[4:6]
-    asked: Any = {"model": "sft", "messages": QUESTION, "max_tokens": 12, "temperature": 0, "stop": stop}
+    asked: Any = {
+        "model": "sft",
+        "messages": QUESTION,
+        "max_tokens": 12,
+        "temperature": 0,
+        "stop": stop,
+    }
     whole = served.client().chat.completions.create(**asked).choices[0]
     assert (whole.message.content, whole.finish_reason) == (free[: free.index(stop)], "stop")
     pieces = served.client().chat.completions.create(**asked, stream=True)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.message.content
+    assert (
+        "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.message.content
+    )
 
 
 WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": QUESTION, "max_tokens": 10**9}, 400, "set max_tokens to at most"),
-    (CHAT, {"messages": QUESTION, "max_completion_tokens": CONTEXT}, 400, f"the model's context holds {CONTEXT}"),
-    (CHAT, {"messages": QUESTION, "temperature": -1}, 400, "temperature is -1 but must be at least 0"),
+    (
+        CHAT,
+        {"messages": QUESTION, "max_completion_tokens": CONTEXT},
+        400,
+        f"the model's context holds {CONTEXT}",
+    ),
+    (
+        CHAT,
+        {"messages": QUESTION, "temperature": -1},
+        400,
+        "temperature is -1 but must be at least 0",
+    ),
     (CHAT, b"{", 400, "JSON"),
     (CHAT, {"messages": QUESTION, "model": "mine"}, 404, "there is no model 'mine'"),
-    ("/preferences", {"prompt": QUESTION, "chosen": "a", "rejected": "a"}, 400, "'chosen' and 'rejected' are equal"),
+    (
+        "/preferences",
+        {"prompt": QUESTION, "chosen": "a", "rejected": "a"},
+        400,
+        "'chosen' and 'rejected' are equal",
+    ),
 ]
 
 
@@ -159,7 +203,9 @@ def test_what_a_model_raises_is_an_error_also_in_a_stream(served: Served, monkey
         list(client.completions.create(**asked, stream=True))
 
 
-def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come_back(served: Served) -> None:
+def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come_back(
+    served: Served,
+) -> None:
     client = served.client(max_retries=0)
     endless: Any = {"model": "endless", "prompt": "a", "max_tokens": 100_000, "stream": True}
     streams = [client.completions.create(**endless) for _ in range(4)]
@@ -177,8 +223,12 @@ def test_an_answer_ends_with_its_client_and_more_than_the_bound_are_told_to_come
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
-def test_the_command_serves_models_by_name_and_ends_within_an_answer(tmp_path: Path, number: int, code: int) -> None:
-    first, second = (write_model(tmp_path / name, max_length=200_000) for name in ("first", "second"))
+def test_the_command_serves_models_by_name_and_ends_within_an_answer(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    first, second = (
+        write_model(tmp_path / name, max_length=200_000) for name in ("first", "second")
+    )
     arguments = ["serve", str(first), "--port", "0", "--device", "cpu", "--json"]
     environment = {**os.environ, "TTRAIN_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", "ttrain", *arguments]
@@ -187,9 +237,13 @@ def test_the_command_serves_models_by_name_and_ends_within_an_answer(tmp_path: P
         printed = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
         key = Path(printed["api_key_file"])
         assert key.stat().st_mode & 0o077 == 0
-        client = openai.OpenAI(base_url=printed["url"], api_key=key.read_text().strip(), max_retries=0)
+        client = openai.OpenAI(
+            base_url=printed["url"], api_key=key.read_text().strip(), max_retries=0
+        )
         assert [model.id for model in client.models.list()] == [str(first)]
-        stream = client.completions.create(model=str(second), prompt="a", max_tokens=100_000, stream=True)
+        stream = client.completions.create(
+            model=str(second), prompt="a", max_tokens=100_000, stream=True
+        )
         assert next(iter(stream)).model == str(second)
         process.send_signal(number)
         assert process.wait(20) == code
@@ -207,14 +261,19 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
         page.send("Input.insertText", text="What is a list?")
         press(page, "Enter")
         page.wait_for("document.querySelectorAll('.verdict button').length === 3")
-        for shown in page.evaluate("[...document.querySelectorAll('.stats')].map(e => e.textContent)"):
+        for shown in page.evaluate(
+            "[...document.querySelectorAll('.stats')].map(e => e.textContent)"
+        ):
             assert re.fullmatch(r"9 tokens, \d+ tokens a second; cut at the longest answer", shown)
         press(page, "Digit2", alt=True)
         page.wait_for("document.getElementById('status').textContent.includes('preferences.jsonl')")
         (row,) = kept_pairs(served.pairs)
         texts = page.evaluate("[...document.querySelectorAll('.text')].map(e => e.textContent)")
         assert (row["rejected"], row["chosen"]) == tuple(texts)
-        assert row["prompt"] == QUESTION and (row["rejected_model"], row["chosen_model"]) == ("sft", "dpo")
+        assert row["prompt"] == QUESTION and (row["rejected_model"], row["chosen_model"]) == (
+            "sft",
+            "dpo",
+        )
         page.send("Input.insertText", text="Why?")
         press(page, "Enter")
         page.wait_for("document.querySelectorAll('.verdict').length === 2")
@@ -228,7 +287,9 @@ def test_the_page_talks_to_two_models_and_keeps_the_verdict_by_the_keyboard(serv
 
 
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
-def test_the_page_stops_an_answer_and_fits_a_narrow_window(served: Served, monkeypatch: Any) -> None:
+def test_the_page_stops_an_answer_and_fits_a_narrow_window(
+    served: Served, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(served.queue._models, "sft", served.models["endless"])
     with Browser(width=400, height=800) as page:
         page.open(f"{served.address}/?token={TOKEN}")

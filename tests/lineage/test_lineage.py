@@ -37,17 +37,34 @@ SHARDS = {
 }
 
 
-def publish(home: Path, stage: str, key: str, used: Mapping[str, Artifact] | None = None, **manifest: Any) -> Artifact:
+def publish(
+    home: Path, stage: str, key: str, used: Mapping[str, Artifact] | None = None, **manifest: Any
+) -> Artifact:
     """An artifact as a stage leaves it; its key is filled up to its length."""
     store, key = ArtifactStore(home), key.ljust(64, "0")
     output = store.work(stage, key) / "output"
     (output / "model").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", MODEL):
         (output / "model" / name).write_text(key)
-    ingredients = {"code": {"ttrain.x": key}, "files": {}, "settings": {}, "inputs": {}, **manifest.pop("ingredients", {})}
-    provenance = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7", "run": RUN, "run_id": "1" * 32}
+    ingredients = {
+        "code": {"ttrain.x": key},
+        "files": {},
+        "settings": {},
+        "inputs": {},
+        **manifest.pop("ingredients", {}),
+    }
+    provenance = {
+        "ttrain": "0.1.0",
+        "commit": "c" * 40,
+        "python": "3.11.7",
+        "run": RUN,
+        "run_id": "1" * 32,
+    }
     told = {
-        "inputs": {name: {"stage": a.stage, "key": a.key, "content": a.content} for name, a in (used or {}).items()},
+        "inputs": {
+            name: {"stage": a.stage, "key": a.key, "content": a.content}
+            for name, a in (used or {}).items()
+        },
         "ingredients": ingredients,
         "provenance": {**provenance, **manifest.pop("provenance", {})},
         "result": {},
@@ -62,21 +79,48 @@ def make(home: Path, tokenizer: str = "a1b2c3d") -> dict[str, Artifact]:
     made = {"tokenizer": publish(home, "tokenizer", tokenizer, ingredients=read, provenance=where)}
     for dataset in ("pretrain", "sft"):
         key = f"shards-{dataset}"
-        made[key] = publish(home, key, f"5{dataset.encode().hex()}", {"tokenizer": made["tokenizer"]}, ingredients=read,
-                            provenance=where, result=SHARDS)  # fmt: skip
+        made[key] = publish(
+            home,
+            key,
+            f"5{dataset.encode().hex()}",
+            {"tokenizer": made["tokenizer"]},
+            ingredients=read,
+            provenance=where,
+            result=SHARDS,
+        )
     learnt = {
-        "settings": {"pretrain.seed": 7, "pretrain.optim.lr": 0.5, "pretrain.row_length": Settings().pretrain.row_length}
+        "settings": {
+            "pretrain.seed": 7,
+            "pretrain.optim.lr": 0.5,
+            "pretrain.row_length": Settings().pretrain.row_length,
+        }
     }
     given = {"tokenizer": made["tokenizer"], "shards": made["shards-pretrain"]}
     how = {"ranks": 2, "threads": 3, "precision": "bf16", "device": "cpu"}
     runtime = {"runtime": {"rows_per_device": 4}}
-    made["pretrain"] = publish(home, "pretrain", "ba5e", given, ingredients=learnt, result=how, provenance=runtime)
-    made["sft"] = publish(home, "sft", "5f7a00", {"base": made["pretrain"], "shards": made["shards-sft"]})
+    made["pretrain"] = publish(
+        home, "pretrain", "ba5e", given, ingredients=learnt, result=how, provenance=runtime
+    )
+    made["sft"] = publish(
+        home, "sft", "5f7a00", {"base": made["pretrain"], "shards": made["shards-sft"]}
+    )
     stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
-    record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0, "seconds": 1.0, "stages": stages}
+    record = {
+        "run": RUN,
+        "pipeline": "full",
+        "outcome": "completed",
+        "started_unix": 1.0,
+        "seconds": 1.0,
+        "stages": stages,
+    }
     (home / "runs").mkdir(exist_ok=True)
     settings = Settings(name="mine").model_dump(mode="json")
-    told = {"metrics": {}, "settings": settings, "process": {"pid": 1, "started": 0}, "model_set": "mine/1"}
+    told = {
+        "metrics": {},
+        "settings": settings,
+        "process": {"pid": 1, "started": 0},
+        "model_set": "mine/1",
+    }
     write_json(home / "runs" / f"{RUN}.json", {**record, **told})
     registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
     members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
@@ -128,11 +172,23 @@ def stages_of(home: Path, text: str) -> list[Any]:
 WHOLE = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
 
 
-def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_alone_tells_the_whole_chain_under_every_name(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = made / "store" / "sft" / "5f7a00".ljust(64, "0") / "model"
     monkeypatch.chdir(made.parent)
-    (made.parent / "mine" / "1").mkdir(parents=True)  # a registered model is not hidden by a directory of its name
-    names = ("sft", "5f7a00", f"sft/{'5f7a00'.ljust(64, '0')}", f"{RUN}:sft", "latest:sft", RUN, "mine/1")
+    (made.parent / "mine" / "1").mkdir(
+        parents=True
+    )  # a registered model is not hidden by a directory of its name
+    names = (
+        "sft",
+        "5f7a00",
+        f"sft/{'5f7a00'.ljust(64, '0')}",
+        f"{RUN}:sft",
+        "latest:sft",
+        RUN,
+        "mine/1",
+    )
     for text in (*names, str(place), str(place.relative_to(made.parent))):
         found = lineage_of(made, text)
         assert chain(found) == WHOLE, text
@@ -140,13 +196,27 @@ def test_the_store_alone_tells_the_whole_chain_under_every_name(made: Path, monk
     assert not (made / "mlflow").exists(), "asking makes no database"
 
 
-def test_a_stage_has_data_with_counts_and_places_code_commit_seed_and_own_settings(made: Path) -> None:
+def test_a_stage_has_data_with_counts_and_places_code_commit_seed_and_own_settings(
+    made: Path,
+) -> None:
     tokenizer, shards, base = stages_of(made, "pretrain")
-    assert (tokenizer["seed"], base["seed"], base["commit"], base["settings"]) == (3, 7, "c" * 40, OWN)
-    place, counts = {"location": "/data/docs.jsonl"}, {"documents": 90, "tokens": 800, "bytes": 3000}
+    assert (tokenizer["seed"], base["seed"], base["commit"], base["settings"]) == (
+        3,
+        7,
+        "c" * 40,
+        OWN,
+    )
+    place, counts = (
+        {"location": "/data/docs.jsonl"},
+        {"documents": 90, "tokens": 800, "bytes": 3000},
+    )
     assert shards["data"] == [{"part": "train", **FILES[0], **place, **counts}]
     assert base["inputs"]["shards"] == {"stage": "shards-pretrain", "key": shards["key"]}
-    assert base["code"] != shards["code"] and base["made_unix"] and base["content"] != shards["content"]
+    assert (
+        base["code"] != shards["code"]
+        and base["made_unix"]
+        and base["content"] != shards["content"]
+    )
     assert {stage["run"] for stage in (tokenizer, shards, base)} == {RUN}
 
 
@@ -162,10 +232,17 @@ def test_mlflow_alone_tells_what_the_store_told(tracked: Path, made: Path, tmp_p
 
 
 @pytest.mark.usefixtures("shared")
-def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(tracked: Path, tmp_path: Path) -> None:
+def test_a_registered_name_is_the_stores_own_artifact_else_the_files_that_mlflow_kept(
+    tracked: Path, tmp_path: Path
+) -> None:
     home = alone(tracked, tmp_path / "home", "store")
     own = ArtifactStore(home).latest("sft").path / "model"
-    versions = ("mine-sft/1", "mine-sft@champion", "mine/1", "mine@champion")  # a set stands for the last of its models
+    versions = (
+        "mine-sft/1",
+        "mine-sft@champion",
+        "mine/1",
+        "mine@champion",
+    )  # a set stands for the last of its models
     for text in (*versions, *(f"models:/{version}" for version in versions)):
         assert resolve(text, home).model == own, text
     there = r"there are mine/1, mine@champion, mine-base/1, mine-base@champion, mine-sft/1, mine-sft@champion"
@@ -182,17 +259,27 @@ def test_a_manifest_that_is_nowhere_is_named(tracked: Path, shared: Path, tmp_pa
     home = alone(tracked, tmp_path / "home")
     for manifest in shared.glob("mlflow/artifacts/*/artifacts/sft/manifest.json"):
         manifest.unlink()
-    with pytest.raises(ArtifactError, match=r"the manifest of sft 5f7a00000000 is neither in the store .* nor in MLflow"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"the manifest of sft 5f7a00000000 is neither in the store .* nor in MLflow",
+    ):
         lineage_of(home, "mine-sft/1")
 
 
 def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) -> None:
     first = make(tmp_path)
-    given = {"tokenizer": first["tokenizer"], "base": first["pretrain"], "shards": first["shards-pretrain"]}
+    given = {
+        "tokenizer": first["tokenizer"],
+        "base": first["pretrain"],
+        "shards": first["shards-pretrain"],
+    }
     continued = [{"key": "0" * 64, "step": 9, "differences": ["module ttrain.x changed"]}]
     publish(tmp_path, "pretrain", "ba5e22", given, continued=continued, extends="step-00000040")
     found = stages_of(tmp_path, "ba5e22")
-    assert [stage["key"][:6] for stage in found if stage["stage"] == "pretrain"] == ["ba5e00", "ba5e22"]
+    assert [stage["key"][:6] for stage in found if stage["stage"] == "pretrain"] == [
+        "ba5e00",
+        "ba5e22",
+    ]
     assert [len(stage["notes"]) for stage in found] == [0, 0, 0, 2]
 
 
@@ -203,31 +290,49 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     run = in_process(capsys)
     said = " ".join(run("lineage", "mine/1").out.split())
     counts = "90 records, 800 tokens, 3,000 bytes of text"
-    words = ("mine/1: a set of models, of the run", "key ba5e00000000", "commit cccccccccccc seed 7", counts)
+    words = (
+        "mine/1: a set of models, of the run",
+        "key ba5e00000000",
+        "commit cccccccccccc seed 7",
+        counts,
+    )
     words += ("docs.jsonl sha256", "at /data/docs.jsonl", "pretrain.optim.lr=0.5", RUN)
     trained = "trained precision bf16, device cpu, ranks 2, threads 3, rows_per_device 4"
     for word in (*words, trained, "with ttrain 0.1.0, python 3.11.7"):
         assert word in said
     told = run("lineage", "mine/1", "--json").json
-    assert [stage["stage"] for stage in told["stages"]] == WHOLE and (told["kind"], told["run"]) == ("set", RUN)
+    assert [stage["stage"] for stage in told["stages"]] == WHOLE and (
+        told["kind"],
+        told["run"],
+    ) == ("set", RUN)
     assert told["stages"][2]["inputs"]["shards"]["key"] == told["stages"][1]["key"]
 
 
-def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(tmp_path: Path) -> None:
+def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(
+    tmp_path: Path,
+) -> None:
     first = make(tmp_path / "first")["shards-pretrain"]
     other_tokenizer = make(tmp_path / "second", tokenizer="ffff")["shards-pretrain"]
     train, held_out = datasets.data_of(first)
     assert (train.name, train.tags[datasets.CONTEXT]) == ("pretrain", "training")
     assert json.loads(train.profile) == {"documents": 80, "bytes": 2700}
     assert (held_out.name, held_out.tags) == (
-        "pretrain-heldout", {datasets.CONTEXT: "validation", "tokens": "100"}
-    )  # fmt: skip
-    assert [one.digest for one in datasets.data_of(other_tokenizer)] == [train.digest, held_out.digest]
+        "pretrain-heldout",
+        {datasets.CONTEXT: "validation", "tokens": "100"},
+    )
+    assert [one.digest for one in datasets.data_of(other_tokenizer)] == [
+        train.digest,
+        held_out.digest,
+    ]
     assert train.digest != held_out.digest
     assert [one.name for one in datasets.read_by({"shards": first}, trains=True)] == ["pretrain"]
-    assert [one.name for one in datasets.read_by({"shards": first}, trains=False)] == ["pretrain-heldout"]
+    assert [one.name for one in datasets.read_by({"shards": first}, trains=False)] == [
+        "pretrain-heldout"
+    ]
     others = {"files": {"train": FILES}, "settings": {"reading.seed": 4}}
-    changed = publish(tmp_path / "reading", "shards-pretrain", "1", ingredients=others, result=SHARDS)
+    changed = publish(
+        tmp_path / "reading", "shards-pretrain", "1", ingredients=others, result=SHARDS
+    )
     assert datasets.data_of(changed)[0].digest != train.digest
     settings = first.manifest["ingredients"]["settings"]
     renamed = {"files": {"train": [{"name": "x.jsonl", "sha256": SHA}]}, "settings": settings}

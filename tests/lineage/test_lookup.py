@@ -47,35 +47,59 @@ def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft")
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
     (directory / ADAPTER).write_bytes(b"adapter")
     if base is not None:
-        (directory / "base.json").write_text(json.dumps({"base_weights_sha256": weights_digest(base)}))
+        (directory / "base.json").write_text(
+            json.dumps({"base_weights_sha256": weights_digest(base)})
+        )
     return directory
 
 
 class Home:
     def __init__(self, root: Path) -> None:
         self.store = ArtifactStore(root / "home")
-        self.tokenizer = self.publish("tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}"))
+        self.tokenizer = self.publish(
+            "tokenizer", "t", lambda output: (output / "tokenizer.json").write_text("{}")
+        )
         self.sft = self.publish("sft", "s1", lambda output: write_model(output / "model", b"first"))
-        self.lora = self.publish("lora", "l", lambda output: write_adapter(output / "adapter", self.sft.path / "model"))
-        self.newer = self.publish("sft", "s2", lambda output: write_model(output / "model", b"second"))
+        self.lora = self.publish(
+            "lora", "l", lambda output: write_adapter(output / "adapter", self.sft.path / "model")
+        )
+        self.newer = self.publish(
+            "sft", "s2", lambda output: write_model(output / "model", b"second")
+        )
         self.run = self.record(self.tokenizer, self.sft, self.lora)
 
     def publish(
-        self, stage: str, key: str, write: Callable[[Path], object], inputs: Mapping[str, Artifact] = MappingProxyType({})
+        self,
+        stage: str,
+        key: str,
+        write: Callable[[Path], object],
+        inputs: Mapping[str, Artifact] = MappingProxyType({}),
     ) -> Artifact:
         output = self.store.work(stage, key)
         output.mkdir(parents=True)
         write(output)
-        used = {name: {"stage": one.stage, "key": one.key, "content": one.content} for name, one in inputs.items()}
-        return self.store.publish(stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": used})
+        used = {
+            name: {"stage": one.stage, "key": one.key, "content": one.content}
+            for name, one in inputs.items()
+        }
+        return self.store.publish(
+            stage, key, output, {"result": {}, "ingredients": {"code": {}}, "inputs": used}
+        )
 
     def record(
-        self, *artifacts: Artifact, pipeline: str = "full", outcome: str = "failed", name: str = "", **notes: str
+        self,
+        *artifacts: Artifact,
+        pipeline: str = "full",
+        outcome: str = "failed",
+        name: str = "",
+        **notes: str,
     ) -> str:
         stages = [*(artifact.stage for artifact in artifacts), "evaluate"]
         made = RunRecord(self.store.root, pipeline, stages, {"name": name} if name else {})
         for artifact in artifacts:
-            made.stage(artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path))
+            made.stage(
+                artifact.stage, outcome="completed", key=artifact.key, path=str(artifact.path)
+            )
         made.note(**notes)
         if outcome != "running":
             made.finish(outcome, {})
@@ -96,7 +120,11 @@ def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     found = runs_home.resolve("sft")
-    assert (found.model, found.adapter, found.artifact) == (runs_home.newer.path / "model", None, runs_home.newer)
+    assert (found.model, found.adapter, found.artifact) == (
+        runs_home.newer.path / "model",
+        None,
+        runs_home.newer,
+    )
     assert found.directory == found.tokenizer == found.model
     (runs_home.newer.path / "model" / MODEL).unlink()
     assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
@@ -113,7 +141,9 @@ def test_a_newest_model_that_is_damaged_is_not_replaced_in_silence(
     assert f"sft of the run {newest} is damaged" in caplog.text
 
 
-def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_them(runs_home: Home) -> None:
+def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_them(
+    runs_home: Home,
+) -> None:
     """A night in progress has newer models; so has a run that failed, a trial, a stage that ran alone."""
 
     def keys(*texts: str, **options: Any) -> list[str | None]:
@@ -121,20 +151,38 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
         return [one.artifact.key if one.artifact else None for one in found]
 
     assert keys("sft", "lora") == ["s1", "l"], "a run that failed is better than models of several"
-    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
-    base_only = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="cached", name="other")
+    mine = runs_home.record(
+        runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine"
+    )
+    base_only = runs_home.record(
+        runs_home.tokenizer, runs_home.newer, outcome="cached", name="other"
+    )
     assert keys("sft") == ["s2"] and keys("sft", "lora") == ["s1", "l"], "each of one run"
     other_lora = runs_home.publish(
-        "lora", "l2", lambda output: write_adapter(output / "adapter", runs_home.newer.path / "model")
+        "lora",
+        "l2",
+        lambda output: write_adapter(output / "adapter", runs_home.newer.path / "model"),
     )
     for pipeline, outcome, notes in (
-        ("nightly", "running", {}), ("nightly", "completed", {}), ("full", "failed", {}), ("full", "running", {}),
+        ("nightly", "running", {}),
+        ("nightly", "completed", {}),
+        ("full", "failed", {}),
+        ("full", "running", {}),
         ("full", "completed", {"sweep": "sweep-1"}),
-    ):  # fmt: skip
-        run = runs_home.record(runs_home.tokenizer, runs_home.newer, other_lora, pipeline=pipeline, outcome=outcome, **notes)
+    ):
+        run = runs_home.record(
+            runs_home.tokenizer,
+            runs_home.newer,
+            other_lora,
+            pipeline=pipeline,
+            outcome=outcome,
+            **notes,
+        )
         assert keys("sft", "lora") == ["s1", "l"], (pipeline, outcome, notes)
         assert keys("sft", "lora", run=run) == ["s2", "l2"], "unless it is named"
-    assert keys("sft", f"{run}:lora", "./home/store/sft/s2") == ["s2", "l2", "s2"], "what says more is what it says"
+    assert keys("sft", f"{run}:lora", "./home/store/sft/s2") == ["s2", "l2", "s2"], (
+        "what says more is what it says"
+    )
     assert keys("lora", run=mine[-5:]) == ["l"]
     with pytest.raises(UsageError, match=f"the run {base_only} has no stage 'lora'"):
         keys("sft", "lora", run=base_only)
@@ -147,7 +195,9 @@ def test_the_stages_of_a_command_are_those_of_the_newest_finished_run_that_has_t
 def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()  # it has all of them
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed")
-    runs_home.record(runs_home.tokenizer, runs_home.newer, runs_home.lora, pipeline="nightly", outcome="running")
+    runs_home.record(
+        runs_home.tokenizer, runs_home.newer, runs_home.lora, pipeline="nightly", outcome="running"
+    )
     runs_home.record(runs_home.tokenizer, runs_home.lora, outcome="completed")
     expected = "no run has all of lora, sft; name each as RUN:STAGE"
     with pytest.raises(UsageError, match=expected):
@@ -157,15 +207,27 @@ def test_stages_that_stand_in_different_runs_only_are_not_mixed(runs_home: Home)
 def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
     (runs_home.store.root / "runs" / f"{runs_home.run}.json").unlink()
     assert lookup.run_of(["sft"], runs_home.store.root) is None
-    with pytest.raises(UsageError, match=r"no finished run has a model in .*; stages with a model: lora, sft"):
+    with pytest.raises(
+        UsageError, match=r"no finished run has a model in .*; stages with a model: lora, sft"
+    ):
         resolve(None, runs_home.store.root)
     runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="completed", sweep="sweep-1")
-    night = runs_home.record(runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed")
+    night = runs_home.record(
+        runs_home.tokenizer, runs_home.newer, pipeline="nightly", outcome="completed"
+    )
     runs_home.record(runs_home.tokenizer, runs_home.sft, pipeline="nightly", outcome="failed")
-    assert runs_home.resolve("sft").run["run"] == resolve(None, runs_home.store.root).run["run"] == night
+    assert (
+        runs_home.resolve("sft").run["run"]
+        == resolve(None, runs_home.store.root).run["run"]
+        == night
+    )
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, outcome="failed")
     runs_home.record(runs_home.tokenizer)  # fails after the tokenizer
-    assert runs_home.resolve("sft").run["run"] == resolve(None, runs_home.store.root).run["run"] == mine
+    assert (
+        runs_home.resolve("sft").run["run"]
+        == resolve(None, runs_home.store.root).run["run"]
+        == mine
+    )
 
 
 def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) -> None:
@@ -180,7 +242,9 @@ def test_a_damaged_manifest_is_named_with_what_sets_it_aside(runs_home: Home) ->
 
 
 def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
-    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine")
+    mine = runs_home.record(
+        runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed", name="mine"
+    )
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
     found = lookup.resolve_all(["sft", "lora", "./elsewhere", f"{mine}:sft"], runs_home.store.root)
     assert [*map(lookup.line_of, found)] == [
@@ -190,22 +254,38 @@ def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
         f"{mine}:sft = mine, {mine}:sft, s1",
     ]
     assert lookup.to_json(found[0]) == {
-        "model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1",
+        "model": "sft",
+        "name": "mine",
+        "run": f"{mine}:sft",
+        "key": "s1",
         "digest": weights_digest(runs_home.sft.path / "model"),
-    }  # fmt: skip
+    }
     assert lookup.to_json(found[2])["run"] is None
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
     last = runs_home.resolve(runs_home.run)
-    assert (last.model, last.adapter) == (runs_home.sft.path / "model", runs_home.lora.path / "adapter")
+    assert (last.model, last.adapter) == (
+        runs_home.sft.path / "model",
+        runs_home.lora.path / "adapter",
+    )
     assert last.directory == last.adapter
-    assert runs_home.resolve(runs_home.run[-5:]).adapter == last.adapter == runs_home.resolve("latest").adapter
-    assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", "not another run's newest"
+    assert (
+        runs_home.resolve(runs_home.run[-5:]).adapter
+        == last.adapter
+        == runs_home.resolve("latest").adapter
+    )
+    assert runs_home.resolve(f"{runs_home.run}:sft").model == runs_home.sft.path / "model", (
+        "not another run's newest"
+    )
 
 
-def test_the_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(runs_home: Home) -> None:
-    finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed")
+def test_the_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_one(
+    runs_home: Home,
+) -> None:
+    finished = runs_home.record(
+        runs_home.tokenizer, runs_home.sft, runs_home.lora, outcome="completed"
+    )
     base = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"base"))
     without = runs_home.record(runs_home.tokenizer, base, outcome="completed")
     [found] = lookup.resolve_all([None], runs_home.store.root)
@@ -217,18 +297,28 @@ def test_the_default_model_is_that_of_sft_of_the_newest_finished_run_that_has_on
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("../x", "a letter"), ("x" * 41, "at most 39"), ("sft", "my-sft"), ("mine", "mine-3"),
+        ("../x", "a letter"),
+        ("x" * 41, "at most 39"),
+        ("sft", "my-sft"),
+        ("mine", "mine-3"),
     ],
-)  # fmt: skip
-def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(runs_home: Home, name: str, fix: str) -> None:
+)
+def test_a_name_of_a_run_that_is_no_name_or_is_taken_is_refused_with_the_fix(
+    runs_home: Home, name: str, fix: str
+) -> None:
     for taken in ("mine", "mine-2"):
         RunRecord(runs_home.store.root, "full", [], {}, {"run_name": taken}).finish("completed", {})
     with pytest.raises(UsageError, match=fix):
         new_run_name(runs_home.store.root, name)
-    assert new_run_name(runs_home.store.root, "mine-3") == "mine-3" and new_run_name(runs_home.store.root, None) == ""
+    assert (
+        new_run_name(runs_home.store.root, "mine-3") == "mine-3"
+        and new_run_name(runs_home.store.root, None) == ""
+    )
 
 
-def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(runs_home: Home) -> None:
+def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(
+    runs_home: Home,
+) -> None:
     root = runs_home.store.root
     for outcome in ("interrupted", "failed"):
         RunRecord(root, "full", [], {}, {"run_name": "mine"}).finish(outcome, {})
@@ -242,7 +332,10 @@ def test_a_command_with_a_name_may_be_given_again_after_its_run_was_cut_short(ru
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:
     for path in (runs_home.sft.path, Path("home/store/sft/s1"), Path("./home/store/sft/s1/model")):
         found = runs_home.resolve(str(path))
-        assert (found.model, found.artifact and found.artifact.key) == (runs_home.sft.path / "model", "s1"), path
+        assert (found.model, found.artifact and found.artifact.key) == (
+            runs_home.sft.path / "model",
+            "s1",
+        ), path
     for path in (runs_home.lora.path, runs_home.lora.path / "adapter"):
         assert runs_home.resolve(str(path)).adapter == runs_home.lora.path / "adapter"
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
@@ -251,16 +344,24 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
     (elsewhere / SECOND_HEAD).touch()
     assert runs_home.resolve("elsewhere").second_head == elsewhere / SECOND_HEAD
     here = write_model(Path("sft").absolute(), b"x")
-    assert runs_home.resolve("sft").model == runs_home.sft.path / "model", "a word is a stage before it is a directory"
+    assert runs_home.resolve("sft").model == runs_home.sft.path / "model", (
+        "a word is a stage before it is a directory"
+    )
     assert runs_home.resolve("./sft").model == here
 
 
 def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
     shutil.copytree(runs_home.lora.path / "adapter", "copied")
     found = runs_home.resolve("copied")
-    assert (found.model, found.adapter, found.artifact) == (runs_home.sft.path / "model", Path("copied").absolute(), None)
+    assert (found.model, found.adapter, found.artifact) == (
+        runs_home.sft.path / "model",
+        Path("copied").absolute(),
+        None,
+    )
     assert found.base_digest == hashlib.sha256(b"first").hexdigest()
-    sharded = runs_home.publish("pretrain", "p", lambda output: write_model(output / "model", b"big", shards=3))
+    sharded = runs_home.publish(
+        "pretrain", "p", lambda output: write_model(output / "model", b"big", shards=3)
+    )
     write_adapter(Path("adapter"), sharded.path / "model")
     assert runs_home.resolve("adapter").model == sharded.path / "model"
 
@@ -270,7 +371,10 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(
 ) -> None:
     base = write_model(Path("base").absolute(), b"foreign")
     adapter = write_adapter(Path("adapter"), base)
-    with pytest.raises(UsageError, match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base"):
+    with pytest.raises(
+        UsageError,
+        match=f"its base with the weights {weights_digest(base)[:12]} is not in .*--base",
+    ):
         runs_home.resolve("adapter")
     assert runs_home.resolve("adapter", base="base").model == base
     later = runs_home.record(runs_home.tokenizer, runs_home.newer, outcome="completed")
@@ -279,7 +383,10 @@ def test_the_base_of_an_adapter_from_elsewhere_is_named_or_lies_beside(
         assert found.model == sft.path / "model", "as of the other stages of the command"
     monkeypatch.setenv("TTRAIN_HOME", str(runs_home.store.root))
     options = chat.LoadingOptions(base="sft", run=later)
-    alone, beside = chat._resolved(["adapter"], options), chat._resolved(["adapter", "sft"], options)
+    alone, beside = (
+        chat._resolved(["adapter"], options),
+        chat._resolved(["adapter", "sft"], options),
+    )
     assert [model.model for model in (*alone, *beside)] == [runs_home.newer.path / "model"] * 3
     with pytest.raises(UsageError, match="--base is 'lora', which is an adapter itself"):
         runs_home.resolve("adapter", base="lora")

@@ -29,7 +29,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     (root / "data").mkdir()
     for name in ("a", "b"):
-        rows = (json.dumps({"text": f"{name} {number} the man and the sea " * 5}) for number in range(60))
+        rows = (
+            json.dumps({"text": f"{name} {number} the man and the sea " * 5})
+            for number in range(60)
+        )
         (root / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     data = str(root / "data" / "*.jsonl")
     given = [f"data.{name}={data}" for name in ("pretrain", "sft", "lora")]
@@ -48,7 +51,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(made: Path, tmp_path: Path) -> Path:
     shutil.copytree(made, tmp_path / "root")
     for path in tmp_path.glob(f"root/home/store/*/*/{MANIFEST}"):
-        write_manifest(path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root"))))
+        write_manifest(
+            path.parent, json.loads(path.read_text().replace(str(made), str(tmp_path / "root")))
+        )
     return tmp_path / "root"
 
 
@@ -72,7 +77,9 @@ def again(root: Path, to: Path, text: str = "shards-pretrain", screen: Any = Non
     return reproduce(found, recipes_of(found, root / "home"), to, screen or Mock())
 
 
-def test_settings_come_from_the_manifest_whatever_the_defaults_and_the_record_say(root: Path) -> None:
+def test_settings_come_from_the_manifest_whatever_the_defaults_and_the_record_say(
+    root: Path,
+) -> None:
     (_, tokenizer), (_, shards) = recipes(root)
     assert tokenizer.tokenizer.vocab_size == 300 and shards.reading.seed == 5
     assert (shards.runtime.threads, shards.runtime.rows_per_device) == (1, 4)
@@ -84,37 +91,63 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
     def trained(manifest: dict[str, Any]) -> None:
         manifest["result"] |= {"ranks": 4, "threads": 3, "device": "cpu"}
         runtime = manifest["provenance"]["runtime"]
-        runtime |= {"threads": None, "devices": 2, "nodes": 2, "node_rank": 1, "rendezvous": "other:1"}
+        runtime |= {
+            "threads": None,
+            "devices": 2,
+            "nodes": 2,
+            "node_rank": 1,
+            "rendezvous": "other:1",
+        }
         runtime |= {"compile": True, "rows_per_device": 7, "parallel": "fsdp", "gone_by_now": 1}
 
     alter(root, "tokenizer", trained)
     [(_, settings)] = recipes(root, "tokenizer")
     runtime = settings.runtime
-    assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (4, 3, "cpu", 1, 0)
+    assert (runtime.devices, runtime.threads, runtime.device, runtime.nodes, runtime.node_rank) == (
+        4,
+        3,
+        "cpu",
+        1,
+        0,
+    )
     assert (runtime.compile, runtime.rows_per_device, runtime.parallel) == (True, 7, "fsdp")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but there is no such file"),
-        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "train file b.jsonl changed"),
+        (
+            lambda data: (data / "a.jsonl").rename(data / "c.jsonl"),
+            "a.jsonl' but there is no such file",
+        ),
+        (
+            lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'),
+            "train file b.jsonl changed",
+        ),
     ],
 )
-def test_raw_data_that_are_gone_or_changed_are_refused_before_anything_is_built(root: Path, change: Any, said: str) -> None:
+def test_raw_data_that_are_gone_or_changed_are_refused_before_anything_is_built(
+    root: Path, change: Any, said: str
+) -> None:
     change(root / "data")
     with pytest.raises(ArtifactError, match=r"cannot be made again: .*tokenizer: ") as refused:
         recipes(root)
-    assert said in str(refused.value) and "shards-pretrain: " in str(refused.value), "each stage that reads them is named"
+    assert said in str(refused.value) and "shards-pretrain: " in str(refused.value), (
+        "each stage that reads them is named"
+    )
 
 
-def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manifest_says_which(root: Path) -> None:
+def test_files_that_came_later_into_the_same_folder_do_not_count_where_the_manifest_says_which(
+    root: Path,
+) -> None:
     (root / "data" / "0.jsonl").write_text('{"text": "more"}\n')
     files = tuple(str(root / "data" / f"{name}.jsonl") for name in ("a", "b"))
     assert [settings.data.paths("pretrain") for _, settings in recipes(root)] == [files, files]
 
     def weighted(manifest: dict[str, Any]) -> None:
-        manifest["provenance"]["settings"]["data"]["pretrain"] = [{"path": str(root / "data" / "*.jsonl"), "weight": 2.0}]
+        manifest["provenance"]["settings"]["data"]["pretrain"] = [
+            {"path": str(root / "data" / "*.jsonl"), "weight": 2.0}
+        ]
 
     for stage in ("tokenizer", "shards-pretrain"):
         alter(root, stage, weighted)
@@ -140,7 +173,9 @@ def test_an_interrupted_reproduction_goes_on_in_its_home(root: Path, tmp_path: P
     assert ArtifactStore(place).artifacts("tokenizer")[0].path.stat().st_ino == first
     (place / "runs").mkdir()
     for used in (place, root / "data"):
-        with pytest.raises(UsageError, match="which holds other files; name a directory that is new or empty"):
+        with pytest.raises(
+            UsageError, match="which holds other files; name a directory that is new or empty"
+        ):
             again(root, used)
 
 
@@ -161,14 +196,31 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_tells_other_code_li
     before = sorted((root / "home" / "store").rglob("*"))
     done = run("shards-pretrain", "--json")
     tokenizer, shards = done.json["stages"]
-    assert done.code == 0 and done.json["equal"] and sorted((root / "home" / "store").rglob("*")) == before
+    assert (
+        done.code == 0
+        and done.json["equal"]
+        and sorted((root / "home" / "store").rglob("*")) == before
+    )
     for stage in (tokenizer, shards):
-        assert stage["content"] == stage["rebuilt_content"] and stage["files"] == [] and stage["seconds"] > 0
+        assert (
+            stage["content"] == stage["rebuilt_content"]
+            and stage["files"] == []
+            and stage["seconds"] > 0
+        )
     assert shards["key"] == shards["rebuilt_key"] and shards["differences"] == []
     told = "; ".join(tokenizer["differences"])
-    for word in ("module ttrain.data.tokenizer changed", "tokenizers 0.1.0", "processor: an abacus → ", "cores: 99 → "):
+    for word in (
+        "module ttrain.data.tokenizer changed",
+        "tokenizers 0.1.0",
+        "processor: an abacus → ",
+        "cores: 99 → ",
+    ):
         assert word in told
-    alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(sha256="0" * 64))
+    alter(
+        root,
+        "tokenizer",
+        lambda manifest: manifest["files"]["tokenizer.json"].update(sha256="0" * 64),
+    )
     done = run("shards-pretrain")
     assert done.code == 1 and "tokenizer: tokenizer.json differs: content " in done.out
     assert "DIFFERENT: tokenizer of shards-pretrain/" in done.out

@@ -10,7 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.comparing import copies, distance, same
-from support.tiny_adapters import CASE_IDS, CASES, CPU, KINDS, SHAPES, disturb, logits, save_adapter, save_base, settings
+from support.tiny_adapters import (
+    CASE_IDS,
+    CASES,
+    CPU,
+    KINDS,
+    SHAPES,
+    disturb,
+    logits,
+    save_adapter,
+    save_base,
+    settings,
+)
 from support.tiny_data import NumberedRows
 from support.tiny_stages import Home, run_here, stage_settings
 from support.tiny_trainers import Held, PlainSgd, in_ranks, make_trainer, tiny_model
@@ -40,10 +51,14 @@ class HeldAdapter(Held):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_nothing_that_a_library_will_drop_is_used_to_attach_an_adapter_or_to_load_it(kind: str, tmp_path: Path) -> None:
+def test_nothing_that_a_library_will_drop_is_used_to_attach_an_adapter_or_to_load_it(
+    kind: str, tmp_path: Path
+) -> None:
     base = save_base(tiny_model(), tmp_path / "base")
     model = adapters.attach(tiny_model(), settings(kind=kind))
-    loaded = adapters.load(factory.load(base), save_adapter(model, tmp_path / "adapter", base), weights_digest(base))
+    loaded = adapters.load(
+        factory.load(base), save_adapter(model, tmp_path / "adapter", base), weights_digest(base)
+    )
     assert same(adapters.state(model), adapters.state(loaded))
 
 
@@ -61,50 +76,75 @@ def without_layer(names: Any) -> set[str]:
         ("gpt2", "all-linear", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}, set()),
         ("experts", "attention", ATTENTION, set()),
         ("experts", "all-linear", ATTENTION, {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
-        ("shared experts", "all-linear", ATTENTION, {
-            "mlp.experts.gate_up_proj", "mlp.experts.down_proj", *(f"{name}.weight" for name in MLP),
-            *(f"{name}.weight".replace("mlp.", "mlp.shared_experts.") for name in MLP),
-        }),
+        (
+            "shared experts",
+            "all-linear",
+            ATTENTION,
+            {
+                "mlp.experts.gate_up_proj",
+                "mlp.experts.down_proj",
+                *(f"{name}.weight" for name in MLP),
+                *(f"{name}.weight".replace("mlp.", "mlp.shared_experts.") for name in MLP),
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_preset_takes_these_layers_and_never_the_output_head(
     shape: str, preset: str, layers: set[str], parameters: set[str]
 ) -> None:
     model = tiny_model(**SHAPES[shape], tie_embeddings=False)
     found, named = adapters.find_targets(model, [preset]), dict(model.named_parameters())
-    sizes = [named[name].shape for name in (*(f"{name}.weight" for name in found.layers), *found.parameters)]
+    sizes = [
+        named[name].shape
+        for name in (*(f"{name}.weight" for name in found.layers), *found.parameters)
+    ]
     assert (without_layer(found.layers), without_layer(found.parameters)) == (layers, parameters)
     adapted = adapters.attach(model, settings(targets=(preset,)))
     touched = {
         name.removeprefix("base_model.model.").partition(".lora_")[0].replace(".base_layer", "")
-        for name, p in adapted.named_parameters() if p.requires_grad
-    }  # fmt: skip
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
+    }
     assert touched == found.layers | {name.rpartition(".")[0] for name in found.parameters}
     assert len(touched) % 2 == 0 or shape == "shared experts", "both layers, unless they differ"
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert trained == sum(2 * size[:-2].numel() * sum(size[-2:]) for size in sizes), "rank times (in + out), of each expert"
+    assert trained == sum(2 * size[:-2].numel() * sum(size[-2:]) for size in sizes), (
+        "rank times (in + out), of each expert"
+    )
 
 
 def test_a_target_may_be_the_last_parts_of_a_name() -> None:
     found = adapters.find_targets(tiny_model(kind="gpt2"), ["mlp.c_proj", "0.attn.c_attn"])
-    assert found.layers == {"transformer.h.0.mlp.c_proj", "transformer.h.1.mlp.c_proj", "transformer.h.0.attn.c_attn"}
+    assert found.layers == {
+        "transformer.h.0.mlp.c_proj",
+        "transformer.h.1.mlp.c_proj",
+        "transformer.h.0.attn.c_attn",
+    }
     assert (found.layer_suffixes, found.transposed) == (("0.attn.c_attn", "mlp.c_proj"), True)
 
 
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ("llama", ("q_proj", "qkv"), r"lora\.targets names qkv, .* are down_proj, gate_proj, .* or write all-linear"),
+        (
+            "llama",
+            ("q_proj", "qkv"),
+            r"lora\.targets names qkv, .* are down_proj, gate_proj, .* or write all-linear",
+        ),
         ("experts", ("up_proj",), r"names up_proj, .* are down_proj, gate_up_proj, k_proj"),
         ("llama", ("embed_tokens",), "names embed_tokens"),
     ],
 )
-def test_an_unknown_target_is_refused_with_the_list(shape: str, names: tuple[str, ...], message: str) -> None:
+def test_an_unknown_target_is_refused_with_the_list(
+    shape: str, names: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         adapters.attach(tiny_model(**SHAPES[shape]), settings(targets=names))
 
 
-def test_the_output_head_is_adapted_where_it_is_named_and_refused_where_it_is_the_embedding() -> None:
+def test_the_output_head_is_adapted_where_it_is_named_and_refused_where_it_is_the_embedding() -> (
+    None
+):
     adapted = adapters.attach(tiny_model(tie_embeddings=False), settings(targets=("lm_head",)))
     assert all(".lm_head.lora_" in name for name in adapters.state(adapted))
     with pytest.raises(UsageError, match=r"model\.tie_embeddings makes it the embedding too"):
@@ -112,21 +152,28 @@ def test_the_output_head_is_adapted_where_it_is_named_and_refused_where_it_is_th
 
 
 @pytest.mark.parametrize(
-    ("change", "cure"), [({"kind": "dora"}, "set lora.kind=lora"), ({"dropout": 0.1}, "set lora.dropout=0")]
+    ("change", "cure"),
+    [({"kind": "dora"}, "set lora.kind=lora"), ({"dropout": 0.1}, "set lora.dropout=0")],
 )
-def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(change: dict[str, Any], cure: str) -> None:
+def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(
+    change: dict[str, Any], cure: str
+) -> None:
     with pytest.raises(UsageError, match=f"experts .*{cure}.* or lora.targets=attention"):
         adapters.attach(tiny_model(**SHAPES["experts"]), settings(**change))
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=CASE_IDS)
-def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(shape: str, kind: str) -> None:
+def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(
+    shape: str, kind: str
+) -> None:
     base = tiny_model(**SHAPES[shape])
     frozen = copies(base.state_dict())
     config = settings(kind=kind, targets=("all-linear",))
     logits_before = logits(base)
     model = adapters.attach(base, config)
-    assert torch.equal(logits(model), logits_before) is (kind != "prefix"), "a fresh one of low rank changes no bit"
+    assert torch.equal(logits(model), logits_before) is (kind != "prefix"), (
+        "a fresh one of low rank changes no bit"
+    )
     before = copies(adapters.state(model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = NumberedRows(6)
@@ -139,7 +186,10 @@ def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(shape: 
     assert [name for name in after if torch.equal(before[name], after[name])] == []
     assert loss_after < loss_before - 0.005
     prefix = "base_model." if kind == "prefix" else "base_model.model."
-    kept = {name.removeprefix(prefix).replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
+    kept = {
+        name.removeprefix(prefix).replace(".base_layer", ""): tensor
+        for name, tensor in model.state_dict().items()
+    }
     assert same(frozen, {name: kept[name] for name in frozen})
 
 
@@ -150,7 +200,9 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
     def fit(ranks: Ranks) -> dict[str, Tensor]:
         model = adapters.attach(tiny_model(), config)
         how = Speed(parallel="fsdp")
-        trainer = make_trainer(config, model, NumberedRows(12), ranks=ranks, rows_per_device=3, how=how)
+        trainer = make_trainer(
+            config, model, NumberedRows(12), ranks=ranks, rows_per_device=3, how=how
+        )
         trainer.fit()
         return copies(trainer.parallel.whole(adapters.state(model)))
 
@@ -161,14 +213,18 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     """Up to rounding: a millionth of the way. By SGD, since AdamW divides by gradients near 0, which magnifies it."""
     config, found = settings(kind=kind), []
     for how in (Speed(), Speed(compile=True)):
         model = adapters.attach(tiny_model(), config)
         before = copies(adapters.state(model))
-        trainer = make_trainer(config, model, NumberedRows(24), how=how, task=PlainSgd(config, model))
+        trainer = make_trainer(
+            config, model, NumberedRows(24), how=how, task=PlainSgd(config, model)
+        )
         trainer.weights = HeldAdapter(model)
         trainer.fit()
         assert trainer.model.compiled is how.compile
@@ -176,14 +232,22 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     assert distance(*found) < 1e-4 * distance(before, found[0])
 
 
-def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home: Home, tmp_path: Path) -> None:
+def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(
+    stage_home: Home, tmp_path: Path
+) -> None:
     words = stage_home.tokenizer.path
     base = save_base(tiny_model(vocab=len(Encoder(words))), tmp_path / "base" / "model")
     for name in TOKENIZER_FILES:
         shutil.copyfile(words / name, base / name)
     before = weights_digest(base)
     settings = stage_settings()
-    changes = {"kind": "prefix", "start_from": "pretrain", "virtual_tokens": 4, "epochs": None, "tokens": 6 * 256}
+    changes = {
+        "kind": "prefix",
+        "start_from": "pretrain",
+        "virtual_tokens": 4,
+        "epochs": None,
+        "tokens": 6 * 256,
+    }
     config = settings.replaced({"lora": changes})
     inputs = {"base": base.parent, "shards": stage_home.chats.path}
     found = run_here(lora, config, tmp_path / "whole", inputs, settings.runtime)
@@ -192,10 +256,21 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(stage_home:
     again = run_here(lora, config, tmp_path / "again", inputs, settings.runtime)
     assert 0 < again["resumed_from_step"] < again["steps"] == found["steps"]
     adapter = tmp_path / "whole" / "adapter"
-    assert (adapter / ADAPTER).read_bytes() == (tmp_path / "again" / "adapter" / ADAPTER).read_bytes()
-    assert weights_digest(base) == before == json.loads((adapter / "base.json").read_text())["base_weights_sha256"]
-    assert found["trainable_parameters"] == sum(tensor.numel() for tensor in load_file(adapter / ADAPTER).values())
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "ttrain-pretrain"
+    assert (adapter / ADAPTER).read_bytes() == (
+        tmp_path / "again" / "adapter" / ADAPTER
+    ).read_bytes()
+    assert (
+        weights_digest(base)
+        == before
+        == json.loads((adapter / "base.json").read_text())["base_weights_sha256"]
+    )
+    assert found["trainable_parameters"] == sum(
+        tensor.numel() for tensor in load_file(adapter / ADAPTER).values()
+    )
+    assert (
+        json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "ttrain-pretrain"
+    )
     model = adapters.load(factory.load(base), adapter, before)
     assert not torch.allclose(logits(model), logits(factory.load(base)), atol=1e-4)
 
@@ -208,12 +283,16 @@ def test_int8_and_dora_are_refused_together() -> None:
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")
 def test_without_bitsandbytes_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"lora\.quantize is nf4, .* pip install bitsandbytes"):
-        adapters.load_quantized(save_base(tiny_model(), tmp_path / "base"), settings(quantize="nf4"))
+        adapters.load_quantized(
+            save_base(tiny_model(), tmp_path / "base"), settings(quantize="nf4")
+        )
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stands_for(tmp_path: Path, kind: str) -> None:
+def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stands_for(
+    tmp_path: Path, kind: str
+) -> None:
     """Also after a validation, in which bitsandbytes packs the weights of a CPU for inference, unless it is told not to."""
     import bitsandbytes
 
@@ -223,13 +302,17 @@ def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stan
     with torch.no_grad():
         for name, module in held.named_modules():
             if isinstance(module, bitsandbytes.nn.Linear4bit):
-                whole = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                whole = bitsandbytes.functional.dequantize_4bit(
+                    module.weight.data, module.weight.quant_state
+                )
                 plain.get_submodule(name).weight.copy_(whole)
     assert any("Linear4bit" in type(module).__name__ for module in held.modules())
     gradients = []
     for base in (held, plain):
         model = adapters.attach(base, config)
-        weights = {"prompt_embeddings": torch.randn(4, 256, generator=torch.Generator().manual_seed(1))}
+        weights = {
+            "prompt_embeddings": torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+        }
         factory.overwrite(adapters.state(model), weights) if kind == "prefix" else disturb(model)
         task, batch = LanguageModeling(config, model), NumberedRows(4).batch([0, 1, 2, 3])
         module = task.build_model()

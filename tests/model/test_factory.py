@@ -28,7 +28,9 @@ def test_a_tied_embedding_is_saved_once(tmp_path: Path, tied: bool) -> None:
 
 def test_no_pickle_beside_a_model_is_loaded(tmp_path: Path) -> None:
     directory = save_base(tiny_model(), tmp_path / "model")
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    (directory / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}'
+    )
     (directory / "adapter_model.bin").write_bytes(b"a pickle")
     with pytest.raises(ArtifactError, match="adapter_config"):
         factory.load(directory)
@@ -43,23 +45,34 @@ def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path:
     directory = save_base(model, tmp_path / "model")
     weights = load_file(directory / "model.safetensors")
     del weights["model.norm.weight"]
-    weights |= {"model.router.weight": torch.zeros(2), "model.embed_tokens.weight": torch.zeros(VOCAB + 1, 16)}
+    weights |= {
+        "model.router.weight": torch.zeros(2),
+        "model.embed_tokens.weight": torch.zeros(VOCAB + 1, 16),
+    }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     before = copies(factory.state(model))
-    for load in (lambda: factory.load(directory), lambda: factory.overwrite(factory.state(model), weights)):
+    for load in (
+        lambda: factory.load(directory),
+        lambda: factory.overwrite(factory.state(model), weights),
+    ):
         with pytest.raises(ArtifactError) as refused:
             load()
         for said in (
-            "missing: model.norm.weight [16]", "unexpected: model.router.weight",
+            "missing: model.norm.weight [16]",
+            "unexpected: model.router.weight",
             f"mis-shaped: model.embed_tokens.weight is [{VOCAB + 1}, 16] but must be [{VOCAB}, 16]",
-        ):  # fmt: skip
+        ):
             assert said in str(refused.value)
     assert same(before, factory.state(model))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_named(number: float) -> None:
-    weights = {"empty": torch.zeros(0), "whole": torch.ones(2, dtype=torch.int64), "good": torch.ones(2, 2)}
+    weights = {
+        "empty": torch.zeros(0),
+        "whole": torch.ones(2, dtype=torch.int64),
+        "good": torch.ones(2, 2),
+    }
     factory.need_finite(weights, "here")
     weights |= {"half": torch.tensor([[0, number]], dtype=torch.bfloat16, requires_grad=True)}
     with pytest.raises(ArtifactError, match=r"1 of the 4 weights in here .*\(half\)"):
@@ -80,7 +93,10 @@ def test_code_beside_weights_is_never_run_whatever_the_next_line_of_input_is(
 ) -> None:
     directory = save_base(tiny_model(), tmp_path / "model")
     described = json.loads((directory / "config.json").read_bytes())
-    described |= {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Theirs", "AutoModelForCausalLM": "code.Model"}}
+    described |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "code.Theirs", "AutoModelForCausalLM": "code.Model"},
+    }
     (directory / "config.json").write_text(json.dumps(described))
     ran = tmp_path / "ran"
     (directory / "code.py").write_text(

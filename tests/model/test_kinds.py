@@ -23,10 +23,16 @@ from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 IDS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
 WINDOW = {"sliding_window": 5}
 ARCHITECTURES: tuple[dict[str, Any], ...] = (
-    {"kind": "llama"}, {"kind": "gpt2"}, {"kind": "gpt_neox"}, {"kind": "gemma3_text", "layers": 6, "fields": WINDOW},
-    {"kind": "mistral", "fields": WINDOW}, {"kind": "gpt_oss", "fields": {**WINDOW, "num_local_experts": 4}},
-    {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}}, {"kind": "mixtral"}, {"kind": "moyun"},
-)  # fmt: skip
+    {"kind": "llama"},
+    {"kind": "gpt2"},
+    {"kind": "gpt_neox"},
+    {"kind": "gemma3_text", "layers": 6, "fields": WINDOW},
+    {"kind": "mistral", "fields": WINDOW},
+    {"kind": "gpt_oss", "fields": {**WINDOW, "num_local_experts": 4}},
+    {"kind": "llama4_text", "fields": {"attention_chunk_size": 5}},
+    {"kind": "mixtral"},
+    {"kind": "moyun"},
+)
 
 
 def model_of(options: dict[str, Any]) -> Any:
@@ -59,19 +65,25 @@ def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any])
     with torch.no_grad():
         together = loss_of(model, ids, positions, segments, labels)
         alone = sum(
-            F.cross_entropy(model(record, use_cache=False).logits[0, :-1], record[0, 1:], reduction="sum")
+            F.cross_entropy(
+                model(record, use_cache=False).logits[0, :-1], record[0, 1:], reduction="sum"
+            )
             for record in ids.split(LENGTHS, 1)
         )
     assert float(together) == pytest.approx(float(alone), abs=1e-4)
 
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
-def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(options: dict[str, Any]) -> None:
+def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(
+    options: dict[str, Any],
+) -> None:
     """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not spoil."""
     found = []
     for again in (False, True):
         model = model_of(options).train()
-        objective = LanguageModeling(settings_of_training(), model, gradient_checkpointing=again).build_model()
+        objective = LanguageModeling(
+            settings_of_training(), model, gradient_checkpointing=again
+        ).build_model()
         with torch.autocast("cpu", torch.bfloat16):
             loss = objective(*packed())[0]
         loss.backward()
@@ -88,23 +100,53 @@ def config_of(**settings: Any) -> dict[str, Any]:
     return found
 
 
-SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77, "init_std": 0.01, "intermediate_size": 160}
+SIZES = {
+    "hidden_size": 96,
+    "layers": 3,
+    "heads": 4,
+    "max_length": 77,
+    "init_std": 0.01,
+    "intermediate_size": 160,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("llama", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "initializer_range",
-                   "intermediate_size")),
+        (
+            "llama",
+            (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "max_position_embeddings",
+                "initializer_range",
+                "intermediate_size",
+            ),
+        ),
         ("gpt2", ("n_embd", "n_layer", "n_head", "n_positions", "initializer_range", "n_inner")),
-        ("opt", ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "init_std",
-                 "ffn_dim")),
+        (
+            "opt",
+            (
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "max_position_embeddings",
+                "init_std",
+                "ffn_dim",
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_sizes_have_the_architectures_own_names(kind: str, names: tuple[str, ...]) -> None:
     found = config_of(kind=kind, **SIZES)
     assert [found[name] for name in names] == list(SIZES.values())
-    assert (found["vocab_size"], found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (VOCAB, 2, 3, 0)
+    assert (
+        found["vocab_size"],
+        found["bos_token_id"],
+        found["eos_token_id"],
+        found["pad_token_id"],
+    ) == (VOCAB, 2, 3, 0)
 
 
 def test_grouped_queries_and_the_width_of_a_head_follow_the_settings() -> None:
@@ -133,8 +175,10 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
         ({"kind": "tinyseek", "fields": {"rope_head_dim": 3}}, ["rope_head_dim is 3"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_what_an_architecture_cannot_be_is_refused_by_name(settings: dict[str, Any], parts: list[str]) -> None:
+)
+def test_what_an_architecture_cannot_be_is_refused_by_name(
+    settings: dict[str, Any], parts: list[str]
+) -> None:
     with pytest.raises(UsageError) as raised:
         factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
     assert [part for part in parts if part not in str(raised.value)] == [], raised.value
@@ -155,7 +199,9 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
     assert model.model_dump(mode="json") == before
 
 
-def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
 
     monkeypatch.setitem(sys.modules, "transformers.models.auto", None)  # an import fails
@@ -179,7 +225,9 @@ def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"), [({"vocab_size": VOCAB - 1}, "embed_tokens"), ({"hidden_act": "nope"}, "'nope'")], ids=str
+    ("changes", "problem"),
+    [({"vocab_size": VOCAB - 1}, "embed_tokens"), ({"hidden_act": "nope"}, "'nope'")],
+    ids=str,
 )
 def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_directory(
     tmp_path: Path, changes: dict[str, Any], problem: str
@@ -198,11 +246,15 @@ def test_rope_follows_its_base_type_and_factor() -> None:
     plain = frequencies()
     expected = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)])
     torch.testing.assert_close(plain, expected)
-    torch.testing.assert_close(frequencies(rope_theta=100.0), torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)]))
+    torch.testing.assert_close(
+        frequencies(rope_theta=100.0), torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
+    )
     torch.testing.assert_close(frequencies(rope_type="linear", rope_factor=4.0), plain / 4)
     for kind in ("yarn", "llama3"):
         scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
-        assert float(scaled[0]) == pytest.approx(1.0), "what turns fast within the trained length stays"
+        assert float(scaled[0]) == pytest.approx(1.0), (
+            "what turns fast within the trained length stays"
+        )
         assert float(scaled[-1]) == pytest.approx(0.25), "what never turned there is stretched"
         config = config_of(rope_type=kind, rope_factor=4.0, max_length=128)
         assert config["rope_parameters"]["original_max_position_embeddings"] == 32
@@ -210,10 +262,16 @@ def test_rope_follows_its_base_type_and_factor() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "llama"}, {"kind": "gpt2"}, {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}],
+    [
+        {"kind": "llama"},
+        {"kind": "gpt2"},
+        {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}},
+    ],
     ids=lambda options: options["kind"],
 )
-def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(options: Any) -> None:
+def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(
+    options: Any,
+) -> None:
     sizes = {**options, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)
     writers, unscaled = residual_weights(scaled), dict(plain.named_parameters())

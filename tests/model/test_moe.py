@@ -32,35 +32,61 @@ def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: st
             "as many active parameters as a dense layer"
         )
         found = getattr(block, "shared_experts", None)
-        assert (found.down_proj.weight.shape[1] if shared else found) == (shared * inner // 2 if shared else None)
+        assert (found.down_proj.weight.shape[1] if shared else found) == (
+            shared * inner // 2 if shared else None
+        )
     settings = {**KINDS[kind]["moe"], "dense_layers": 1, "expert_size": 24}
     model = tiny_model(kind=KINDS[kind]["kind"], layers=3, intermediate_size=40, moe=settings)
     assert model.get_decoder().layers[0].mlp.gate_proj.weight.shape == (40, 16)
     assert [block.experts.down_proj.shape for block in blocks(model)] == [(4, 16, 24)] * 2
     dense = tiny_model(kind=KINDS[kind]["kind"])
-    assert not Routers(dense).modules and not [name for name in dense.state_dict() if "gate.w" in name or "experts" in name]
+    assert not Routers(dense).modules and not [
+        name for name in dense.state_dict() if "gate.w" in name or "experts" in name
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "gpt2", "moe": {}}, "model.kind is gpt2, which has no experts; set model.kind=llama"),
-        ({"kind": "qwen3", "moe": {"bias_rate": 0.1}}, "set model.moe.shared_experts=1, or model.kind=llama"),
+        (
+            {"kind": "gpt2", "moe": {}},
+            "model.kind is gpt2, which has no experts; set model.kind=llama",
+        ),
+        (
+            {"kind": "qwen3", "moe": {"bias_rate": 0.1}},
+            "set model.moe.shared_experts=1, or model.kind=llama",
+        ),
         ({"moe": {"dense_layers": 2}}, "model.moe.dense_layers is 2 but model.layers is 2"),
-        ({"kind": "mixtral", "moe": {"shared_experts": 2}}, "model.moe.shared_experts is 2 but model.kind mixtral has no"),
-        ({"kind": "granitemoe", "moe": {"dense_layers": 1}}, "all layers of granitemoe have experts"),
+        (
+            {"kind": "mixtral", "moe": {"shared_experts": 2}},
+            "model.moe.shared_experts is 2 but model.kind mixtral has no",
+        ),
+        (
+            {"kind": "granitemoe", "moe": {"dense_layers": 1}},
+            "all layers of granitemoe have experts",
+        ),
     ],
 )
-def test_what_no_architecture_has_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:
+def test_what_no_architecture_has_is_refused_with_the_cure(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         tiny_model(**settings)
 
 
 @pytest.mark.parametrize("kind", ["olmoe", "granitemoe", "deepseek_v3"])
 def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -> None:
-    fields = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    fields = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
     shared = {"shared_experts": 1} if kind == "deepseek_v3" else {}
-    model = tiny_model(kind=kind, moe={"experts": 6, "top_k": 3, **shared}, fields=fields if shared else {})
+    model = tiny_model(
+        kind=kind, moe={"experts": 6, "top_k": 3, **shared}, fields=fields if shared else {}
+    )
     routers = Routers(model).modules
     assert len(routers) == 2 and {(r.num_experts, r.top_k) for r in routers} == {(6, 3)}  # type: ignore[union-attr]
     assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
@@ -69,18 +95,33 @@ def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -
 def slow(block: Any, x_ND: Tensor) -> Tensor:
     silu = nn.functional.silu
     logits_NE = x_ND @ block.gate.weight.T
-    biases = [t for name, t in [*block.gate.named_buffers(), *block.gate.named_parameters()] if name.endswith("bias")]
+    biases = [
+        t
+        for name, t in [*block.gate.named_buffers(), *block.gate.named_parameters()]
+        if name.endswith("bias")
+    ]
     out = torch.zeros_like(x_ND)
     for n, x in enumerate(x_ND):
-        scores = logits_NE[n].sigmoid() if "Glm" in type(block).__name__ else logits_NE[n].softmax(0)
-        chosen = sorted(range(len(scores)), key=lambda e: -float(scores[e] + (biases[0].flatten()[e] if biases else 0)))
+        scores = (
+            logits_NE[n].sigmoid() if "Glm" in type(block).__name__ else logits_NE[n].softmax(0)
+        )
+        chosen = sorted(
+            range(len(scores)),
+            key=lambda e: -float(scores[e] + (biases[0].flatten()[e] if biases else 0)),
+        )
         chosen = chosen[: block.gate.top_k]
         for e in chosen:
             gate, up = (block.experts.gate_up_proj[e] @ x).chunk(2)
-            out[n] += scores[e] / sum(scores[i] for i in chosen) * (block.experts.down_proj[e] @ (silu(gate) * up))
+            out[n] += (
+                scores[e]
+                / sum(scores[i] for i in chosen)
+                * (block.experts.down_proj[e] @ (silu(gate) * up))
+            )
         if getattr(block, "shared_experts", None) is not None:
             one = block.shared_experts
-            out[n] += one.down_proj.weight @ (silu(one.gate_proj.weight @ x) * (one.up_proj.weight @ x))
+            out[n] += one.down_proj.weight @ (
+                silu(one.gate_proj.weight @ x) * (one.up_proj.weight @ x)
+            )
     return out
 
 
@@ -98,7 +139,9 @@ def test_a_layer_is_what_a_slow_reference_says(kind: str) -> None:
         assert distance({"out": slow(block, x)}, {"out": block(x[None])[0]}) < 1e-5
 
 
-def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) -> dict[str, Tensor]:
+def layer_gradients(
+    implementation: str, *, autocast: bool, train: bool = True
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = tiny_moe("mixtral", experts=8)
     moe.group(model)
@@ -120,14 +163,19 @@ def layer_gradients(implementation: str, *, autocast: bool, train: bool = True) 
 
 
 def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
-    expected, found = layer_gradients("eager", autocast=False), layer_gradients(moe.NAME, autocast=False)
+    expected, found = (
+        layer_gradients("eager", autocast=False),
+        layer_gradients(moe.NAME, autocast=False),
+    )
     for name in expected:
         assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
     assert not found["gate_up_proj"][7].any() and not found["down_proj"][7].any()
     theirs, ours = layer_gradients("eager", autocast=True), layer_gradients(moe.NAME, autocast=True)
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
     frozen = layer_gradients(moe.NAME, autocast=False, train=False)
-    assert {*frozen} == {"out", "hidden", "weights"} and same(frozen, {name: found[name] for name in frozen})
+    assert {*frozen} == {"out", "hidden", "weights"} and same(
+        frozen, {name: found[name] for name in frozen}
+    )
 
 
 def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() -> None:
@@ -145,7 +193,9 @@ def test_routers_decide_in_fp32_under_autocast(kind: str) -> None:
         model(input_ids=torch.randint(9, VOCAB, (2, 8)))
     for choice, block in zip(choices, blocks(model), strict=True):
         rounded = choice.logits_NE.bfloat16().float()
-        assert choice.logits_NE.dtype == torch.float32 and not torch.equal(choice.logits_NE, rounded), block
+        assert choice.logits_NE.dtype == torch.float32 and not torch.equal(
+            choice.logits_NE, rounded
+        ), block
 
 
 def sums_of(model: Any, batch: Batch) -> Any:
@@ -198,14 +248,26 @@ def test_the_sums_are_those_of_loops_over_rows_and_tokens(kind: str) -> None:
     loads = [found.sums[f"moe_load/{layer}/{layer}"].tolist() for layer in range(2)]
     assert loads == expected["load"]
     assert found.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
-    assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], "padding and rows without a target are left out"
+    assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], (
+        "padding and rows without a target are left out"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "apart"),
-    [("glm4_moe", True), ("deepseek_v3", True), ("exaone_moe", True), ("minimax_m2", True), ("afmoe", True),
-     ("ernie4_5_moe", False), ("qwen3_moe", False), ("olmoe", False), ("granitemoe", False), ("tinyseek", False)],
-)  # fmt: skip
+    [
+        ("glm4_moe", True),
+        ("deepseek_v3", True),
+        ("exaone_moe", True),
+        ("minimax_m2", True),
+        ("afmoe", True),
+        ("ernie4_5_moe", False),
+        ("qwen3_moe", False),
+        ("olmoe", False),
+        ("granitemoe", False),
+        ("tinyseek", False),
+    ],
+)
 def test_scores_are_what_the_router_of_the_architecture_computes(kind: str, apart: bool) -> None:
     model = tiny_model(kind=kind, moe={"experts": 4, "top_k": 2, "expert_size": 8})
     routers, logits = Routers(model), torch.tensor([[0.0, 1.0, 2.0, -1.0]])
@@ -219,10 +281,15 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
     routers, batch = Routers(tiny_moe(kind)), padded_rows()
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(6 * 16, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    inside, live = torch.from_numpy(batch.segments_BT >= 0), torch.from_numpy((batch.labels_BT != -100).sum(1))
+    inside, live = (
+        torch.from_numpy(batch.segments_BT >= 0),
+        torch.from_numpy((batch.labels_BT != -100).sum(1)),
+    )
 
     def value(at: Tensor) -> Tensor:
-        found = moe.row_losses(routers, [RouterCall(0, at, at.topk(2).indices)], inside, live, z_loss=True)
+        found = moe.row_losses(
+            routers, [RouterCall(0, at, at.topk(2).indices)], inside, live, z_loss=True
+        )
         return found[0] + 0.1 * found[1]
 
     (gradient,) = torch.autograd.grad(value(logits), logits)

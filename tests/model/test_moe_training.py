@@ -7,7 +7,15 @@ import torch
 from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
 from support.tiny_mixtures import BIASED, blocks, spread_routers, tiny_moe
-from support.tiny_trainers import ALONE, PLAIN, Recorder, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import (
+    ALONE,
+    PLAIN,
+    Recorder,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
 from torch import Tensor, nn
 
 from ttrain.config import Optim, Schedule
@@ -21,26 +29,43 @@ from ttrain.train.training_options import Cadence, Speed
 
 def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
     recorder = Recorder()
-    model, config = tiny_moe("ernie4_5_moe", balance=0.3, z_loss=0.05), settings_of_training(tokens=5 * 96)
+    model, config = (
+        tiny_moe("ernie4_5_moe", balance=0.3, z_loss=0.05),
+        settings_of_training(tokens=5 * 96),
+    )
     make_trainer(config, model, NumberedRows(60), callbacks=[recorder], rows_per_device=4).fit()
     logged = [record.metrics for record in recorder.records if "loss" in record.metrics]
     assert len(logged) == 2
     for m in logged:
-        assert m["loss"] == pytest.approx(m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6)
+        assert m["loss"] == pytest.approx(
+            m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6
+        )
         assert m["aux_loss"] == pytest.approx(m["loss"] - m["loss_ce1"])
-        shares = [[m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)] for layer in range(2)]
+        shares = [
+            [m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)]
+            for layer in range(2)
+        ]
         assert [sum(some) for some in shares] == pytest.approx([1, 1])
         fullest = [m[f"moe_max_load/layer_{layer}"] for layer in range(2)]
-        assert fullest == pytest.approx([4 * max(some) for some in shares]) and m["moe_max_load"] == max(fullest)
+        assert fullest == pytest.approx([4 * max(some) for some in shares]) and m[
+            "moe_max_load"
+        ] == max(fullest)
         assert 0 < m["moe_router_entropy"] <= 1
 
 
 def trained(
-    kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, *, steps: int = 2, optim: Optim | None = None
+    kind: str,
+    ranks: Ranks = ALONE,
+    how: Speed = PLAIN,
+    *,
+    steps: int = 2,
+    optim: Optim | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights before and after."""
     model = tiny_moe(kind, balance=0.1, bias_rate=0.02)
-    changes: dict[str, Any] = {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
+    changes: dict[str, Any] = (
+        {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
+    )
     config = settings_of_training(tokens=steps * 96, **changes)
     trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
     before = copies(trainer.parallel.whole(trainer.weights.state()))
@@ -57,7 +82,9 @@ def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
     sharded = Speed(parallel="fsdp")
 
     def work(ranks: Ranks) -> Any:
-        return trained("ernie4_5_moe", ranks, sharded), trained("glm4_moe", ranks, sharded, steps=1, optim=MUON)
+        return trained("ernie4_5_moe", ranks, sharded), trained(
+            "glm4_moe", ranks, sharded, steps=1, optim=MUON
+        )
 
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)
 
@@ -73,7 +100,9 @@ def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
 def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(of_rank: Any) -> None:
     moves = []
     for before, after in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][1]):
-        moves.append({name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1})
+        moves.append(
+            {name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1}
+        )
     moved = {name: distance({name: moves[0][name]}, {name: moves[1][name]}) for name in moves[0]}
     assert max(moved.values()) < 1e-4, moved
 
@@ -83,11 +112,15 @@ def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> Non
     model = spread_routers(tiny_moe(kind, bias_rate=0.05))
     before = [bias.clone() for bias in Routers(model).biases if bias is not None]
     config, recorder = settings_of_training(tokens=96), Recorder()
-    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=1)).fit()
+    make_trainer(
+        config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=1)
+    ).fit()
     shares = recorder.records[0].metrics
     for layer, (old, new) in enumerate(zip(before, Routers(model).biases, strict=True)):
         assert new is not None
-        load = torch.tensor([shares[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)])
+        load = torch.tensor(
+            [shares[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)]
+        )
         assert torch.allclose((new - old).flatten(), 0.05 * torch.sign(0.25 - load), atol=1e-7)
 
 
@@ -99,14 +132,25 @@ def last_max_load(kind: str, **settings: float) -> float:
         for block in blocks(model):
             block.gate.weight[:2] += 0.1
     config = settings_of_training(tokens=30 * 96, optim=Optim(lr=6e-3))
-    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=10), rows_per_device=6).fit()
+    make_trainer(
+        config,
+        model,
+        NumberedRows(60),
+        callbacks=[recorder],
+        cadence=Cadence(log=10),
+        rows_per_device=6,
+    ).fit()
     return recorder.figures("moe_max_load")[-1]
 
 
 @pytest.mark.parametrize(
-    ("kind", "balanced"), [("mixtral", {"balance": 1.0}), ("glm4_moe", {"bias_rate": 0.03})], ids=["loss", "bias"]
+    ("kind", "balanced"),
+    [("mixtral", {"balance": 1.0}), ("glm4_moe", {"bias_rate": 0.03})],
+    ids=["loss", "bias"],
 )
-def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: dict[str, float]) -> None:
+def test_balancing_lowers_the_load_of_the_fullest_expert(
+    kind: str, balanced: dict[str, float]
+) -> None:
     nothing = {"balance": 0.0, **({"bias_rate": 0.0} if kind in BIASED else {})}
     free, found = last_max_load(kind, **nothing), last_max_load(kind, **{**nothing, **balanced})
     assert found < 1.35 < 1.5 < free, (found, free)
@@ -114,7 +158,9 @@ def test_balancing_lowers_the_load_of_the_fullest_expert(kind: str, balanced: di
 
 def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.moe\.balance=0"):
-        LanguageModeling(settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4}))
+        LanguageModeling(
+            settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4})
+        )
     model = tiny_moe("mixtral")
     model.config.router_bias_rate = 0.1
     with pytest.raises(UsageError, match=r"MixtralForCausalLM.*bias"):
@@ -127,11 +173,16 @@ def test_stacked_matrices_get_what_muon_gives_each(shape: tuple[int, ...]) -> No
     stack = nn.Parameter(torch.randn(shape, generator=generator))
     singles = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
-    ours, theirs = Muon([stack], **settings), torch.optim.Muon(singles, momentum=MOMENTUM, **settings)
+    ours, theirs = (
+        Muon([stack], **settings),
+        torch.optim.Muon(singles, momentum=MOMENTUM, **settings),
+    )
     for _ in range(3):
         stack.grad = torch.randn(shape, generator=generator)
         for single, gradient in zip(singles, stack.grad, strict=True):
             single.grad = gradient.clone()
         ours.step()
         theirs.step()
-    assert distance({"w": torch.stack([p.detach() for p in singles])}, {"w": stack.detach()}) < 0.02  # bf16 inside
+    assert (
+        distance({"w": torch.stack([p.detach() for p in singles])}, {"w": stack.detach()}) < 0.02
+    )  # bf16 inside

@@ -16,8 +16,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "moyun": {"kind": "moyun"},
     "moyun, heads of its own": {"kind": "moyun", "tie_embeddings": False, "init_std": 0.2},
     "tinyseek": {"kind": "tinyseek", "moe": EXPERTS, "init_std": 0.2},
-    "tinyseek, one layer": {"kind": "tinyseek", "moe": EXPERTS, "fields": {"share_layers": True, "rope_head_dim": 4}},
-    "tinyseek, odd sizes": {"kind": "tinyseek", "moe": {**EXPERTS, "shared_experts": 0, "expert_size": 9}},
+    "tinyseek, one layer": {
+        "kind": "tinyseek",
+        "moe": EXPERTS,
+        "fields": {"share_layers": True, "rope_head_dim": 4},
+    },
+    "tinyseek, odd sizes": {
+        "kind": "tinyseek",
+        "moe": {**EXPERTS, "shared_experts": 0, "expert_size": 9},
+    },
 }
 T = 20
 
@@ -54,19 +61,30 @@ def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None
     for number, ours in enumerate(model.model.layers):
         attention = ours.self_attn
         of_torch = {
-            "linear1": ours.mlp.up_proj, "linear2": ours.mlp.down_proj, "norm1": ours.post_attention_layernorm,
-            "norm2": ours.post_mlp_layernorm, "self_attn.out_proj": attention.o_proj,
-        }  # fmt: skip
+            "linear1": ours.mlp.up_proj,
+            "linear2": ours.mlp.down_proj,
+            "norm1": ours.post_attention_layernorm,
+            "norm2": ours.post_mlp_layernorm,
+            "self_attn.out_proj": attention.o_proj,
+        }
         for kind in ("weight", "bias"):
-            parts = [getattr(projection, kind) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            parts = [
+                getattr(projection, kind)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            ]
             state[f"layers.{number}.self_attn.in_proj_{kind}"] = torch.cat(parts)
-            state |= {f"layers.{number}.{name}.{kind}": getattr(module, kind) for name, module in of_torch.items()}
+            state |= {
+                f"layers.{number}.{name}.{kind}": getattr(module, kind)
+                for name, module in of_torch.items()
+            }
     encoder.load_state_dict(state)
     model.set_attn_implementation(implementation)
     ids = random_ids(1, 2, T)
     with torch.no_grad():
         x = model.model.embed_tokens(ids) * 4 + model.model.positions.table[:T]
-        expected = model.lm_head(encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(T), is_causal=True))
+        expected = model.lm_head(
+            encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(T), is_causal=True)
+        )
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -115,7 +133,9 @@ def attended(attention: Any, xs: list[Tensor]) -> list[Tensor]:
     for position, of_heads in enumerate(queries):
         heads = []
         for head, query in enumerate(of_heads):
-            scores = torch.stack([query @ keys[s][head] for s in range(position + 1)]) / math.sqrt(len(query))
+            scores = torch.stack([query @ keys[s][head] for s in range(position + 1)]) / math.sqrt(
+                len(query)
+            )
             seen = torch.stack([values[s][head] for s in range(position + 1)])
             heads.append(scores.softmax(0) @ seen)
         mixed.append(attention.o_proj(torch.cat(heads)))
@@ -128,14 +148,20 @@ def through_experts(moe: Any, x: Tensor) -> Tensor:
     output = moe.shared_experts(x)
     for expert, weight in zip(chosen.tolist(), scores[chosen].softmax(0), strict=True):
         inner = (moe.experts.up_proj[expert] @ x + moe.experts.up_proj_bias[expert]).relu()
-        output = output + weight * (moe.experts.down_proj[expert] @ inner + moe.experts.down_proj_bias[expert])
+        output = output + weight * (
+            moe.experts.down_proj[expert] @ inner + moe.experts.down_proj_bias[expert]
+        )
     return output
 
 
 @pytest.mark.parametrize(("share_layers", "expert_size"), [(False, 8), (True, 9)])
-def test_tinyseek_gives_the_logits_of_a_slow_reference(share_layers: bool, expert_size: int) -> None:
+def test_tinyseek_gives_the_logits_of_a_slow_reference(
+    share_layers: bool, expert_size: int
+) -> None:
     fields = {"share_layers": share_layers, "rope_head_dim": 4}
-    model = tiny_model(kind="tinyseek", moe={**EXPERTS, "expert_size": expert_size}, fields=fields, init_std=0.3).eval()
+    model = tiny_model(
+        kind="tinyseek", moe={**EXPERTS, "expert_size": expert_size}, fields=fields, init_std=0.3
+    ).eval()
     ids = random_ids(4, 1, 9)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -145,14 +171,23 @@ def test_tinyseek_gives_the_logits_of_a_slow_reference(share_layers: bool, exper
         for number in range(model.config.num_hidden_layers):
             layer = model.model.layers[0 if share_layers else number]
             mixed = attended(layer.self_attn, xs)
-            xs = [normalized(layer.post_attention_layernorm, x + m) for x, m in zip(xs, mixed, strict=True)]
-            xs = [normalized(layer.post_mlp_layernorm, x + through_experts(layer.mlp, x)) for x in xs]
+            xs = [
+                normalized(layer.post_attention_layernorm, x + m)
+                for x, m in zip(xs, mixed, strict=True)
+            ]
+            xs = [
+                normalized(layer.post_mlp_layernorm, x + through_experts(layer.mlp, x)) for x in xs
+            ]
         assert len(model.model.layers) == (1 if share_layers else 2)
-        torch.testing.assert_close(model(ids).logits[0], model.lm_head(torch.stack(xs)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(ids).logits[0], model.lm_head(torch.stack(xs)), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_generated(shape: str) -> None:
+def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_generated(
+    shape: str,
+) -> None:
     model, ids = tiny_model(**SHAPES[shape]).eval(), random_ids(3, 1, T)
     with torch.no_grad():
         whole = model(ids).logits

@@ -27,7 +27,11 @@ def weight(model: Any) -> Tensor:
 
 def packed(lengths: tuple[int, ...]) -> Batch:
     ids = random_ids(7, 1, T).numpy()
-    labels, positions, segments = np.full((1, T), IGNORE), np.zeros((1, T), dtype=np.int64), np.full((1, T), -1)
+    labels, positions, segments = (
+        np.full((1, T), IGNORE),
+        np.zeros((1, T), dtype=np.int64),
+        np.full((1, T), -1),
+    )
     start = 0
     for number, length in enumerate(lengths):
         rows = slice(start, start + length)
@@ -41,18 +45,29 @@ def alone(model: Any, batch: Batch) -> Tensor:
     total = torch.zeros(())
     for number in range(int(batch.segments_BT.max()) + 1):
         places = batch.segments_BT[0] == number
-        ids, labels = (torch.from_numpy(array[:, places]) for array in (batch.input_ids_BT, batch.labels_BT))
-        total = total + token_loss_sum(PeftModelForCausalLM.forward(model, input_ids=ids, use_cache=False).logits, labels)
+        ids, labels = (
+            torch.from_numpy(array[:, places]) for array in (batch.input_ids_BT, batch.labels_BT)
+        )
+        total = total + token_loss_sum(
+            PeftModelForCausalLM.forward(model, input_ids=ids, use_cache=False).logits, labels
+        )
     return total
 
 
-@pytest.mark.parametrize(("shape", "chunk_tokens"), [*((shape, None) for shape in SHAPES), ("llama", 0)])
-def test_records_in_a_row_have_the_loss_and_gradient_that_peft_gives_each(shape: str, chunk_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "chunk_tokens"), [*((shape, None) for shape in SHAPES), ("llama", 0)]
+)
+def test_records_in_a_row_have_the_loss_and_gradient_that_peft_gives_each(
+    shape: str, chunk_tokens: int | None
+) -> None:
     config = settings(kind="prefix")
     model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), config))
     batch = packed((11, 4, 12))
     task, found = LanguageModeling(config, model, chunk_tokens=chunk_tokens), []
-    for loss in (lambda: task.train_step(task.build_model(), batch, CPU).total, lambda: alone(model, batch)):
+    for loss in (
+        lambda: task.train_step(task.build_model(), batch, CPU).total,
+        lambda: alone(model, batch),
+    ):
         value = loss()
         value.backward()
         gradient = weight(model).grad
@@ -70,13 +85,20 @@ def test_a_prefix_of_the_keys_and_values_of_a_text_is_that_text(shape: str) -> N
         expected = base(input_ids=torch.cat([text, ids], 1)).logits[:, 4:]
         layers = base(input_ids=text, use_cache=True).past_key_values.layers
         model = adapters.attach(base, settings(kind="prefix")).eval()
-        parts = [part[0].transpose(0, 1).flatten(1) for layer in layers for part in (layer.keys, layer.values)]
+        parts = [
+            part[0].transpose(0, 1).flatten(1)
+            for layer in layers
+            for part in (layer.keys, layer.values)
+        ]
         weight(model).copy_(torch.cat(parts, 1))
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_fresh_prefix_is_keys_and_values_of_every_layer_random_under_the_seed() -> None:
-    first, again, other = (weight(adapters.attach(tiny_model(), settings(kind="prefix", seed=seed))) for seed in (1, 1, 2))
+    first, again, other = (
+        weight(adapters.attach(tiny_model(), settings(kind="prefix", seed=seed)))
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert 0.8 < float(first.std()) < 1.2
     model = adapters.attach(tiny_model(kv_heads=1), settings(kind="prefix", virtual_tokens=5))
@@ -120,7 +142,9 @@ def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_
     tree["evaluate"]["stride"] = 32
     Settings.model_validate(tree)
     tree["lora"]["kind"] = "prefix"
-    with pytest.raises(ValueError, match=r"row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"):
+    with pytest.raises(
+        ValueError, match=r"row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"
+    ):
         Settings.model_validate(tree)
 
 

@@ -29,6 +29,12 @@ def champion(store: ArtifactStore) -> Champion:
     read = {"files": {"train": [{"name": "f", "sha256": "f"}]}}
     artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=read)
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
-    artifact(store, "pretrain", "p", {"model/config.json": "{}", "model/model.safetensors": ""}, inputs=of)
+    artifact(
+        store,
+        "pretrain",
+        "p",
+        {"model/config.json": "{}", "model/model.safetensors": ""},
+        inputs=of,
+    )
     artifact(store, "sft", "q", {"model/config.json": "{}"})
     return Champion("7", {"tokenizer": "t", "pretrain": "p", "sft": "q"})

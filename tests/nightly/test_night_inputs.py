@@ -34,12 +34,20 @@ def watched(*digests: str, chats: str = "c") -> dict[str, list[dict[str, Any]]]:
         ({"start_from": "scratch"}, ["learnt", "kept", "new"]),
     ],
 )
-def test_documents_are_those_that_the_champion_has_not_learnt(settings: dict[str, Any], reads: list[str]) -> None:
+def test_documents_are_those_that_the_champion_has_not_learnt(
+    settings: dict[str, Any], reads: list[str]
+) -> None:
     files, _ = night_inputs.select_files(
-        Nightly(**settings), watched("learnt", "kept", "new"), {"learnt", "kept", "c"}, {"learnt", "c"}, has_champion=True
+        Nightly(**settings),
+        watched("learnt", "kept", "new"),
+        {"learnt", "kept", "c"},
+        {"learnt", "c"},
+        has_champion=True,
     )
     assert [file["sha256"] for file in files["pretrain"]] == reads
-    assert [file["sha256"] for file in files["sft"]] == ["c"]  # all chats, since each night has another base
+    assert [file["sha256"] for file in files["sft"]] == [
+        "c"
+    ]  # all chats, since each night has another base
 
 
 def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nights) -> None:
@@ -51,8 +59,14 @@ def test_what_made_the_champion_follows_its_own_nights_and_a_rollback(known: Nig
     assert known.learnt(Champion("2", {})) == {"a", "b"}
     assert known.learnt(Champion("1", {})) == {"a"}
     assert known.learnt(None) == set()
-    assert known.learnt(Champion("3", {})) == {"a", "b", "c"}  # kept by its figures, promoted by hand
-    completed(known, frozen("e", champion="4"), "promoted", "4")  # such a circle is not made, and must not hang
+    assert known.learnt(Champion("3", {})) == {
+        "a",
+        "b",
+        "c",
+    }  # kept by its figures, promoted by hand
+    completed(
+        known, frozen("e", champion="4"), "promoted", "4"
+    )  # such a circle is not made, and must not hang
     assert known.learnt(Champion("4", {})) == {"e"}
 
 
@@ -75,35 +89,58 @@ def test_a_night_starts_from_the_champion_s_tokenizer_and_base_or_from_scratch(
 ) -> None:
     empty = inbox(tmp_path)
     inputs = night_inputs.inputs_of(list_of(empty, store, champion), empty, store)
-    assert inputs.kept_base and inputs.replacements["pretrain"].key == "p", "without new documents the base stays"
+    assert inputs.kept_base and inputs.replacements["pretrain"].key == "p", (
+        "without new documents the base stays"
+    )
     settings = inbox(tmp_path, a="1", b="2")
     inputs = night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
     assert inputs.settings.pretrain.start_from == str(store.path("pretrain", "p") / "model")
     assert inputs.settings.tokenizer.existing == str(store.path("tokenizer", "t"))
-    assert inputs.settings.data.pretrain == (str(tmp_path / "inbox/a.jsonl"), str(tmp_path / "inbox/b.jsonl"))
-    assert set(inputs.replacements) == {"tokenizer"} and set(inputs.champion) == {"base", "sft"} and not inputs.kept_base
+    assert inputs.settings.data.pretrain == (
+        str(tmp_path / "inbox/a.jsonl"),
+        str(tmp_path / "inbox/b.jsonl"),
+    )
+    assert (
+        set(inputs.replacements) == {"tokenizer"}
+        and set(inputs.champion) == {"base", "sft"}
+        and not inputs.kept_base
+    )
     of_sft = {"base": {"stage": "sft", "key": "q", "content": ""}}
     artifact(store, "lora", "l", {"adapter/adapter_config.json": "{}"}, inputs=of_sft)
     with_adapter = replace(champion, keys={**champion.keys, "lora": "l"})
-    compared = night_inputs.inputs_of(list_of(settings, store, with_adapter), settings, store).champion
-    assert {model: one.key for model, one in compared.items()} == {"base": "p", "sft": "q", "lora": "l"}
+    compared = night_inputs.inputs_of(
+        list_of(settings, store, with_adapter), settings, store
+    ).champion
+    assert {model: one.key for model, one in compared.items()} == {
+        "base": "p",
+        "sft": "q",
+        "lora": "l",
+    }
     scratch = settings.model_copy(update={"nightly": Nightly(start_from="scratch")})
     inputs = night_inputs.inputs_of(list_of(scratch, store, champion), scratch, store)
-    assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {"tokenizer"}
+    assert inputs.settings.pretrain.start_from == "none" and set(inputs.replacements) == {
+        "tokenizer"
+    }
     (store.path("sft", "q") / "model" / "config.json").unlink()
-    with pytest.raises(ArtifactError, match=r"version 7, needs the artifact sft q.*ttrain models promote"):
+    with pytest.raises(
+        ArtifactError, match=r"version 7, needs the artifact sft q.*ttrain models promote"
+    ):
         night_inputs.inputs_of(list_of(settings, store, champion), settings, store)
 
 
 def test_without_new_documents_the_first_model_that_differs_decides(store: ArtifactStore) -> None:
     def models(**contents: str) -> dict[str, Artifact]:
-        return {name: artifact(store, name, f"{name}-{text}", {"model.txt": text}) for name, text in contents.items()}
+        return {
+            name: artifact(store, name, f"{name}-{text}", {"model.txt": text})
+            for name, text in contents.items()
+        }
 
     champion = models(pretrain="p", sft="s", dpo="d", lora="l")
     inputs = NightInputs(
-        Settings(), champion={TRAINING_STAGES[name].model: made for name, made in champion.items()},
+        Settings(),
+        champion={TRAINING_STAGES[name].model: made for name, made in champion.items()},
         replacements={"pretrain": champion["pretrain"]},
-    )  # fmt: skip
+    )
     for tonight, metric in (
         ({"sft": "s2", "dpo": "d2", "lora": "l2"}, "chat_loss_sft"),
         ({"sft": "s", "dpo": "d2", "lora": "l2"}, "preference_accuracy/dpo"),
@@ -111,7 +148,9 @@ def test_without_new_documents_the_first_model_that_differs_decides(store: Artif
     ):
         rules = decision._rules(inputs, SimpleNamespace(artifacts=models(**tonight)))  # type: ignore[arg-type]
         assert rules.metric == metric and rules.higher_is_better == metric.startswith("preference")
-    without = replace(inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"})
+    without = replace(
+        inputs, champion={name: made for name, made in inputs.champion.items() if name != "dpo"}
+    )
     tonight = SimpleNamespace(artifacts=models(sft="s", dpo="d2", lora="l2"))
     assert decision._rules(without, tonight).metric == "domain_loss_lora"  # type: ignore[arg-type]
 
@@ -123,7 +162,9 @@ def test_a_night_that_goes_on_keeps_its_settings_but_for_what_changes_no_result(
     settings = inbox(tmp_path, a="1").model_copy(update={"nightly": then})
     nightly = {"epochs": 2, "deadline_hours": 5, "attempts": 9}
     changed = {"sft": {"epochs": 3.0}, "runtime": {"threads": 1}, "nightly": nightly}
-    found = night_inputs.settings_of(list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed}))
+    found = night_inputs.settings_of(
+        list_of(settings, store), Settings.model_validate({**settings.model_dump(), **changed})
+    )
     assert found.sft == settings.sft and found.runtime.threads == 1
     assert found.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
 
@@ -140,7 +181,10 @@ def test_a_list_that_goes_on_leaves_out_what_came_meanwhile_and_follows_renames(
     now = night_inputs.watched_files(settings, store, may_be_gone=True)
     again, changed = night_inputs.refreshed_snapshot(before, now)
     assert [Path(name).name for name in changed] == ["b.jsonl", "c.jsonl"]
-    assert [Path(file["location"]).name for file in again.files["pretrain"]] == ["z.jsonl", "b.jsonl"]
+    assert [Path(file["location"]).name for file in again.files["pretrain"]] == [
+        "z.jsonl",
+        "b.jsonl",
+    ]
     assert night_inputs.refreshed_snapshot(again, now) == (again, [])
 
 
@@ -167,7 +211,12 @@ def test_held_out_documents_are_those_of_the_last_completed_night(
     own = settings.model_copy(update={"data": named})
     assert chosen(own) == ("heldout/h", (), ""), "they are not learnt, nor measured"
     shutil.rmtree(store.path("heldout", "h"))
-    assert night_inputs.inputs_of(replace(list_of(own, store), heldout="heldout/h"), own, store).earlier_heldout is None
+    assert (
+        night_inputs.inputs_of(
+            replace(list_of(own, store), heldout="heldout/h"), own, store
+        ).earlier_heldout
+        is None
+    )
 
 
 def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
@@ -187,7 +236,11 @@ def test_lost_held_out_documents_of_earlier_nights_stop_a_night_with_a_fix(
 
 
 def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembered_when_they_are_gone(
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: ArtifactStore,
+    champion: Champion,
+    known: Nights,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def chosen() -> InputSnapshot:
         return night_plan.choose_inputs(settings, store, known, None)[0]
@@ -195,11 +248,19 @@ def test_what_a_first_champion_has_learnt_is_read_from_its_artifacts_and_remembe
     def names(snapshot: InputSnapshot) -> str:
         return records.shortened_names(file["location"] for file in snapshot.files["pretrain"])
 
-    assert night_inputs.learnt_by(champion, store) == {"f"} and night_inputs.learnt_by(None, store) == set()
+    assert (
+        night_inputs.learnt_by(champion, store) == {"f"}
+        and night_inputs.learnt_by(None, store) == set()
+    )
     settings = inbox(tmp_path, old="1")
     shutil.rmtree(store.path("shards-pretrain", "s"))
     trained_on = {
-        "files": {"train": [{"name": "a", "sha256": file["sha256"]} for file in list_of(settings, store).files["pretrain"]]}
+        "files": {
+            "train": [
+                {"name": "a", "sha256": file["sha256"]}
+                for file in list_of(settings, store).files["pretrain"]
+            ]
+        }
     }
     artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=trained_on)
     champions = [champion]
@@ -243,16 +304,22 @@ def test_the_documents_that_a_champion_has_learnt_are_those_of_its_nights_and_in
 ) -> None:
     """Of a champion that no night made, those of its base model; a night that keeps the base adds none."""
     assert night_inputs.learnt_shards("pretrain", None, known.newest_first(), store) == ()
-    assert night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store) == ("shards-pretrain/s",)
+    assert night_inputs.learnt_shards("pretrain", champion, known.newest_first(), store) == (
+        "shards-pretrain/s",
+    )
     for number, own in (("1", "b"), ("2", None), ("3", "c"), ("4", "gone")):
         if own and own != "gone":
             artifact(store, "shards-pretrain", own, {"train/index.json": "{}"})
-        before = night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
+        before = night_inputs.learnt_shards(
+            "pretrain", Champion(number, champion.keys), known.newest_first(), store
+        )
         listed = InputSnapshot({}, {}, champion, documents=before)
         made = own and f"shards-pretrain/{own}"
         completed(known, listed, "promoted", f"{int(number) + 1}", documents=made)
     learnt = {
-        number: night_inputs.learnt_shards("pretrain", Champion(number, champion.keys), known.newest_first(), store)
+        number: night_inputs.learnt_shards(
+            "pretrain", Champion(number, champion.keys), known.newest_first(), store
+        )
         for number in "1235"
     }
     assert learnt["1"] == ("shards-pretrain/s",)
@@ -270,6 +337,11 @@ def test_what_nights_will_read_is_named_for_those_who_clean(known: Nights, tmp_p
         completed(known, frozen(str(number)), "promoted", **notes)
     assert records.needed_keys(tmp_path) == {"h2", "s1", "s2"}, "version 1 may be promoted again"
     champion = Champion("2", {"sft": "q", "pretrain": "p"})
-    known.begin(InputSnapshot({}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")), None)
+    known.begin(
+        InputSnapshot(
+            {}, {}, champion, "heldout/h2", documents=("shards-pretrain/s1", "shards-pretrain/s2")
+        ),
+        None,
+    )
     assert records.needed_keys(tmp_path) == {"h2", "s1", "s2", "q", "p"}
     assert records.needed_keys(tmp_path / "elsewhere") == set()

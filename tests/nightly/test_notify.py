@@ -51,16 +51,31 @@ def writer(path: Path) -> tuple[str, ...]:
     return (sys.executable, "-c", f"import sys; open({str(path)!r}, 'w').write(sys.stdin.read())")
 
 
-def test_the_program_gets_the_message_on_its_standard_input_and_no_shell_its_arguments(tmp_path: Path) -> None:
+def test_the_program_gets_the_message_on_its_standard_input_and_no_shell_its_arguments(
+    tmp_path: Path,
+) -> None:
     message = {"name": "mine", "reason": "天 better", "figures": {"a": 1.5}}
-    send(Notify(command=(*writer(tmp_path / "got"), "; touch $HOME `touch x` > y")), "promoted", message)
+    send(
+        Notify(command=(*writer(tmp_path / "got"), "; touch $HOME `touch x` > y")),
+        "promoted",
+        message,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["got"]
     got = json.loads((tmp_path / "got").read_text())
-    assert (got["event"], got["name"], got["reason"], got["figures"]) == ("promoted", "mine", "天 better", {"a": 1.5})
-    assert (got["text"], got["host"]) == ("ttrain: promoted", socket.gethostname()) and got["time"].endswith("+00:00")
+    assert (got["event"], got["name"], got["reason"], got["figures"]) == (
+        "promoted",
+        "mine",
+        "天 better",
+        {"a": 1.5},
+    )
+    assert (got["text"], got["host"]) == ("ttrain: promoted", socket.gethostname()) and got[
+        "time"
+    ].endswith("+00:00")
 
 
-def test_the_address_gets_the_message_once_as_json_also_where_it_stands_in_a_file(hook: Hook, tmp_path: Path) -> None:
+def test_the_address_gets_the_message_once_as_json_also_where_it_stands_in_a_file(
+    hook: Hook, tmp_path: Path
+) -> None:
     (tmp_path / "hook").write_text(f"{hook.url}\n")
     send(Notify(webhook=hook.url), "failed", {"text": "night 3 failed", "path": Path("/a")})
     send(Notify(webhook_file=str(tmp_path / "hook")), "failed", {})
@@ -69,7 +84,9 @@ def test_the_address_gets_the_message_once_as_json_also_where_it_stands_in_a_fil
     assert hook.paths == [f"/{SECRET}"] * 2
 
 
-def test_an_address_that_refuses_is_a_warning_without_its_path(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_that_refuses_is_a_warning_without_its_path(
+    hook: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
     hook.status = 500
     send(Notify(webhook=hook.url), "failed", {})
     assert "127.0.0.1: it answered with HTTP 500" in caplog.text and SECRET not in caplog.text
@@ -85,8 +102,14 @@ def test_only_the_events_that_were_asked_for_are_told(hook: Hook) -> None:
 @pytest.mark.parametrize(
     ("settings", "warning"),
     [
-        ({"command": ("/no/such/program", SECRET)}, "No such file or directory: '/no/such/program'"),
-        ({"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")}, "ended with exit code 1: no pager"),
+        (
+            {"command": ("/no/such/program", SECRET)},
+            "No such file or directory: '/no/such/program'",
+        ),
+        (
+            {"command": (sys.executable, "-c", "import sys; sys.exit('no pager')")},
+            "ended with exit code 1: no pager",
+        ),
         ({"command": ("/bin/sleep", "60"), "timeout_seconds": 0.1}, "did not end within 0.1 s"),
         ({"webhook": f"http://127.0.0.1:1/{SECRET}"}, "127.0.0.1: [Errno 111] Connection refused"),
     ],
@@ -103,17 +126,23 @@ def test_trouble_is_one_warning_that_shows_no_secret(
     assert warning in caplog.text and SECRET not in caplog.text
 
 
-def test_a_file_of_the_address_that_holds_none_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_the_address_that_holds_none_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "hook"
     file.write_text(f"hooks.example.com/{SECRET}")
     send(Notify(webhook_file=str(file)), "failed", {})
-    assert f"notify.webhook_file is {file}, which must hold one http or https address" in caplog.text
+    assert (
+        f"notify.webhook_file is {file}, which must hold one http or https address" in caplog.text
+    )
     assert SECRET not in caplog.text
 
 
 def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     """A run's settings can be loaded again: then nobody is told, rather than some page of that host."""
-    settings = load([f"notify.webhook=https://user:{SECRET}@hooks.example.com:8443/{SECRET}?t={SECRET}"]).settings
+    settings = load(
+        [f"notify.webhook=https://user:{SECRET}@hooks.example.com:8443/{SECRET}?t={SECRET}"]
+    ).settings
     assert settings.notify.webhook is not None and settings.notify.webhook.endswith(SECRET)
     record = settings.model_dump(mode="json")
     assert dict(flatten(record))["notify.webhook"] == "https://hooks.example.com/***"
@@ -121,7 +150,9 @@ def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     assert Settings.model_validate(record).notify.webhook is None
 
 
-def test_a_run_of_full_says_why_it_failed(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_full_says_why_it_failed(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_stages(*_: object) -> None:
         raise StageFailed("the stage sft failed")
 
@@ -132,13 +163,23 @@ def test_a_run_of_full_says_why_it_failed(house: House, tmp_path: Path, monkeypa
     with contextlib.suppress(StageFailed):
         flows_engine.run_pipeline(planned, Console(quiet=True), flows_engine.RunOptions("none"))
     message = json.loads((tmp_path / "kept.json").read_text())
-    assert (message["event"], message["pipeline"], message["reason"]) == ("failed", "mine", "the stage sft failed")
+    assert (message["event"], message["pipeline"], message["reason"]) == (
+        "failed",
+        "mine",
+        "the stage sft failed",
+    )
 
 
-def test_a_run_that_completed_sends_its_metric_and_one_that_its_user_stopped_nothing(hook: Hook) -> None:
+def test_a_run_that_completed_sends_its_metric_and_one_that_its_user_stopped_nothing(
+    hook: Hook,
+) -> None:
     metrics = {BITS_PER_BYTE.of_run: 1.25}
     for outcome in ("interrupted", "completed"):
         run = {"run": "full-1", "outcome": outcome, "metrics": metrics, "seconds": 1.0}
         send_end_of_run(Notify(webhook=hook.url), "mine", run)
     [body] = hook.bodies
-    assert body["event"] == "completed" and body["reason"].startswith("took ") and "1.2500" in body["text"]
+    assert (
+        body["event"] == "completed"
+        and body["reason"].startswith("took ")
+        and "1.2500" in body["text"]
+    )

@@ -33,9 +33,16 @@ def unfinished(known: Nights, listed: InputSnapshot, outcome: str) -> NightRecor
     ],
 )
 def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
-    nightly: Mapping[str, Any], files: list[str], replay: float, documents: bool,
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    nightly: Mapping[str, Any],
+    files: list[str],
+    replay: float,
+    documents: bool,
+    tmp_path: Path,
+    store: ArtifactStore,
+    champion: Champion,
+    known: Nights,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = inbox(tmp_path, old="1")
     before = list_of(settings, store, champion)
     completed(known, before, "promoted", "8", documents="shards-pretrain/s")
@@ -47,19 +54,32 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     corrected = settings.model_copy(update={"nightly": Nightly.model_validate(nightly)})
     frozen, reason = night_plan.choose_inputs(corrected, store, known, night)
     assert frozen is not None
-    assert "with the current settings, by which its inputs are chosen again: 1 new: new.jsonl" in reason
+    assert (
+        "with the current settings, by which its inputs are chosen again: 1 new: new.jsonl"
+        in reason
+    )
     assert sorted(Path(file["location"]).stem for file in frozen.files["pretrain"]) == files
     assert (frozen.settings["nightly"]["replay"], bool(frozen.documents)) == (replay, documents)
     night.begin_try(None)
     night.end_try("crashed", "its process was killed", closed=False)
-    assert night_plan.choose_inputs(corrected, store, known, night)[0] == frozen, "killed while it chose"
+    assert night_plan.choose_inputs(corrected, store, known, night)[0] == frozen, (
+        "killed while it chose"
+    )
     deadline = settings.model_copy(update={"nightly": Nightly(deadline="07:30")})
     same, reason = night_plan.choose_inputs(deadline, store, known, night)
-    assert same is not None and "chosen again" not in reason and replace(same, settings=first.settings) == first
+    assert (
+        same is not None
+        and "chosen again" not in reason
+        and replace(same, settings=first.settings) == first
+    )
 
 
 def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
-    tmp_path: Path, store: ArtifactStore, champion: Champion, caplog: pytest.LogCaptureFixture, known: Nights
+    tmp_path: Path,
+    store: ArtifactStore,
+    champion: Champion,
+    caplog: pytest.LogCaptureFixture,
+    known: Nights,
 ) -> None:
     """Instead of going on with other rows; the next night does without, and says so."""
     settings = inbox(tmp_path, a="1")
@@ -73,15 +93,22 @@ def test_a_night_that_has_to_read_a_set_that_is_gone_stops(
     with pytest.raises(ArtifactError, match=told):
         night_inputs.inputs_of(listed, settings, store)
     with caplog.at_level(logging.WARNING, "ttrain"):
-        learnt = night_inputs.learnt_shards("pretrain", Champion("8", champion.keys), known.newest_first(), store)
-    assert learnt == ("shards-pretrain/s",) and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
+        learnt = night_inputs.learnt_shards(
+            "pretrain", Champion("8", champion.keys), known.newest_first(), store
+        )
+    assert (
+        learnt == ("shards-pretrain/s",)
+        and "1 of 2 sets that version 8 has learnt are not in the store" in caplog.text
+    )
 
 
 def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nights(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings = inbox(tmp_path, a="1")
-    own = settings.model_copy(update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})})
+    own = settings.model_copy(
+        update={"data": settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})}
+    )
     artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
     for now, reference, night in (
         (settings, "heldout/h", "night-000001"),

@@ -35,7 +35,11 @@ class FailingDisk:
                 patch.setattr(os, name, self._failing(getattr(os, name)))
             opened, failing = io.open, self._failing(io.open)
             patch.setattr(
-                io, "open", lambda path, mode="r", *a, **n: (opened if "r" in mode else failing)(path, mode, *a, **n)
+                io,
+                "open",
+                lambda path, mode="r", *a, **n: (opened if "r" in mode else failing)(
+                    path, mode, *a, **n
+                ),
             )
             yield self
 
@@ -96,12 +100,20 @@ def test_a_disk_that_is_full_at_any_call_leaves_the_checkpoint_before_and_says_w
         else:
             whole = 12 if "of step 12 is intact" in said else 8
             assert f"cannot write the checkpoint of step 12: {directory}" in said
-            assert f"{os.strerror(errno.ENOSPC)}; the checkpoint of step {whole} is intact, and the same command" in said
-            assert re.search("It needs .* MB, and .* are free: make room, set runtime.keep_checkpoints=1.*TTRAIN_HOME", said)
+            assert (
+                f"{os.strerror(errno.ENOSPC)}; the checkpoint of step {whole} is intact, and the same command"
+                in said
+            )
+            assert re.search(
+                "It needs .* MB, and .* are free: make room, set runtime.keep_checkpoints=1.*TTRAIN_HOME",
+                said,
+            )
             assert found.step >= whole
         best = checkpoints(directory).best()
         assert best is not None
-        assert best.step == (12 if found.step == 12 else 4), "the best is not removed before there is a better one"
+        assert best.step == (12 if found.step == 12 else 4), (
+            "the best is not removed before there is a better one"
+        )
         with FailingDisk(None, 0, lasting=False)():  # the disk is well again
             write(directory, 12, 16, metrics={12: 0.1})
         assert names(directory) == ["best", "latest", "step-00000012", "step-00000016"]
@@ -109,7 +121,9 @@ def test_a_disk_that_is_full_at_any_call_leaves_the_checkpoint_before_and_says_w
     assert raised[0]
 
 
-def test_a_disk_that_fails_at_the_first_checkpoint_says_that_there_is_no_other(tmp_path: Path) -> None:
+def test_a_disk_that_fails_at_the_first_checkpoint_says_that_there_is_no_other(
+    tmp_path: Path,
+) -> None:
     with FailingDisk(6, errno.ENOSPC, lasting=True)():
         said = save_next(tmp_path / "checkpoints")
     assert said is not None
@@ -117,7 +131,9 @@ def test_a_disk_that_fails_at_the_first_checkpoint_says_that_there_is_no_other(t
     assert checkpoints(tmp_path / "checkpoints").newest() is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell which file is synced")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="the system does not tell which file is synced"
+)
 def test_a_checkpoint_gets_its_name_after_every_byte_is_synced_and_nothing_goes_before(
     tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +143,9 @@ def test_a_checkpoint_gets_its_name_after_every_byte_is_synced_and_nothing_goes_
 
     def record_sync(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        done.append(f"sync {path.relative_to(tmp_path)} {path.stat().st_size if path.is_file() else '/'}")
+        done.append(
+            f"sync {path.relative_to(tmp_path)} {path.stat().st_size if path.is_file() else '/'}"
+        )
         sync(descriptor)
 
     def record_rename(source: Path, target: Path) -> None:
@@ -144,11 +162,18 @@ def test_a_checkpoint_gets_its_name_after_every_byte_is_synced_and_nothing_goes_
     state = sizes.pop("state.json")
     synced = {f"sync checkpoints/.writing-00000012/{name} {size}" for name, size in sizes.items()}
     assert {*done[: len(sizes)]} == synced, "all files"
-    assert re.fullmatch(rf"sync checkpoints/\.writing-00000012/\.state\.json\.\d+\.tmp {state}", done[len(sizes)])
-    assert done[len(sizes) + 1 : named] == ["sync checkpoints/.writing-00000012 /"], "then the state, then their names"
+    assert re.fullmatch(
+        rf"sync checkpoints/\.writing-00000012/\.state\.json\.\d+\.tmp {state}", done[len(sizes)]
+    )
+    assert done[len(sizes) + 1 : named] == ["sync checkpoints/.writing-00000012 /"], (
+        "then the state, then their names"
+    )
     assert done[named + 1] == "sync checkpoints /"
     assert done[-1] == "rename step-00000004 .trash-step-00000004"
-    assert [line.split()[1].split("/")[-1].split(".")[1] for line in done[named + 2 : -1 : 2]] == ["latest", "best"]
+    assert [line.split()[1].split("/")[-1].split(".")[1] for line in done[named + 2 : -1 : 2]] == [
+        "latest",
+        "best",
+    ]
 
 
 @pytest.mark.soak
@@ -169,7 +194,9 @@ def test_a_process_killed_at_any_call_of_a_write_leaves_a_whole_newest(
             ours.save(snapshot(step), metric=0.1)
             ours.close()
 
-        calls = killed_everywhere(whole, tmp_path / scenario, (*SYSTEM_CALLS, "unlink", "rmdir"), save)
+        calls = killed_everywhere(
+            whole, tmp_path / scenario, (*SYSTEM_CALLS, "unlink", "rmdir"), save
+        )
         assert calls > 30, "every file, rename and removal is a point to die at"
         found = []
         for directory in (tmp_path / scenario / str(number) for number in range(1, calls + 1)):

@@ -28,7 +28,13 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
 from ttrain.data.pool import Processes
-from ttrain.data.records import Conversation, Record, TextDocument, document_parser, parse_conversation
+from ttrain.data.records import (
+    Conversation,
+    Record,
+    TextDocument,
+    document_parser,
+    parse_conversation,
+)
 from ttrain.data.sharding import Work
 from ttrain.data.shards import ShardSet
 from ttrain.errors import TTrainError
@@ -39,23 +45,118 @@ READING = Reading(heldout_fraction=0.0)
 MAX_LINE_BYTES = 4096
 SPECIAL = SPECIAL_TOKENS["ttrain"]
 WORDS = (
-    *LINES, *SPECIAL, "<|im_start|>system", "<|im_end|>", "{{ 7*7 }}", "{% raw %}", "[INST]", "</s>", "\ufeff", "\u200b",
-    " ", "\n", "\r\n", "\t", "\0", "\u2028", "\x85", "e\u0301", "👩\u200d👧", "\U0010ffff", "<tool_call>", "\\", '"',
+    *LINES,
+    *SPECIAL,
+    "<|im_start|>system",
+    "<|im_end|>",
+    "{{ 7*7 }}",
+    "{% raw %}",
+    "[INST]",
+    "</s>",
+    "\ufeff",
+    "\u200b",
+    " ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\0",
+    "\u2028",
+    "\x85",
+    "e\u0301",
+    "👩\u200d👧",
+    "\U0010ffff",
+    "<tool_call>",
+    "\\",
+    '"',
     "a" * 300,
-)  # fmt: skip
+)
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1.5, 10**30, "", " ", "user", "assistant", "text", [], {}, [[]], {"role": "user"}, ["a", 1],
-    {"type": "text", "text": "x"}, {"function": {"name": "f"}}, "{}", "[]", "[{}]", '{"name": "f"}', "{", "tool",
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    10**30,
+    "",
+    " ",
+    "user",
+    "assistant",
+    "text",
+    [],
+    {},
+    [[]],
+    {"role": "user"},
+    ["a", 1],
+    {"type": "text", "text": "x"},
+    {"function": {"name": "f"}},
+    "{}",
+    "[]",
+    "[{}]",
+    '{"name": "f"}',
+    "{",
+    "tool",
+)
 KEYS = (
-    "text", "content", "body", "paragraphs", "messages", "conversations", "instruction", "input", "output", "role", "from",
-    "value", "system", "tools", "tool_calls", "tool_call_id", "function", "name", "arguments", "type", "id", "x", "",
-)  # fmt: skip
+    "text",
+    "content",
+    "body",
+    "paragraphs",
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "role",
+    "from",
+    "value",
+    "system",
+    "tools",
+    "tool_calls",
+    "tool_call_id",
+    "function",
+    "name",
+    "arguments",
+    "type",
+    "id",
+    "x",
+    "",
+)
 RAW = (
-    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\0", b"\x01", b"\r", b"\n", b"\n\n", b"\xef\xbb\xbf", b",",
-    b"\\", b"\\u0000", b"\\ud800", b"\\udc00\\ud800", b"\\x", b'"', b"{", b"}", b"[", b"[" * 300, b"NaN", b"-", b"01",
-    b"\x1e", b"1e400", b"9" * 5000, b"\xe2\x80\xa8", b" " * 5000, b"\x1f\x8b", b"PAR1", b"//", b"'",
-)  # fmt: skip
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\xf4\x90\x80\x80",
+    b"\0",
+    b"\x01",
+    b"\r",
+    b"\n",
+    b"\n\n",
+    b"\xef\xbb\xbf",
+    b",",
+    b"\\",
+    b"\\u0000",
+    b"\\ud800",
+    b"\\udc00\\ud800",
+    b"\\x",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"[" * 300,
+    b"NaN",
+    b"-",
+    b"01",
+    b"\x1e",
+    b"1e400",
+    b"9" * 5000,
+    b"\xe2\x80\xa8",
+    b" " * 5000,
+    b"\x1f\x8b",
+    b"PAR1",
+    b"//",
+    b"'",
+)
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": "W"}}}
@@ -66,15 +167,26 @@ TURNS = [
     {"role": "assistant", "content": "W"},
 ]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SHAREGPT = [("human", "W"), ("function_call", '{"name": "f", "arguments": {}}'), ("observation", "1"), ("gpt", "W")]
+SHAREGPT = [
+    ("human", "W"),
+    ("function_call", '{"name": "f", "arguments": {}}'),
+    ("observation", "1"),
+    ("gpt", "W"),
+]
 ROWS: tuple[Any, ...] = (  # of each kind; a "W" is replaced by random words
-    *[{"id": 1, "text": "W"}] * 5, {"content": "W"}, {"body": "W"}, {"paragraphs": ["W", "W"]},
-    *[{"messages": TURNS[:1] + TURNS[3:]}] * 2, {"messages": TURNS}, {"messages": TURNS, "tools": [TOOL]},
+    *[{"id": 1, "text": "W"}] * 5,
+    {"content": "W"},
+    {"body": "W"},
+    {"paragraphs": ["W", "W"]},
+    *[{"messages": TURNS[:1] + TURNS[3:]}] * 2,
+    {"messages": TURNS},
+    {"messages": TURNS, "tools": [TOOL]},
     *[{"conversations": [{"role": role, "content": "W"} for role in ROLES[:3] + ROLES[1:3]]}] * 2,
     {"conversations": [{"from": name, "value": text} for name, text in SHAREGPT], "system": "W"},
-    {"instruction": "W", "input": "W", "output": "W"}, {"instruction": "W", "input": None, "output": "W"},
+    {"instruction": "W", "input": "W", "output": "W"},
+    {"instruction": "W", "input": None, "output": "W"},
     {"question": "W", "choices": ["W", "W"], "answer": 1},
-)  # fmt: skip
+)
 
 
 def words(chance: random.Random) -> str:
@@ -110,7 +222,9 @@ def mutate_structure(value: Any, chance: random.Random) -> Any:
     elif how == 3 and isinstance(holder, dict):
         holder[chance.choice(KEYS)] = holder.pop(key)
     elif how == 4:
-        holder[key] = chance.choice([[holder[key]], {chance.choice(KEYS): holder[key]}, json.dumps(holder[key])])
+        holder[key] = chance.choice(
+            [[holder[key]], {chance.choice(KEYS): holder[key]}, json.dumps(holder[key])]
+        )
     else:
         holder[key] = words(chance)
     return value
@@ -141,7 +255,9 @@ def mutated_line(chance: random.Random) -> bytes:
     line = json.dumps(value, ensure_ascii=chance.random() < 0.3).encode("utf-8")
     if line.startswith(b"{") and chance.random() < 0.01:
         depth = chance.choice([200, 300, 1000, 2000])
-        line = b'{"%s": %s%s, ' % (chance.choice(KEYS).encode(), b"[" * depth, b"]" * depth) + line[1:]
+        line = (
+            b'{"%s": %s%s, ' % (chance.choice(KEYS).encode(), b"[" * depth, b"]" * depth) + line[1:]
+        )
     for _ in range(chance.choice([0, 0, 0, 0, 1, 2])):
         line = mutate_bytes(line, chance)
     return line
@@ -183,7 +299,9 @@ def expected_chat(encoder: Encoder, turns: Sequence[Message]) -> tuple[list[int]
     return ids, live
 
 
-def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int) -> Counter[str]:
+def check_build(
+    path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int
+) -> Counter[str]:
     """Build a file's shards and compare them with its lines; returns the counts."""
     files = {"train": [DataFile(str(path))]}
     try:
@@ -193,7 +311,9 @@ def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder,
         return Counter({"refused files": 1})
     (tally,) = built.tallies.values()
     assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
-    listed = [json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()]
+    listed = [
+        json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()
+    ]
     bad = {row["line"]: row["reason"] for row in listed}
     assert len(bad) == len(listed) == tally.rejected.total()
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -206,10 +326,14 @@ def check_build(path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder,
     found = ShardSet(output / "train")
     assert len(found) == tally.kept == len(records)
     check_rows([found.row(number) for number in range(len(found))], list(records), encoder)
-    return Counter(rows=tally.rows, kept=tally.kept, skipped=tally.skipped.total(), rejected=len(bad))
+    return Counter(
+        rows=tally.rows, kept=tally.kept, skipped=tally.skipped.total(), rejected=len(bad)
+    )
 
 
-def check_rows(rows: Sequence[tuple[Any, ...]], records: Sequence[Record], encoder: Encoder) -> None:
+def check_rows(
+    rows: Sequence[tuple[Any, ...]], records: Sequence[Record], encoder: Encoder
+) -> None:
     """Ids, and of chats the mask, are what the records say, word for word, and no special token comes from a text."""
     special = {encoder.special(token) for token in SPECIAL}
     for row, record in zip(rows, records, strict=True):
@@ -223,7 +347,10 @@ def check_rows(rows: Sequence[tuple[Any, ...]], records: Sequence[Record], encod
         assert (ids.tolist(), (live != 0).tolist()) == expected_chat(encoder, record.messages)
         assert live.any()
         assert sum(number in special for number in ids.tolist()) == 1 + 2 * len(record.messages)
-        assert prompt_ids(encoder, record.messages) == [*ids.tolist(), encoder.special("<|assistant|>")]
+        assert prompt_ids(encoder, record.messages) == [
+            *ids.tolist(),
+            encoder.special("<|assistant|>"),
+        ]
 
 
 def fuzz(seed: int, lines: int) -> Counter[str]:
@@ -237,7 +364,10 @@ def fuzz(seed: int, lines: int) -> Counter[str]:
         mutated = (mutated_line(chance) for _ in range(min(LINES_PER_FILE, lines)))
         path.write_bytes(b"\n".join(mutated) + chance.choice([b"", b"\n"]))
         for recipe in recipes:
-            small, output = replace(recipe, max_line_bytes=MAX_LINE_BYTES), home / f"{number}-{recipe.kind}"
+            small, output = (
+                replace(recipe, max_line_bytes=MAX_LINE_BYTES),
+                home / f"{number}-{recipe.kind}",
+            )
             block_bytes = chance.choice([1 << 14, 1 << 16, 1 << 20])
             print(f"{path} as {recipe.kind}")
             total += check_build(path, output, small, encoder, block_bytes)

@@ -28,10 +28,17 @@ from ttrain.store import server_records
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 SLOTS = int(os.environ.get("TTRAIN_SOAK_SLOTS", "2"))
 TINY = (
-    "pretrain.tokens=10240", "evaluate.new_tokens=0", "nightly.attempts=50", "nightly.replay=0.25",
+    "pretrain.tokens=10240",
+    "evaluate.new_tokens=0",
+    "nightly.attempts=50",
+    "nightly.replay=0.25",
     "reading.near_duplicates=0.8",
-)  # fmt: skip
-NEAR = (0.0, 0.25, 1.0)  # shares of near-duplicates in the files that come: a night of the last alone learns nothing
+)
+NEAR = (
+    0.0,
+    0.25,
+    1.0,
+)  # shares of near-duplicates in the files that come: a night of the last alone learns nothing
 SETTLE_SECONDS = 600  # for the last night to be finished without kills; one takes half a minute on two idle cores
 CRASHED_SECONDS = 180  # the server's automation needs two minutes at most
 
@@ -103,7 +110,12 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     chaos = Chaos(cli, rng)
     cli("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *TINY)
     nights = Nights(cli.home, NAME)
-    began, next_strike, next_documents, documents = time.time(), time.time() + 20, time.time() + 60, 0
+    began, next_strike, next_documents, documents = (
+        time.time(),
+        time.time() + 20,
+        time.time() + 60,
+        0,
+    )
     while time.time() < began + 60 * SLOTS:
         if time.time() > next_strike:
             chaos.strike()
@@ -118,8 +130,14 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
 
     chaos.keep_up()
     quiet = time.time()
-    wait_until(lambda: is_settled(cli, quiet), SETTLE_SECONDS, lambda: chaos.said + chaos.served.said)
-    wait_until(lambda: not stuck(cli.home), CRASHED_SECONDS, lambda: str([run["name"] for run in stuck(cli.home)]))
+    wait_until(
+        lambda: is_settled(cli, quiet), SETTLE_SECONDS, lambda: chaos.said + chaos.served.said
+    )
+    wait_until(
+        lambda: not stuck(cli.home),
+        CRASHED_SECONDS,
+        lambda: str([run["name"] for run in stuck(cli.home)]),
+    )
     ended = flow_runs(cli.home, *FINAL_STATES)
     assert max(Counter(map(slot, ended)).values()) == 1, "a slot came twice"
     assert chaos.served.stop() == 0
@@ -129,13 +147,21 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     assert documents_of(read(list(nights.newest_first()))).keys() == files(cli)
     promoted = documents_of([night for night in completed if night.outcome == "promoted"])
     assert max(promoted.values()) == 1, "what the champion has learnt is not new"
-    versions = {night.data["version"] for night in completed}  # where a night learns what one before it did, that one's
+    versions = {
+        night.data["version"] for night in completed
+    }  # where a night learns what one before it did, that one's
     assert_registered_once(cli.home, len(versions))
     learnt = [night.data["learnt"] for night in completed]
-    assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), "the newest first; the first has none to replay"
+    assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), (
+        "the newest first; the first has none to replay"
+    )
     left_out = sum(figures.get("left_out", 0) for figures in learnt)
-    empty = sum(night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.newest_first())
-    assert left_out or empty or documents < 2, "some of the second file's documents are near-duplicates"
+    empty = sum(
+        night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.newest_first()
+    )
+    assert left_out or empty or documents < 2, (
+        "some of the second file's documents are near-duplicates"
+    )
     print(f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, {documents} files")
 
 
@@ -144,13 +170,19 @@ def files(cli: Cli) -> set[str]:
 
 
 def documents_of(nights: list[NightRecord]) -> Counter[str]:
-    return Counter(file["location"] for night in nights for file in night.data["inputs"]["files"].get("pretrain", ()))
+    return Counter(
+        file["location"]
+        for night in nights
+        for file in night.data["inputs"]["files"].get("pretrain", ())
+    )
 
 
 def assert_none_overlaps(home: Path) -> None:
     """The stages of one night run side by side; those of two never do, not even an orphan's."""
     if len(nights_at_work(home)) > 1:
-        time.sleep(1.5)  # one whose parent was killed just now has 0.2 s, on a busy machine more, to notice
+        time.sleep(
+            1.5
+        )  # one whose parent was killed just now has 0.2 s, on a busy machine more, to notice
         remaining = nights_at_work(home)
         assert len(remaining) <= 1, f"stages of {len(remaining)} nights at once: {remaining}"
 
@@ -160,7 +192,9 @@ def nights_at_work(home: Path) -> Counter[int]:
     nights = Counter[int]()
     for process in workers(home):
         with contextlib.suppress(psutil.Error):
-            above = (one for one in process.parents() if "ttrain.engine.fork_server" not in one.cmdline())
+            above = (
+                one for one in process.parents() if "ttrain.engine.fork_server" not in one.cmdline()
+            )
             nights[next(above).pid] += 1
     return nights
 

@@ -43,16 +43,25 @@ class Nodes:
     def __init__(self, root: Path, steps: int, **runtime: Any) -> None:
         self.home = Home.make(root / "home")
         environment = {**os.environ, "PYTHONPATH": f"{TESTS}:{ROOT}", "OMP_NUM_THREADS": "1"}
-        where = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "rows_per_device": 3, **runtime}
+        where = {
+            "nodes": 2,
+            "rendezvous": f"127.0.0.1:{free_port()}",
+            "rows_per_device": 3,
+            **runtime,
+        }
         self.processes = []
         for rank in (0, 1):
-            self.settings = stage_settings(steps, {"optim": {"kind": "adamw"}}, node_rank=rank, **where)
+            self.settings = stage_settings(
+                steps, {"optim": {"kind": "adamw"}}, node_rank=rank, **where
+            )
             (root / f"job{rank}").write_bytes(
                 pickle.dumps((self.home.store.root, self.home.pretrain_inputs(), self.settings))
             )
             with (root / f"said{rank}").open("w") as said:
                 command = [sys.executable, "-c", NODE, str(root / f"job{rank}")]
-                self.processes.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+                self.processes.append(
+                    subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+                )
         self.root = root
 
     def said(self, rank: int) -> str:
@@ -87,7 +96,9 @@ def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(tmp_path: Path) -> None:
+def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(
+    tmp_path: Path,
+) -> None:
     write_corpus(tmp_path / "data")
     both, alone = (Cli(tmp_path / name, tmp_path / "data") for name in ("both", "alone"))
     arguments = ["pipeline", "run", "full", "--until", "sft", "runtime.rows_per_device=2"]
@@ -95,7 +106,12 @@ def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(t
     for node in (0, 1):
         place = ["runtime.nodes=2", f"runtime.node_rank={node}", f"runtime.rendezvous={rendezvous}"]
         with (tmp_path / f"said{node}").open("w") as said:
-            options: dict[str, Any] = {"env": both.environment, "cwd": both.data, "stdout": said, "stderr": said}
+            options: dict[str, Any] = {
+                "env": both.environment,
+                "cwd": both.data,
+                "stdout": said,
+                "stderr": said,
+            }
             nodes.append(subprocess.Popen(both.command(*arguments, *place), **options))
     try:
         codes = [node.wait(timeout=600) for node in nodes]
@@ -104,15 +120,21 @@ def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(t
             one.kill()
     assert codes == [0, 0], (tmp_path / "said0").read_text() + (tmp_path / "said1").read_text()
     alone(*arguments, "--engine", "none", "runtime.devices=2")
-    ours, theirs = ({(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()} for cli in (both, alone))
+    ours, theirs = (
+        {(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()}
+        for cli in (both, alone)
+    )
     assert ours == theirs, "as many ranks of one machine leave the same"
     built = {stage for stage, _ in ours}
     assert len(built) == len(ours) and {"pretrain", "sft"} <= built, "each stage once"
-    assert {ArtifactStore(both.home).latest(stage).result["ranks"] for stage in built & {"pretrain", "sft"}} == {2}
+    assert {
+        ArtifactStore(both.home).latest(stage).result["ranks"]
+        for stage in built & {"pretrain", "sft"}
+    } == {2}
     first, second = sorted(both.runs(), key=lambda run: "tracking" not in run)
-    assert {stage["outcome"] for stage in first["stages"] if stage["name"] in built} == {"completed"}, (
-        "node 0 built all of it"
-    )
+    assert {stage["outcome"] for stage in first["stages"] if stage["name"] in built} == {
+        "completed"
+    }, "node 0 built all of it"
     assert first["tracking"]["run_id"] and "tracking" not in second
     with contextlib.closing(sqlite3.connect(both.home / "mlflow" / "mlflow.db")) as db:
         query = "SELECT value FROM tags JOIN runs USING (run_uuid) WHERE key = 'ttrain.stage' AND status = 'FINISHED'"
@@ -122,7 +144,13 @@ def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(t
 def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Path) -> None:
     write_corpus(tmp_path / "data")
     home = Cli(tmp_path / "home", tmp_path / "data")
-    place = ["--engine", "none", "runtime.nodes=2", "runtime.node_rank=1", "runtime.rendezvous=127.0.0.2:1"]
+    place = [
+        "--engine",
+        "none",
+        "runtime.nodes=2",
+        "runtime.node_rank=1",
+        "runtime.rendezvous=127.0.0.2:1",
+    ]
     second = home.start("pipeline", "run", "full", *place)
     try:
         assert second.stdout is not None
@@ -130,7 +158,9 @@ def test_a_node_that_is_not_the_first_waits_for_what_does_not_train(tmp_path: Pa
         time.sleep(1)
         assert second.poll() is None and not (home.home / "store" / "tokenizer").exists()
         home("stage", "run", "tokenizer")
-        wait_until(lambda: list((home.home / "runs").glob("full-*")) and "cached" in _outcomes(home), 60)
+        wait_until(
+            lambda: list((home.home / "runs").glob("full-*")) and "cached" in _outcomes(home), 60
+        )
         second.send_signal(signal.SIGTERM)
         assert second.wait(timeout=60) == 128 + signal.SIGTERM
     finally:

@@ -12,7 +12,9 @@ from support.pipeline_home import Cli, write_corpus
 
 pytestmark = pytest.mark.soak
 SETTINGS = ("tracking.enabled=false", "pretrain.tokens=40960")
-PREFECT_EVERY = 4  # every so many pipelines one runs under Prefect, whose server takes a while to start
+PREFECT_EVERY = (
+    4  # every so many pipelines one runs under Prefect, whose server takes a while to start
+)
 MORE_PATIENCE = 1.2  # after each kill in which no stage finished: a machine may be busier than when the time was taken
 CHILD_SHARE = 0.25  # of the kills hit the stage's own process instead of the pipeline's
 
@@ -57,7 +59,10 @@ def end(process: subprocess.Popen[str], rng: random.Random, seconds: float) -> s
 
 
 def test_any_number_of_kills_leaves_the_same_artifacts(tmp_path: Path) -> None:
-    kills, seed = int(os.environ.get("TTRAIN_SOAK_KILLS", "5")), int(os.environ.get("TTRAIN_SOAK_SEED", "11"))
+    kills, seed = (
+        int(os.environ.get("TTRAIN_SOAK_KILLS", "5")),
+        int(os.environ.get("TTRAIN_SOAK_SEED", "11")),
+    )
     rng = random.Random(seed)
     write_corpus(tmp_path / "data")
     reference = Cli(tmp_path / "reference", tmp_path / "data")
@@ -82,7 +87,9 @@ def test_any_number_of_kills_leaves_the_same_artifacts(tmp_path: Path) -> None:
             done[killed] += 1
             done["under Prefect"] += engine == "prefect"
         now = mtimes(cli.home)
-        assert {path: now.get(path) for path in finished} == finished, "a finished stage was built again"
+        assert {path: now.get(path) for path in finished} == finished, (
+            "a finished stage was built again"
+        )
         patience = 1.0 if len(now) > len(finished) else min(patience * MORE_PATIENCE, 20.0)
         finished = now
         completed = process.returncode == 0
@@ -91,4 +98,6 @@ def test_any_number_of_kills_leaves_the_same_artifacts(tmp_path: Path) -> None:
             assert contents(cli) == expected
             assert "none damaged" in cli("artifacts", "verify", settings=False)
             assert "everything is cached" in cli(*command("none"))
-    print(f"{done} kills in {chain} pipelines: the artifacts are those of a run that was never killed")
+    print(
+        f"{done} kills in {chain} pipelines: the artifacts are those of a run that was never killed"
+    )

@@ -27,7 +27,11 @@ def test_small_data_ends_with_models_that_are_each_better_than_their_start(tmp_p
     cli.data.mkdir()
     python_docs.build(tmp_path / "source", PythonDocs())
     for file, (dataset, count) in ROWS.items():
-        lines = (tmp_path / "source" / f"{dataset}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (
+            (tmp_path / "source" / f"{dataset}.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines(keepends=True)
+        )
         step = len(lines) // count
         (cli.data / file).write_text("".join(lines[::step][:count]), encoding="utf-8")
     (cli.data / "tiny.yaml").write_text(TINY)

@@ -14,7 +14,10 @@ from support.tracked_writer import assert_whole, write_through
 pytestmark = [pytest.mark.soak, pytest.mark.long]  # 100,000 metrics: over four minutes
 
 MODES = ("no replies", "dead", "hanging", "error")
-OUTAGES, STEPS = int(os.environ.get("TTRAIN_SOAK_KILLS", "20")), 50_000  # two metrics a step: the loss and the tokens
+OUTAGES, STEPS = (
+    int(os.environ.get("TTRAIN_SOAK_KILLS", "20")),
+    50_000,
+)  # two metrics a step: the loss and the tokens
 
 
 @pytest.fixture
@@ -30,11 +33,15 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         found.close()
 
 
-def test_a_hundred_thousand_metrics_come_through_outages_and_kills(proxy: Proxy, tmp_path: Path) -> None:
+def test_a_hundred_thousand_metrics_come_through_outages_and_kills(
+    proxy: Proxy, tmp_path: Path
+) -> None:
     (tmp_path / "home").mkdir()
     modes = tuple(MODES[number % len(MODES)] for number in range(OUTAGES))
     seconds = max(1.5, 120 / OUTAGES)
     pace = 1.5 * seconds * OUTAGES / STEPS  # so that the curve grows until the last kill
-    write_through(proxy, tmp_path / "home", steps_in_all=STEPS, modes=modes, seconds=seconds, pace=pace)
+    write_through(
+        proxy, tmp_path / "home", steps_in_all=STEPS, modes=modes, seconds=seconds, pace=pace
+    )
     assert_whole(proxy.url, tmp_path / "home", STEPS)
     print(f"{OUTAGES} outages, each with a kill, {2 * STEPS:,} points: 0 lost, 0 doubled")

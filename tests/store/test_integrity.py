@@ -43,26 +43,40 @@ def test_weights_of_which_a_bit_flipped_are_refused_and_set_aside(fresh_home: Ho
     base = build(PRETRAIN, settings, fresh_home, fresh_home.pretrain_inputs())
     assert base.manifest["inputs_verified"]
     flip_bit(base.path / "model" / "model.safetensors")
-    assert fresh_home.store.find("pretrain", base.key) == base, "a look at sizes and times sees nothing"
+    assert fresh_home.store.find("pretrain", base.key) == base, (
+        "a look at sizes and times sees nothing"
+    )
     with pytest.raises(DamagedFile, match=r"model\.safetensors is damaged"):
         loading.load(lookup.resolve(str(base.path), fresh_home.store.root))
-    with pytest.raises(StageFailed, match=r"model\.safetensors is damaged: its sha256 is \w{64}, but \w{64} was") as failed:
+    with pytest.raises(
+        StageFailed, match=r"model\.safetensors is damaged: its sha256 is \w{64}, but \w{64} was"
+    ) as failed:
         build(SFT, settings, fresh_home, {"base": base, "shards": fresh_home.chats})
-    assert f"moved to {fresh_home.store.root / 'replaced'}: pretrain {base.key[:12]} (damaged); run the same" in str(
-        failed.value
+    assert (
+        f"moved to {fresh_home.store.root / 'replaced'}: pretrain {base.key[:12]} (damaged); run the same"
+        in str(failed.value)
     )
     assert failed.value.is_mistake, "the same stage would find the same"
     assert fresh_home.store.artifacts("sft") == []
     assert fresh_home.store.find("pretrain", base.key) is None, "the next run finds its place empty"
 
 
-def test_a_shard_of_which_a_bit_flipped_is_refused_where_it_is_read_and_set_aside(fresh_home: Home) -> None:
+def test_a_shard_of_which_a_bit_flipped_is_refused_where_it_is_read_and_set_aside(
+    fresh_home: Home,
+) -> None:
     index = ShardSet(fresh_home.documents.path / "train").index
     flip_bit(fresh_home.documents.path / "train" / index["shards"][0]["file"])
-    with pytest.raises(StageFailed, match=r"\.arrow is damaged: its sha256 is .* moved to .*shards-pretrain 1111"):
+    with pytest.raises(
+        StageFailed, match=r"\.arrow is damaged: its sha256 is .* moved to .*shards-pretrain 1111"
+    ):
         build(PRETRAIN, stage_settings(1), fresh_home, fresh_home.pretrain_inputs())
-    assert fresh_home.store.artifacts("pretrain") == [] and fresh_home.store.artifacts("shards-pretrain") == []
-    assert not list(fresh_home.store.root.glob("work/pretrain/*/output/checkpoints/*")), "no step was made of it"
+    assert (
+        fresh_home.store.artifacts("pretrain") == []
+        and fresh_home.store.artifacts("shards-pretrain") == []
+    )
+    assert not list(fresh_home.store.root.glob("work/pretrain/*/output/checkpoints/*")), (
+        "no step was made of it"
+    )
 
 
 def test_every_other_file_is_compared_before_a_process_starts(fresh_home: Home) -> None:
@@ -73,20 +87,35 @@ def test_every_other_file_is_compared_before_a_process_starts(fresh_home: Home) 
 
 
 @pytest.mark.parametrize("name", ["train/index.json", "SHARD", "tokenizer.json"])
-def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_heals_it(fresh_home: Home, name: str) -> None:
+def test_damage_that_the_check_of_rows_meets_is_set_aside_so_that_the_next_run_heals_it(
+    fresh_home: Home, name: str
+) -> None:
     settings = stage_settings(1)
-    sft = settings.sft.model_copy(update={"tokens_per_step": 10**6})  # so that the rows have to be counted
-    settings = settings.model_copy(update={"sft": sft, "tracking": settings.tracking.model_copy(update={"enabled": False})})
+    sft = settings.sft.model_copy(
+        update={"tokens_per_step": 10**6}
+    )  # so that the rows have to be counted
+    settings = settings.model_copy(
+        update={"sft": sft, "tracking": settings.tracking.model_copy(update={"enabled": False})}
+    )
     damaged = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.chats
     shard = ShardSet(fresh_home.chats.path / "train").index["shards"][0]["file"]
     flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
     shards = Planned(SHARDS["sft"], "cached", (), sources={"tokenizer": fresh_home.tokenizer})
-    execution = run_of(fresh_home.store, settings, [shards, Planned(SFT, "run", (), sources={"shards": "shards-sft"})])
+    execution = run_of(
+        fresh_home.store,
+        settings,
+        [shards, Planned(SFT, "run", (), sources={"shards": "shards-sft"})],
+    )
     execution.artifacts = {"shards-sft": fresh_home.chats}
-    with pytest.raises(StageFailed, match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}"):
+    with pytest.raises(
+        StageFailed,
+        match=rf"stage sft: .* is damaged: .* moved to .*: {damaged.stage} {damaged.key[:12]}",
+    ):
         execution.check_rows()
     assert execution.failures.keys() == {"sft"} and fresh_home.store.artifacts(damaged.stage) == []
-    assert fresh_home.store.manifest_problem(damaged.path) is None, "the next run finds its place empty"
+    assert fresh_home.store.manifest_problem(damaged.path) is None, (
+        "the next run finds its place empty"
+    )
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Home) -> None:
@@ -104,10 +133,14 @@ def publish_file(store: ArtifactStore, size: int, key: str = "k" * 64) -> Artifa
     output.mkdir(parents=True)
     megabytes = [number.to_bytes(4, "big") * (1 << 18) for number in range(-(-size >> 20))]
     (output / "weights").write_bytes(b"".join(megabytes)[:size])
-    return store.publish("pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}})
+    return store.publish(
+        "pretrain", key, output, {"result": {}, "ingredients": {"files": {}}, "inputs": {}}
+    )
 
 
-def test_a_flipped_bit_of_a_file_that_was_copied_is_found_by_its_digest(store: ArtifactStore) -> None:
+def test_a_flipped_bit_of_a_file_that_was_copied_is_found_by_its_digest(
+    store: ArtifactStore,
+) -> None:
     artifact = publish_file(store, 5 << 20)
     integrity.verify_artifact(artifact)
     os.utime(artifact.path / "weights", ns=(LONG_AGO, LONG_AGO))  # as in a copied home
@@ -122,7 +155,9 @@ def test_a_flipped_bit_of_a_file_that_was_copied_is_found_by_its_digest(store: A
     ]
 
 
-def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(store: ArtifactStore) -> None:
+def test_a_copy_that_shares_the_damaged_file_is_not_taken_until_it_was_built_anew(
+    store: ArtifactStore,
+) -> None:
     base = publish_file(store, 10)
     os.link(base.path / "weights", store.root / "linked by MLflow")
 

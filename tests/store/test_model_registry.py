@@ -15,9 +15,17 @@ from ttrain.store.name_syntax import Registered, registered
 from ttrain.store.registry import ModelSet, Registry
 
 DECISION = {
-    "promote": True, "metric": "bits_per_byte", "challenger": 1.7, "champion": 1.8, "difference": 0.1,
-    "interval": [0.05, 0.15], "samples": 40, "margin": 0.0, "confidence": 0.95, "reason": "better by 0.10000",
-}  # fmt: skip
+    "promote": True,
+    "metric": "bits_per_byte",
+    "challenger": 1.7,
+    "champion": 1.8,
+    "difference": 0.1,
+    "interval": [0.05, 0.15],
+    "samples": 40,
+    "margin": 0.0,
+    "confidence": 0.95,
+    "reason": "better by 0.10000",
+}
 
 
 def aliases(home: Path, name: str = "mine") -> dict[str, str]:
@@ -41,7 +49,9 @@ def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home:
     assert again.metrics == {"bits_per_byte": 1.8, "accuracy": 0.5}
     assert again.run == "full-2"
     assert [each.version for each in Registry(sets_home).sets()] == ["3", "2", "1"]
-    assert {Registry(sets_home).find_set(name).version for name in ("2", "mine/2", "full-2")} == {"2"}
+    assert {Registry(sets_home).find_set(name).version for name in ("2", "mine/2", "full-2")} == {
+        "2"
+    }
 
 
 def test_the_newest_set_is_challenger_until_it_is_champion(sets_home: Path) -> None:
@@ -59,7 +69,9 @@ def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
         assert (promoted.version, promoted.aliases) == (version, ("champion",))
         assert registry.champion("mine") == promoted
         names = ("mine", *(f"mine-{suffix}" for suffix in SUFFIXES.values()))
-        assert [resolved(sets_home, f"{name}@champion") for name in names] == [f"{name}/{version}" for name in names]
+        assert [resolved(sets_home, f"{name}@champion") for name in names] == [
+            f"{name}/{version}" for name in names
+        ]
         assert promoted.keys["lora"] == f"lora-{version}"
     assert history(sets_home) == ["2", "3"], "promoted twice is promoted once"
     last = registry.resolve(Registered("mine", "champion", None))
@@ -68,7 +80,9 @@ def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
     assert registry.rollback("mine").version == "2"
 
 
-def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(sets_home: Path) -> None:
+def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_again(
+    sets_home: Path,
+) -> None:
     registry = Registry(sets_home)
     for version in ("1", "2", "1", "3"):
         registry.promote("mine", version)
@@ -80,14 +94,26 @@ def test_rolling_back_twice_goes_further_back_also_past_a_champion_that_came_aga
     assert aliases(sets_home)["champion"] == "1"
 
 
-def test_a_name_of_nothing_is_refused_with_what_is_registered(sets_home: Path, tmp_path: Path) -> None:
+def test_a_name_of_nothing_is_refused_with_what_is_registered(
+    sets_home: Path, tmp_path: Path
+) -> None:
     existing = "there are mine/3, mine@challenger, mine-base/3, mine-base@challenger, mine-lora/3"
-    for text in ("mine-reward@challenger", "other@champion", "mine-base@best", "mine/7", "mine-base/7"):
+    for text in (
+        "mine-reward@challenger",
+        "other@champion",
+        "mine-base@best",
+        "mine/7",
+        "mine-base/7",
+    ):
         with pytest.raises(UsageError, match=f"no registered model '{text}'.*{existing}"):
             resolved(sets_home, text)
-    with pytest.raises(UsageError, match="no set of models is champion before `ttrain models promote`"):
+    with pytest.raises(
+        UsageError, match="no set of models is champion before `ttrain models promote`"
+    ):
         resolved(sets_home, "mine@champion")
-    with pytest.raises(UsageError, match=f"nothing is registered in {re.escape(str(tmp_path))}: begin with"):
+    with pytest.raises(
+        UsageError, match=f"nothing is registered in {re.escape(str(tmp_path))}: begin with"
+    ):
         resolved(tmp_path, "mine/1")
 
 
@@ -101,24 +127,35 @@ def test_the_last_decision_about_a_set_stands_with_its_texts(sets_home: Path) ->
     assert registry.find("mine", "2").decision is None
 
 
-def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_data(tmp_path: Path) -> None:
+def test_the_kept_keys_are_those_of_all_versions_their_inputs_and_the_champions_data(
+    tmp_path: Path,
+) -> None:
     store, registry = ArtifactStore(tmp_path / "home"), Registry(tmp_path / "home")
     assert registry.keys() == frozenset()
 
     def publish(stage: str, key: str, **inputs: layout.Artifact) -> layout.Artifact:
-        used = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in inputs.items()}
+        used = {
+            name: {"stage": of.stage, "key": of.key, "content": of.content}
+            for name, of in inputs.items()
+        }
         return artifact(store, stage, key, {"x.txt": key}, inputs=used)
 
-    tokenizer, shards, base = (publish(stage, f"{stage}-1") for stage in ("tokenizer", "shards-sft", "pretrain"))
+    tokenizer, shards, base = (
+        publish(stage, f"{stage}-1") for stage in ("tokenizer", "shards-sft", "pretrain")
+    )
     adapter = publish("lora", "lora-1", base=base, tokenizer=tokenizer, shards=shards)
     member = registry.register_model("mine-lora", adapter, "full-1")
     expected = {"lora-1", "pretrain-1", "tokenizer-1"}
-    assert registry.keys() == expected, "a model is useless without them, but not without its training data"
+    assert registry.keys() == expected, (
+        "a model is useless without them, but not without its training data"
+    )
     keys = {"lora": "lora-1", "evaluate": "evaluate-1", "shards-sft": "shards-sft-1", "source": "s"}
     registry.register_set("mine", "full-1", [member], keys, {})
     assert registry.keys() == expected | {"evaluate-1"}
     registry.promote("mine", "1")
-    assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}, "which a night must not take for new"
+    assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}, (
+        "which a night must not take for new"
+    )
 
 
 def test_the_file_is_for_its_owner(sets_home: Path) -> None:
@@ -129,7 +166,12 @@ def test_a_damaged_file_is_an_error_with_its_path_and_what_to_do(sets_home: Path
     path = sets_home / "registry.json"
     path.write_text(damaged := path.read_text()[:100])
     registry = Registry(sets_home)
-    for act in (registry.sets, registry.keys, lambda: registry.promote("mine", "1"), lambda: register(sets_home, 4)):
+    for act in (
+        registry.sets,
+        registry.keys,
+        lambda: registry.promote("mine", "1"),
+        lambda: register(sets_home, 4),
+    ):
         with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*is damaged.*; restore it"):
             act()
     assert path.read_text() == damaged

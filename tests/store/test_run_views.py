@@ -18,7 +18,11 @@ FIRST, SECOND, CACHED, KILLED = (
     "full-20261122-100000-0004d",
 )
 LOSSES = falling(8, gap=3)
-PRETRAIN = Made("pretrain", LOSSES, texts={"run/samples/step-00000004.txt": "=== Hello\nworld\n", "run/log.txt": "a line\n"})
+PRETRAIN = Made(
+    "pretrain",
+    LOSSES,
+    texts={"run/samples/step-00000004.txt": "=== Hello\nworld\n", "run/log.txt": "a line\n"},
+)
 SFT = Made("sft", falling(6, 2.0))
 OTHER = Made("pretrain", falling(8, 2.5))
 
@@ -27,12 +31,23 @@ OTHER = Made("pretrain", falling(8, 2.5))
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with two runs, the second with a stage from the cache, one wholly cached, and one that was killed."""
     home = tmp_path_factory.mktemp("a home #1 50%")
-    make_run(home, FIRST, [PRETRAIN, SFT], metrics={"eval/bits_per_byte": 2.5}, tracking={"run_id": "b2" * 16})
+    make_run(
+        home,
+        FIRST,
+        [PRETRAIN, SFT],
+        metrics={"eval/bits_per_byte": 2.5},
+        tracking={"run_id": "b2" * 16},
+    )
     from_cache = Made("sft", SFT.losses, outcome="cached")
     make_run(
-        home, SECOND, [OTHER, from_cache], number=1, settings={"pretrain": {"optim": {"lr": 0.5}}},
-        metrics={"eval/bits_per_byte": 2.25}, tracking={"run_id": "a1" * 16},
-    )  # fmt: skip
+        home,
+        SECOND,
+        [OTHER, from_cache],
+        number=1,
+        settings={"pretrain": {"optim": {"lr": 0.5}}},
+        metrics={"eval/bits_per_byte": 2.25},
+        tracking={"run_id": "a1" * 16},
+    )
     cached = [Made("pretrain", PRETRAIN.losses, outcome="cached"), from_cache]
     cached[0].key = PRETRAIN.key
     make_run(home, CACHED, cached, number=2, outcome="cached", equals=FIRST)
@@ -52,7 +67,9 @@ def test_a_run_is_found_by_every_name_it_and_its_models_have(made: Path) -> None
 
 
 def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(made: Path) -> None:
-    with pytest.raises(UsageError, match=f"'full-2026' is the beginning or end of 4 runs: {KILLED}, {CACHED}"):
+    with pytest.raises(
+        UsageError, match=f"'full-2026' is the beginning or end of 4 runs: {KILLED}, {CACHED}"
+    ):
         read_run(made, "full-2026")
     for text in ("nothing-like-it", "", "../runs", "0" * 32):
         with pytest.raises(UsageError, match=f"there is no run '{text}'; there are {KILLED}"):
@@ -61,16 +78,25 @@ def test_a_name_that_is_none_or_many_is_refused_with_what_there_is(made: Path) -
         read_run(made, FIRST.replace("full", "fill"))
 
 
-def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(made: Path) -> None:
+def test_a_curve_has_every_step_once_its_tokens_its_time_and_a_gap_where_there_was_no_number(
+    made: Path,
+) -> None:
     view = read_run(made, FIRST)
-    assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]  # not final/loss, not tokens
+    assert view.curves("pretrain") == [
+        "grad_norm",
+        "loss",
+        "lr",
+        "validation_loss",
+    ]  # not final/loss, not tokens
     assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
     curve = view.curve("pretrain", "loss")
     assert [point.step for point in curve] == list(range(1, 9))
     assert [point.tokens for point in curve] == [TOKENS_PER_STEP * step for step in range(1, 9)]
     assert [point.time for point in curve] == [BEGAN + 2.0 * step for step in range(1, 9)]
     assert math.isnan(curve[2].value)
-    assert [point.value for point in curve if point.step != 3] == [loss for loss in LOSSES if loss is not None]
+    assert [point.value for point in curve if point.step != 3] == [
+        loss for loss in LOSSES if loss is not None
+    ]
     assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
 
 
@@ -96,7 +122,11 @@ def test_settings_that_look_like_secrets_are_masked(tmp_path: Path) -> None:
     name = FIRST
     make_run(tmp_path, name, [Made("pretrain")])
     record = tmp_path / "runs" / f"{name}.json"
-    record.write_text(record.read_text().replace('"webhook": null', '"webhook": "https://hooks.example/T0/secret"'))
+    record.write_text(
+        record.read_text().replace(
+            '"webhook": null', '"webhook": "https://hooks.example/T0/secret"'
+        )
+    )
     params = read_run(tmp_path, name).params
     assert params["notify.webhook"] == "***"
     assert params["pretrain.optim.lr"] != "***"

@@ -55,12 +55,20 @@ def make_output(path: Path, changed: Mapping[str, bytes] | None = None) -> Path:
     return path
 
 
-def publish(store: ArtifactStore, key: str = KEY, changed: Mapping[str, bytes] | None = None) -> Artifact:
-    return store.publish(STAGE, key, make_output(store.work(STAGE, key) / "output", changed), MANIFEST)
+def publish(
+    store: ArtifactStore, key: str = KEY, changed: Mapping[str, bytes] | None = None
+) -> Artifact:
+    return store.publish(
+        STAGE, key, make_output(store.work(STAGE, key) / "output", changed), MANIFEST
+    )
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(directory).as_posix(): p.read_bytes()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -85,13 +93,17 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
     for number in range(1, copies + 1):
         store = ArtifactStore(tmp_path / "copies" / str(number))
         found = store.find(STAGE, KEY)
-        assert found or not store.path(STAGE, KEY).exists(), "nothing half published lies in the store"
+        assert found or not store.path(STAGE, KEY).exists(), (
+            "nothing half published lies in the store"
+        )
         if found:
             assert published_files(found) in ([whole, FILES] if replaces else [whole])
         finished = store.finish_publishing(STAGE, KEY)
         if finished:
             unfinished += 1
-            assert store.find(STAGE, KEY) == finished, "what lacked only its place is not built again"
+            assert store.find(STAGE, KEY) == finished, (
+                "what lacked only its place is not built again"
+            )
             assert published_files(finished) == whole
         output = store.work(STAGE, KEY) / "output"
         if not output.exists():
@@ -109,10 +121,13 @@ def published_files(artifact: Artifact) -> dict[str, bytes]:
     return seen
 
 
-def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(store: ArtifactStore) -> None:
+def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(
+    store: ArtifactStore,
+) -> None:
     """In the result, what JSON writes otherwise; in the output, what a kill left of a file's writing."""
     output = make_output(
-        store.work(STAGE, KEY) / "output", {"model/.config.json.4242.tmp": b"{", "model/.mine.tmp": b"kept"}
+        store.work(STAGE, KEY) / "output",
+        {"model/.config.json.4242.tmp": b"{", "model/.mine.tmp": b"kept"},
     )
     result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
     published = store.publish(STAGE, KEY, output, {**MANIFEST, "result": result})
@@ -127,7 +142,10 @@ def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(store:
     second = publish(store, KEY, {"model/weights.bin": b"second"})
     [kept] = (store.root / "replaced" / STAGE).iterdir()
     assert (kept / "model/weights.bin").read_bytes() == b"weights"
-    assert store.find(STAGE, KEY) == second and published_files(second)["model/weights.bin"] == b"second"
+    assert (
+        store.find(STAGE, KEY) == second
+        and published_files(second)["model/weights.bin"] == b"second"
+    )
 
 
 def alter(path: Path) -> None:
@@ -150,31 +168,43 @@ def test_damage_to_any_file_is_noticed_and_named(store: ArtifactStore, said: str
         assert store.find(STAGE, KEY) is None
         damage = store.damage(artifact)
         assert damage is not None and name in damage and said in damage
-        assert [found.key for found in store.artifacts(STAGE)] == [KEY], "listed all the same, so that it can be explained"
+        assert [found.key for found in store.artifacts(STAGE)] == [KEY], (
+            "listed all the same, so that it can be explained"
+        )
         with pytest.raises(ArtifactError, match=STAGE):
             store.latest(STAGE)
 
 
-def test_a_copied_home_is_found_and_never_written_through_to_the_original(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_copied_home_is_found_and_never_written_through_to_the_original(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
     keys = [letter * 64 for letter in "abc"]
     for key in keys:
         publish(store, key)
     store.cache.save()
     before = snapshot(store.root)
-    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copyfile)  # new mtimes, other inodes
+    shutil.copytree(
+        store.root, tmp_path / "copy", copy_function=shutil.copyfile
+    )  # new mtimes, other inodes
     copy = ArtifactStore(tmp_path / "copy")
     found = [copy.find(STAGE, key) for key in keys]
-    assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [True] * 3
+    assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [
+        True
+    ] * 3
     publish(copy, keys[0], {"model/weights.bin": b"other"})
     publish(copy, "d" * 64)
     copy.cache.save()
     assert snapshot(store.root) == before
     store.root.rename(tmp_path / "moved")
     moved = ArtifactStore(tmp_path / "moved").latest(STAGE)
-    assert moved.path == tmp_path / "moved" / "store" / STAGE / keys[-1], "a moved home works when the old place is gone"
+    assert moved.path == tmp_path / "moved" / "store" / STAGE / keys[-1], (
+        "a moved home works when the old place is gone"
+    )
 
 
-def test_the_latest_artifact_is_the_newest_that_is_undamaged(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_latest_artifact_is_the_newest_that_is_undamaged(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, clock in (("second", 2e9), ("third", 2e9 + 60), ("first", 1e9)):
         monkeypatch.setattr(time, "time", lambda now=clock: now)
         publish(store, key)
@@ -184,9 +214,13 @@ def test_the_latest_artifact_is_the_newest_that_is_undamaged(store: ArtifactStor
     assert store.latest(STAGE).key == "second"
 
 
-def test_what_no_other_stage_reads_does_not_count_in_the_content(store: ArtifactStore, tmp_path: Path) -> None:
+def test_what_no_other_stage_reads_does_not_count_in_the_content(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
     first = publish(store, "first")
-    private = publish(store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"})
+    private = publish(
+        store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"}
+    )
     public = publish(store, "public", {"model/weights.bin": b"other"})
     renamed = publish(store, "renamed", {"model/weights2.bin": b""})
     assert first.content == private.content
@@ -194,8 +228,13 @@ def test_what_no_other_stage_reads_does_not_count_in_the_content(store: Artifact
     assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
     assert first.part(("model",)) != public.part(("model",))
     artifact = publish(store)
-    assert store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"})) is artifact
-    assert store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
+    assert (
+        store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"}))
+        is artifact
+    )
+    assert (
+        store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
+    )
 
 
 def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
@@ -237,7 +276,9 @@ def test_a_process_waits_for_the_lock_until_its_holder(
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     assert waiting.wait(30)
-    assert store.holder("pretrain", "key") == (holder.pid, platform.node()), "who waits can be told of it"
+    assert store.holder("pretrain", "key") == (holder.pid, platform.node()), (
+        "who waits can be told of it"
+    )
     assert not taken.wait(0.3), "it is still held by the other process"
     end(holder)
     assert taken.wait(30)
@@ -245,7 +286,9 @@ def test_a_process_waits_for_the_lock_until_its_holder(
     assert store.holder("pretrain", "key") is None
 
 
-def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_published_is_on_disk_before_its_name_is(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file and directory is waited for after its last change, and the new names after the rename."""
     order: list[tuple[str, int]] = []
     fsync, rename = os.fsync, os.rename
@@ -263,15 +306,21 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(store: ArtifactStor
     path = publish(store).path
     renaming = order.index(("rename", path.stat().st_ino))
     before, after = order[:renaming], order[renaming:]
-    assert {inode for _, inode in before} >= {entry.stat().st_ino for entry in [path, *path.rglob("*")]}
+    assert {inode for _, inode in before} >= {
+        entry.stat().st_ino for entry in [path, *path.rglob("*")]
+    }
     assert ("fsync", path.parent.stat().st_ino) in after
-    assert ("fsync", path.parent.parent.stat().st_ino) in order, "the stage's own directory is new, too"
+    assert ("fsync", path.parent.parent.stat().st_ino) in order, (
+        "the stage's own directory is new, too"
+    )
     inodes = [inode for _, inode in before]
     places = [inodes.index((path / name).stat().st_ino) for name in (*FILES, "manifest.json")]
     assert max(places) == places[-1], "the manifest is last"
 
 
-def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(store: ArtifactStore) -> None:
+def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(
+    store: ArtifactStore,
+) -> None:
     whole = publish(store).path
     output = store.work(STAGE, KEY) / "output"
     whole.rename(output)  # as it is before the last step
@@ -308,7 +357,9 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     assert read_json(tmp_path / "value.json") is None is read_json(tmp_path / "missing.json")
 
 
-def test_the_home_is_absolute_whatever_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_is_absolute_whatever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TTRAIN_HOME", raising=False)
     assert home() == tmp_path / "artifacts"

@@ -29,12 +29,21 @@ class Home:
         self.store = ArtifactStore(root)
 
     def publish(self, stage: str, name: str, age: float = LONG_AGO, **inputs: Artifact) -> Artifact:
-        ingredients = {"stage": stage, "arguments": {}, "settings": {"name": name}, "inputs": {}, "files": {}, "code": {}}
+        ingredients = {
+            "stage": stage,
+            "arguments": {},
+            "settings": {"name": name},
+            "inputs": {},
+            "files": {},
+            "code": {},
+        }
         key = key_of(ingredients)
         output = self.store.work(stage, key) / "output"
         (output / "model").mkdir(parents=True)
         (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
-        read = {of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()}
+        read = {
+            of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()
+        }
         made_by = {"seconds": 1.0, "provenance": {"libraries": {"torch": "2.13"}}}
         manifest = {"result": {"loss": 1.5}, "ingredients": ingredients, "inputs": read, **made_by}
         made = self.store.publish(stage, key, output, manifest)
@@ -44,14 +53,20 @@ class Home:
         assert found is not None
         return found
 
-    def run(self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str) -> runs.RunRecord:
+    def run(
+        self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str
+    ) -> runs.RunRecord:
         record = runs.RunRecord(self.store.root, "full", [*(a.stage for a in made), *pending], {})
         for artifact in made:
             record.stage(artifact.stage, outcome="completed", key=artifact.key)
         for stage, state in pending.items():
             record.stage(stage, outcome=state)
         began = time.time() - age
-        record.note(outcome=outcome, started_unix=began, started=datetime.fromtimestamp(began, UTC).isoformat())
+        record.note(
+            outcome=outcome,
+            started_unix=began,
+            started=datetime.fromtimestamp(began, UTC).isoformat(),
+        )
         name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
         path = self.store.root / "runs" / f"{name}.json"
         record.path.unlink()
@@ -59,7 +74,13 @@ class Home:
         write_json(path, {**record.snapshot(), "run": name})
         return record
 
-    def work(self, stage: str, key: str, age: float = LONG_AGO, reads: Mapping[str, Artifact] | None = None) -> Path:
+    def work(
+        self,
+        stage: str,
+        key: str,
+        age: float = LONG_AGO,
+        reads: Mapping[str, Artifact] | None = None,
+    ) -> Path:
         work = self.store.work(stage, key)
         state = work / "output" / "checkpoints" / "step-7" / "state.json"
         state.parent.mkdir(parents=True)
@@ -70,9 +91,13 @@ class Home:
             os.utime(path, (time.time() - age, time.time() - age))
         return work
 
-    def clean(self, registered: Any = (), keep: int = 1, days: float = 14) -> garbage_collection.CleanupResult:
+    def clean(
+        self, registered: Any = (), keep: int = 1, days: float = 14
+    ) -> garbage_collection.CleanupResult:
         kept = garbage_collection.Kept.recent(keep, days)
-        return garbage_collection.clean(self.store, registered, kept, needed_by_nights=records.needed_keys)
+        return garbage_collection.clean(
+            self.store, registered, kept, needed_by_nights=records.needed_keys
+        )
 
     @property
     def keys(self) -> set[str]:

@@ -34,9 +34,22 @@ class Browser:
     def __enter__(self) -> Self:
         program = executable()
         assert program is not None, "no Chromium is installed"
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        flags += ["--remote-debugging-port=0", f"--user-data-dir={self._profile}", "--no-first-run", "about:blank"]
-        self._process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        ]
+        flags += [
+            "--remote-debugging-port=0",
+            f"--user-data-dir={self._profile}",
+            "--no-first-run",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            [program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         port_file = self._profile / "DevToolsActivePort"
         wait_until(lambda: port_file.exists() and port_file.read_text().count("\n") > 0, SECONDS)
         port = port_file.read_text().splitlines()[0]
@@ -44,7 +57,9 @@ class Browser:
         def page() -> str:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
                 targets = json.load(answer)
-            return next((str(one["webSocketDebuggerUrl"]) for one in targets if one["type"] == "page"), "")
+            return next(
+                (str(one["webSocketDebuggerUrl"]) for one in targets if one["type"] == "page"), ""
+            )
 
         self._socket = connect(wait_until(page, SECONDS), max_size=None, open_timeout=SECONDS)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -60,17 +75,28 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def prefer(self, scheme: str) -> None:
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def resize(self, width: int, height: int) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        found = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        found = self.send(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -89,7 +115,10 @@ class Browser:
 
     def settle(self, seconds: float = 1.0) -> None:
         seen = [b"", b"x"]
-        wait_until(lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2], SECONDS)
+        wait_until(
+            lambda: time.sleep(seconds) or seen.append(self.picture()) or seen[-1] == seen[-2],
+            SECONDS,
+        )
 
     def picture(self) -> bytes:
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
@@ -109,6 +138,10 @@ class Browser:
         method, said = message.get("method"), message.get("params", {})
         if method == "Network.requestWillBeSent":
             self.requests.append(said["request"]["url"])
-        is_error = said.get("type") in ("error", "assert") or said.get("entry", {}).get("level") == "error"
-        if method == "Runtime.exceptionThrown" or (method in ("Runtime.consoleAPICalled", "Log.entryAdded") and is_error):
+        is_error = (
+            said.get("type") in ("error", "assert") or said.get("entry", {}).get("level") == "error"
+        )
+        if method == "Runtime.exceptionThrown" or (
+            method in ("Runtime.consoleAPICalled", "Log.entryAdded") and is_error
+        ):
             self.errors.append(json.dumps(said))

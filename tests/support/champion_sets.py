@@ -11,7 +11,9 @@ from ttrain.store.registry import ModelSet, Registry
 SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
-def register(home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float) -> ModelSet:
+def register(
+    home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float
+) -> ModelSet:
     registry, run = Registry(home), f"full-{number}"
     keys = {stage: f"{stage}-{number}" for stage in stages}
     members = []

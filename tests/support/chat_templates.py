@@ -32,7 +32,9 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trained.train_from_iterator(["the quick brown fox jumps over the lazy dog; user assistant system tool"] * 5, trainer)
+    trained.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog; user assistant system tool"] * 5, trainer
+    )
     directory.mkdir(parents=True, exist_ok=True)
     trained.save(str(directory / "tokenizer.json"))
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
@@ -42,5 +44,9 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
 
 
 def take(directory: Path, template: str) -> Encoder:
-    existing.install(existing.tokenizer_files(str(make(directory / "existing", template))), directory / "taken", "own")
+    existing.install(
+        existing.tokenizer_files(str(make(directory / "existing", template))),
+        directory / "taken",
+        "own",
+    )
     return Encoder(directory / "taken")

@@ -15,16 +15,23 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "config.jso
 def snapshot(step: int, rows: int = 3) -> Snapshot:
     """A state that is all `step`: `rows` x 4 weights, a moment, a count."""
     weights = {"w": torch.full((rows, 4), float(step))}
-    optimizer = {"m|w": torch.full((rows, 4), -float(step), dtype=torch.bfloat16), "step|w": torch.tensor(step)}
+    optimizer = {
+        "m|w": torch.full((rows, 4), -float(step), dtype=torch.bfloat16),
+        "step|w": torch.tensor(step),
+    }
     return Snapshot(step, weights, optimizer, {"last_loss": 0.5})
 
 
 def checkpoints(directory: Path, **options: Any) -> Checkpoints:
     number = itertools.count(1)
-    return Checkpoints(directory, files=lambda: {"config.json": b'{"a": %d}' % next(number)}, **options)
+    return Checkpoints(
+        directory, files=lambda: {"config.json": b'{"a": %d}' % next(number)}, **options
+    )
 
 
-def write(directory: Path, *steps: int, metrics: Mapping[int, float] | None = None, **options: Any) -> None:
+def write(
+    directory: Path, *steps: int, metrics: Mapping[int, float] | None = None, **options: Any
+) -> None:
     ours = checkpoints(directory, **options)
     for step in steps:
         ours.save(snapshot(step), metric=(metrics or {}).get(step))
@@ -36,9 +43,11 @@ def is_snapshot(found: Snapshot | None, step: int) -> bool:
     wanted = snapshot(step, len(found.weights["w"]))
     return found.step == step and all(
         [*ours] == [*theirs] and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        for ours, theirs in ((dict(sorted(found.weights.items())), wanted.weights),
-                             (dict(sorted(found.optimizer.items())), wanted.optimizer))
-    )  # fmt: skip
+        for ours, theirs in (
+            (dict(sorted(found.weights.items())), wanted.weights),
+            (dict(sorted(found.optimizer.items())), wanted.optimizer),
+        )
+    )
 
 
 def names(directory: Path) -> list[str]:

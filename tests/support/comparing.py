@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 # Metrics that differ between two runs of the same training.
-PERFORMANCE = ("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu", "eta_seconds", "epoch_time")
+PERFORMANCE = (
+    "tokens_per_second",
+    "step_seconds",
+    "data_wait_fraction",
+    "memory_bytes",
+    "mfu",
+    "eta_seconds",
+    "epoch_time",
+)
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -22,7 +30,9 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def with_gradients(out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_gradients(
+    out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """What was computed, and the gradient of each leaf that it depends on."""
     found = torch.autograd.grad(out, [*leaves.values()], upstream.to(out.dtype), allow_unused=True)
     slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
@@ -30,20 +40,30 @@ def with_gradients(out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]) 
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+    ).hexdigest()
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     assert {*first} == {*second}
-    difference = sum(float((first[name].double() - second[name].double()).square().sum()) for name in first)
-    return (difference / sum(float(tensor.double().square().sum()) for tensor in first.values())) ** 0.5
+    difference = sum(
+        float((first[name].double() - second[name].double()).square().sum()) for name in first
+    )
+    return (
+        difference / sum(float(tensor.double().square().sum()) for tensor in first.values())
+    ) ** 0.5
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     timed = {*PERFORMANCE}
     return [
-        {"step": line["step"], "metrics": {k: v for k, v in line["metrics"].items() if k not in timed}} for line in lines
+        {
+            "step": line["step"],
+            "metrics": {k: v for k, v in line["metrics"].items() if k not in timed},
+        }
+        for line in lines
     ]
 
 

@@ -18,7 +18,22 @@ from ttrain.engine import processes
 from ttrain.engine.stage_worker import job_of
 from ttrain.tasks import Stage
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂", "def", "return")
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "東京",
+    "is",
+    "far",
+    "Grüße",
+    "from",
+    "🙂",
+    "def",
+    "return",
+)
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
 
 
@@ -53,7 +68,9 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
 def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the process of a task or a gate do its work in this one, without the seconds that its imports take."""
 
-    def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Any, stop: Any) -> Any:
+    def run(
+        stage: Stage, settings: Settings, work: Path, log_path: Path, report: Any, stop: Any
+    ) -> Any:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 return import_module(stage.module).run(*job_of(work))
@@ -73,7 +90,10 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def write(path: Path, rows: Sequence[Any], *, end: bytes = b"\n") -> Path:
-    lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
+    lines = [
+        row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode()
+        for row in rows
+    ]
     path.write_bytes(b"".join(line + end for line in lines))
     return path
 
@@ -83,4 +103,9 @@ def documents(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }

@@ -34,7 +34,9 @@ class Subject(LoadedModel):
 
     said: Callable[[Sequence[Sequence[int]], int], Said] | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int, *unused: Any) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, *unused: Any
+    ) -> list[Completion]:
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         longest_first = [prompts[number] for number in order]
         if self.said:
@@ -57,9 +59,15 @@ class Subject(LoadedModel):
 
 def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:
     values: dict[str, Any] = {
-        "name": "tiny", "model": model.eval(), "encoder": encoder, "begin_ids": (encoder.bos_id,),
-        "stop_ids": (encoder.eos_id, encoder.end_id), "max_length": 128, "can_chat": True, "batch_tokens": 512,
-    }  # fmt: skip
+        "name": "tiny",
+        "model": model.eval(),
+        "encoder": encoder,
+        "begin_ids": (encoder.bos_id,),
+        "stop_ids": (encoder.eos_id, encoder.end_id),
+        "max_length": 128,
+        "can_chat": True,
+        "batch_tokens": 512,
+    }
     return Subject(**{**values, **changes})
 
 

@@ -19,26 +19,42 @@ FIRST, LAST = b'{"text": "A first line."}', '{"text": "一行正常的中文。"
 Outcome = dict[str, Any]
 
 
-def build(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None) -> tuple[ShardSetResult, Path]:
+def build(
+    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None
+) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path))]}
-    return sharding.build(Work(output, files, recipe, READING, block_bytes, pool or Processes(1))), output
+    return sharding.build(
+        Work(output, files, recipe, READING, block_bytes, pool or Processes(1))
+    ), output
 
 
-def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, list[int]]:
+def outcome(
+    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20
+) -> tuple[Outcome, list[int]]:
     """What became of a file's rows, without what is nothing, and the lines of the bad ones; rows are accounted for.
     Checking the file, which encodes nothing, has to say the same."""
     built, output = build(path, recipe, block_bytes)
-    (report,) = check([str(path)], READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}), kind=recipe.kind)
+    (report,) = check(
+        [str(path)],
+        READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}),
+        kind=recipe.kind,
+    )
     for tally in (built.tallies["train"], report.tally):
         assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
     found, checked = built.tallies["train"].to_json(), report.tally.to_json()
     assert found == checked
-    listed = [json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()]
-    assert Counter(row["reason"] for row in listed) == Counter(found["rejected"]), "one line for each rejected row"
+    listed = [
+        json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()
+    ]
+    assert Counter(row["reason"] for row in listed) == Counter(found["rejected"]), (
+        "one line for each rejected row"
+    )
     assert {row["file"] for row in listed} <= {str(path)}
     assert built.parts["train"]["rows"] == found["kept"] == len(ShardSet(output / "train"))
-    return {name: found[name] for name in ("kept", "skipped", "rejected") if found[name]}, [row["line"] for row in listed]
+    return {name: found[name] for name in ("kept", "skipped", "rejected") if found[name]}, [
+        row["line"] for row in listed
+    ]
 
 
 def text(value: str) -> bytes:

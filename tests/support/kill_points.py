@@ -15,7 +15,13 @@ from support.paths import ROOT, TESTS
 Function = str | tuple[Any, str]  # of `os`, or (module, name)
 
 
-def killed_at(fatal: int, functions: Sequence[Function], action: Callable[[], object], *, writing: bool = False) -> bool:
+def killed_at(
+    fatal: int,
+    functions: Sequence[Function],
+    action: Callable[[], object],
+    *,
+    writing: bool = False,
+) -> bool:
     """Run `action` in a fork that dies right before its call number `fatal` of these functions, and with `writing` of those
     that open a file to write; whether it came so far."""
     child = os.fork()
@@ -41,7 +47,9 @@ def killed_at(fatal: int, functions: Sequence[Function], action: Callable[[], ob
             setattr(owner, name, counted(getattr(owner, name)))
         if writing:
             plain, counted_open = io.open, counted(io.open)
-            io.open = lambda file, mode="r", *rest: (plain if mode in ("r", "rb") else counted_open)(file, mode, *rest)
+            io.open = lambda file, mode="r", *rest: (
+                plain if mode in ("r", "rb") else counted_open
+            )(file, mode, *rest)
         action()
         os._exit(0)
     except BaseException:
@@ -49,7 +57,12 @@ def killed_at(fatal: int, functions: Sequence[Function], action: Callable[[], ob
 
 
 def killed_everywhere(
-    template: Path, copies: Path, functions: Sequence[Function], action: Callable[[Path], object], *, writing: bool = False
+    template: Path,
+    copies: Path,
+    functions: Sequence[Function],
+    action: Callable[[Path], object],
+    *,
+    writing: bool = False,
 ) -> int:
     """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later; how many there are. The last one
     came to its end."""
@@ -65,4 +78,8 @@ def killed_everywhere(
 def number_printed_by(code: str, *arguments: object) -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    return int(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout)
+    return int(
+        subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True
+        ).stdout
+    )

@@ -19,13 +19,20 @@ from ttrain.store.model_files import weights_digest
 from ttrain.tasks import new_model
 from ttrain.tracking.tracked_runs import ADAPTER, MODEL
 
-TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}  # small weights repeat the last token for ever
+TALKATIVE = {
+    "tie_embeddings": False,
+    "init_std": 0.3,
+}  # small weights repeat the last token for ever
 
 
 def fresh(directory: Path, **settings: Any) -> Path:
     encoder = make_tokenizer(directory / "tokenizer")
-    config = Model.model_validate({"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings})
-    new_model.write(new_model.new(config, encoder, seed=3), directory / "tokenizer", directory / MODEL)
+    config = Model.model_validate(
+        {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings}
+    )
+    new_model.write(
+        new_model.new(config, encoder, seed=3), directory / "tokenizer", directory / MODEL
+    )
     return directory / MODEL
 
 
@@ -38,7 +45,9 @@ def adapted(directory: Path, base: Path, **settings: Any) -> Path:
     return directory / ADAPTER
 
 
-def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | None = None) -> list[int]:
+def said_with_ttrain(
+    prompt: str, new_tokens: int, model: Path, adapter: Path | None = None
+) -> list[int]:
     network: Any = factory.load(model)
     if adapter:
         network = adapters.load(network, adapter, weights_digest(model))
@@ -51,6 +60,8 @@ def said_with_ttrain(prompt: str, new_tokens: int, model: Path, adapter: Path | 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, "-P", "-c", code, *words]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, cwd=directory)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False, cwd=directory
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.partition("SAID")[2])

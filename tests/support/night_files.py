@@ -17,7 +17,9 @@ NONE = InputSnapshot({}, {})
 
 
 def frozen(*digests: str, champion: str | None = None) -> InputSnapshot:
-    files = {"pretrain": [{"location": f"/inbox/{digest}.jsonl", "sha256": digest} for digest in digests]}
+    files = {
+        "pretrain": [{"location": f"/inbox/{digest}.jsonl", "sha256": digest} for digest in digests]
+    }
     return InputSnapshot(files, {}, Champion(champion, {}) if champion else None)
 
 
@@ -25,19 +27,25 @@ def at(text: str, zone: str = "UTC") -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone))
 
 
-def completed(known: Nights, list_: InputSnapshot, outcome: str, version: str | None = None, **notes: Any) -> NightRecord:
+def completed(
+    known: Nights, list_: InputSnapshot, outcome: str, version: str | None = None, **notes: Any
+) -> NightRecord:
     night = known.begin(list_, None)
     night.note(version=version, **notes)
     night.end_try(outcome, "", closed=True)
     return night
 
 
-def artifact(store: ArtifactStore, stage: str, key: str, files: dict[str, str], **manifest: Any) -> Artifact:
+def artifact(
+    store: ArtifactStore, stage: str, key: str, files: dict[str, str], **manifest: Any
+) -> Artifact:
     output = store.work(stage, key) / "output"
     for name, text in files.items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(text, encoding="utf-8")
-    return store.publish(stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest})
+    return store.publish(
+        stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest}
+    )
 
 
 def inbox(tmp_path: Path, **files: str) -> Settings:
@@ -47,10 +55,14 @@ def inbox(tmp_path: Path, **files: str) -> Settings:
         place = tmp_path if name == "chats" else directory
         (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
     chats = str(tmp_path / "chats.jsonl")
-    return Settings.model_validate({"data": {"pretrain": str(directory), "sft": chats, "lora": chats}})
+    return Settings.model_validate(
+        {"data": {"pretrain": str(directory), "sft": chats, "lora": chats}}
+    )
 
 
-def list_of(settings: Settings, store: ArtifactStore, champion: Champion | None = None) -> InputSnapshot:
+def list_of(
+    settings: Settings, store: ArtifactStore, champion: Champion | None = None
+) -> InputSnapshot:
     files = night_inputs.watched_files(settings, store, may_be_gone=True)
     return InputSnapshot(files, settings.model_dump(mode="json"), champion)
 

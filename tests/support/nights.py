@@ -18,7 +18,10 @@ def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 
     count = round(near * DOCUMENTS)
     lines = _path(data, number - 1).read_text(encoding="utf-8").splitlines() if count else []
     earlier = [json.loads(line)["text"] for line in lines[:count]]
-    new = (" ".join([f"night {number}:", *rng.choices(ENGLISH, k=rng.randint(20, 60))]) for _ in range(DOCUMENTS - count))
+    new = (
+        " ".join([f"night {number}:", *rng.choices(ENGLISH, k=rng.randint(20, 60))])
+        for _ in range(DOCUMENTS - count)
+    )
     lines = [json.dumps({"text": text}) for text in (*new, *(f"{text} again" for text in earlier))]
     path = _path(data, number)
     (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -43,7 +46,10 @@ def _path(data: Path, number: int) -> Path:
 
 def assert_registered_once(home: Path, versions: int) -> None:
     sets = Registry(home).sets(NAME)
-    assert len(sets) == versions and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == versions
+    assert (
+        len(sets) == versions
+        and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == versions
+    )
     assert sum("champion" in one.aliases for one in sets) == 1
     with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
         keys = db.execute(

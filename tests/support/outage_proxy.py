@@ -46,10 +46,17 @@ def mlflow_server(directory: Path) -> Iterator[str]:
     """The address of a server whose database and artifacts, which it hands on itself, lie in `directory`."""
     port = free_port()
     prepare(directory)  # its 67 migrations take 1 s
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true"}
+    quiet = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true",
+    }
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory), str(port)], stdout=log, stderr=log, env={**os.environ, **quiet}
+            [sys.executable, "-c", SERVER, str(directory), str(port)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **quiet},
         )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -120,7 +127,11 @@ class Proxy:
                 """Nothing."""
 
             def handle_request(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self.command != "GET" else b""
+                body = (
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                    if self.command != "GET"
+                    else b""
+                )
                 if self.headers.get("Transfer-Encoding") == "chunked":
                     body = b"".join(_chunks(self.rfile))
                 proxy.requests.append(f"{self.command} {self.path}")
@@ -155,13 +166,21 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, str]:
-        connection = http.client.HTTPConnection(str(self.target.hostname), self.target.port, timeout=60)
+        connection = http.client.HTTPConnection(
+            str(self.target.hostname), self.target.port, timeout=60
+        )
         dropped = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding")
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in dropped}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in dropped
+        }
         try:
             connection.request(request.command, request.path, body=body or None, headers=headers)
             answer = connection.getresponse()
-            return answer.status, answer.read(), answer.headers.get("Content-Type", "application/json")
+            return (
+                answer.status,
+                answer.read(),
+                answer.headers.get("Content-Type", "application/json"),
+            )
         finally:
             connection.close()
 

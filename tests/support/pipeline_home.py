@@ -24,8 +24,25 @@ from ttrain.config import Settings
 from ttrain.engine import processes
 from ttrain.flows import servers
 
-ENGLISH = ("the", "a", "of", "to", "and", "in", "that", "it", "was", "for", "on", "with", "his", "they", "at", "from",
-           "what")  # fmt: skip
+ENGLISH = (
+    "the",
+    "a",
+    "of",
+    "to",
+    "and",
+    "in",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "with",
+    "his",
+    "they",
+    "at",
+    "from",
+    "what",
+)
 CHINESE = "天地人山水日月风花雪夜春江明年大中国学生看见小红白马东西南北"
 
 # Small enough that a training stage is mostly its imports; 40 steps, so that there is a middle to be killed in.
@@ -63,24 +80,43 @@ class Cli:
     @property
     def settings(self) -> list[str]:
         names = {"pretrain": "docs*.jsonl", "sft": "chats.jsonl", "lora": "domain.jsonl"}
-        return ["-c", str(self.data / "tiny.yaml"), *(f"data.{name}={self.data / file}" for name, file in names.items())]
+        return [
+            "-c",
+            str(self.data / "tiny.yaml"),
+            *(f"data.{name}={self.data / file}" for name, file in names.items()),
+        ]
 
     def command(self, *arguments: str, settings: bool = True) -> list[str]:
         """The tests' own settings first, so that the overrides among the arguments win."""
         words = [word for word in arguments if "=" not in word]
         overrides = [word for word in arguments if "=" in word]
         own = self.settings if settings else []
-        return [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", *words, *own, *overrides]
+        return [
+            sys.executable,
+            "-P",
+            "-c",
+            "from ttrain.cli.main import main; main()",
+            *words,
+            *own,
+            *overrides,
+        ]
 
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
         command = self.command(*arguments, settings=settings)
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, **self._where
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+            **self._where,
         )
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}"
         return done.stdout
 
-    def here(self, *arguments: str, code: int = 0, settings: bool = True, errors: bool = True) -> str:
+    def here(
+        self, *arguments: str, code: int = 0, settings: bool = True, errors: bool = True
+    ) -> str:
         """The same in this process, which has the libraries loaded, or in one of its own where other code is chosen.
         Returns standard output, and error where `errors`."""
         if self.environment.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
@@ -88,11 +124,13 @@ class Cli:
         output = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
         error = output if errors else io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
         with (
-            mock.patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.data),
-            mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO())), mock.patch("sys.stdout", output),
+            mock.patch.dict(os.environ, self.environment, clear=True),
+            contextlib.chdir(self.data),
+            mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO())),
+            mock.patch("sys.stdout", output),
             mock.patch("sys.stderr", error),
             pytest.raises(SystemExit) as ended,
-        ):  # fmt: skip
+        ):
             main(self.command(*arguments, settings=settings)[4:])
         output.seek(0)
         said = output.read()
@@ -106,7 +144,9 @@ class Cli:
         load_stages()
         at_exit: list[Any] = threading._threading_atexits  # type: ignore[attr-defined]
         earlier, loggers = list(at_exit), [logging.getLogger(), logging.getLogger("ttrain")]
-        handlers = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+        handlers = [
+            (logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers
+        ]
         try:
             with mock.patch.object(servers, "RESTARTS", 0):
                 return self.here(*arguments)
@@ -116,8 +156,15 @@ class Cli:
 
             for worker in (EventsWorker, APILogWorker):
                 worker.drain_all()
-            at_exit[:] = earlier  # else each fork of this process would drain them too, and fail, as it ends
-            for logger, own, level, propagates in handlers:  # Prefect's send what is said outside a flow, too
+            at_exit[:] = (
+                earlier  # else each fork of this process would drain them too, and fail, as it ends
+            )
+            for (
+                logger,
+                own,
+                level,
+                propagates,
+            ) in handlers:  # Prefect's send what is said outside a flow, too
                 logger.handlers[:], logger.propagate = own, propagates
                 logger.setLevel(level)
             while servers._own:
@@ -131,17 +178,23 @@ class Cli:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(self.command(*arguments), env=self.environment, text=True, cwd=self.data, **streams)
+        return subprocess.Popen(
+            self.command(*arguments), env=self.environment, text=True, cwd=self.data, **streams
+        )
 
     def plan(self, *overrides: str) -> dict[str, dict[str, Any]]:
-        stages = json.loads(self.in_process("pipeline", "plan", "full", "--json", *overrides))["stages"]
+        stages = json.loads(self.in_process("pipeline", "plan", "full", "--json", *overrides))[
+            "stages"
+        ]
         return {stage["name"]: stage for stage in stages}
 
     def to_run(self, *overrides: str) -> list[str]:
         return [name for name, stage in self.plan(*overrides).items() if stage["state"] == "run"]
 
     def runs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.in_process("pipeline", "status", "--json", settings=False))
+        found: list[dict[str, Any]] = json.loads(
+            self.in_process("pipeline", "status", "--json", settings=False)
+        )
         return found
 
     def rows(self, database: str, query: str, *values: object) -> list[tuple[Any, ...]]:
@@ -157,7 +210,11 @@ class Cli:
             with contextlib.suppress(psutil.Error):
                 variables = process.environ()
                 is_own = any(word.endswith(":prefect_app") for word in process.cmdline())
-                if is_own and servers.OWNER in variables and variables.get("TTRAIN_HOME") == str(self.home):
+                if (
+                    is_own
+                    and servers.OWNER in variables
+                    and variables.get("TTRAIN_HOME") == str(self.home)
+                ):
                     found.append(process)
         return found
 
@@ -183,12 +240,26 @@ def write_corpus(directory: Path) -> None:
         return "".join(rng.choice(CHINESE) for _ in range(words)) + "。"
 
     def chat(question: str, answer: str, key: str) -> dict[str, Any]:
-        return {key: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        return {
+            key: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        }
 
     documents = [{"text": text(rng.randint(5, 80))} for _ in range(300)]
-    chats = [chat(f"Say {text(3)}", text(8), "messages" if i % 2 else "conversations") for i in range(150)]
-    domain = [chat(f"{a} + {b}?", f"{a} plus {b} makes {a + b}", "messages") for a in range(12) for b in range(10)]
-    for name, rows in {"docs-1": documents[:150], "docs-2": documents[150:], "chats": chats, "domain": domain}.items():
+    chats = [
+        chat(f"Say {text(3)}", text(8), "messages" if i % 2 else "conversations")
+        for i in range(150)
+    ]
+    domain = [
+        chat(f"{a} + {b}?", f"{a} plus {b} makes {a + b}", "messages")
+        for a in range(12)
+        for b in range(10)
+    ]
+    for name, rows in {
+        "docs-1": documents[:150],
+        "docs-2": documents[150:],
+        "chats": chats,
+        "domain": domain,
+    }.items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     (directory / "tiny.yaml").write_text(TINY, encoding="utf-8")

@@ -76,13 +76,22 @@ class House:
         built: dict[str, Artifact] = {}
         for name, node in full(settings).items():
             if name in stages:
-                inputs = {of: built[source] for of, source in node.sources.items() if source in built}
+                inputs = {
+                    of: built[source] for of, source in node.sources.items() if source in built
+                }
                 planned = plan_stage(node.stage, settings, self.store, inputs)
-                built[name] = planned.artifact or self.publish(planned, says(name, str(planned.key)))
+                built[name] = planned.artifact or self.publish(
+                    planned, says(name, str(planned.key))
+                )
         return built
 
     def publish(
-        self, planned: Planned, text: str = "", result: dict[str, Any] | None = None, steps: Any = (), **more: Any
+        self,
+        planned: Planned,
+        text: str = "",
+        result: dict[str, Any] | None = None,
+        steps: Any = (),
+        **more: Any,
     ) -> Artifact:
         assert planned.key
         output = self.store.work(planned.stage.name, planned.key) / "output"
@@ -91,7 +100,12 @@ class House:
         for step in steps:
             (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
             (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
-        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, "inputs": {}, **more}
+        manifest = {
+            "result": result or RESULT,
+            "ingredients": planned.ingredients,
+            "inputs": {},
+            **more,
+        }
         return self.store.publish(planned.stage.name, planned.key, output, manifest)
 
     def leave(self, planned: Planned, *steps: int) -> Path:
@@ -140,7 +154,9 @@ def running(stages: dict[str, Planned]) -> set[str]:
 @pytest.fixture
 def copy(house: House) -> Path:
     package = house.data.parent / "code" / "ttrain"
-    shutil.copytree(ROOT / "ttrain", package, ignore=shutil.ignore_patterns("__pycache__", "configs"))
+    shutil.copytree(
+        ROOT / "ttrain", package, ignore=shutil.ignore_patterns("__pycache__", "configs")
+    )
     return package
 
 

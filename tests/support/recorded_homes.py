@@ -31,7 +31,9 @@ class Made:
     outcome: str = "completed"
     key: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)  # name: stage, key, content
+    inputs: Mapping[str, tuple[str, str, str]] = field(
+        default_factory=dict
+    )  # name: stage, key, content
     files: Mapping[str, str] = field(default_factory=dict)  # name: sha256
     code: Mapping[str, str] = field(default_factory=dict)
     noted: Mapping[str, Any] = field(default_factory=dict)
@@ -48,33 +50,61 @@ def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]
         metrics: dict[str, float | None] = {"loss": loss, "lr": 0.001 * step, "grad_norm": 1 / step}
         if step % 4 == 0:
             metrics["validation_loss"] = None if loss is None else loss + 0.125
-        rows.append({"step": step, "tokens": TOKENS_PER_STEP * step, "time": began + 2.0 * step, "metrics": metrics})
+        rows.append(
+            {
+                "step": step,
+                "tokens": TOKENS_PER_STEP * step,
+                "time": began + 2.0 * step,
+                "metrics": metrics,
+            }
+        )
     return rows
 
 
 def make_run(
-    home: Path, name: str, stages: Sequence[Made], *, number: int = 0, outcome: str = "completed",
-    settings: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None, tracked: bool = False,
+    home: Path,
+    name: str,
+    stages: Sequence[Made],
+    *,
+    number: int = 0,
+    outcome: str = "completed",
+    settings: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    tracked: bool = False,
     **noted: Any,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Put a run on record, its artifacts into the store, and where `tracked` all of it into MLflow; MLflow's id of it."""
     began = BEGAN + 1000 * number
     for made in stages:
         if made.outcome == "completed":
             make_artifact(home, name, made, began)
     tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
-    listed = [{"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted} for one in stages]
+    listed = [
+        {"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted}
+        for one in stages
+    ]
     record = {
-        "run": name, "pipeline": name.split("-")[0], "outcome": outcome, "started": "", "started_unix": began,
-        "seconds": 60.5, "process": NONE_SUCH, "stages": listed, "metrics": dict(metrics or {}), "settings": tree,
-        "tracking": {"run_id": None, "url": None}, **noted,
-    }  # fmt: skip
+        "run": name,
+        "pipeline": name.split("-")[0],
+        "outcome": outcome,
+        "started": "",
+        "started_unix": began,
+        "seconds": 60.5,
+        "process": NONE_SUCH,
+        "stages": listed,
+        "metrics": dict(metrics or {}),
+        "settings": tree,
+        "tracking": {"run_id": None, "url": None},
+        **noted,
+    }
     (home / "runs").mkdir(parents=True, exist_ok=True)
     write_json(home / "runs" / f"{name}.json", record)
     if not tracked:
         return None
     [run_id] = pushed(home, [name])
-    write_json(home / "runs" / f"{name}.json", {**record, "tracking": {"run_id": run_id, "url": None}})
+    write_json(
+        home / "runs" / f"{name}.json", {**record, "tracking": {"run_id": run_id, "url": None}}
+    )
     return run_id
 
 
@@ -87,16 +117,38 @@ def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
     if made.losses:
         lines = (json.dumps(row) + "\n" for row in rows_of(made.losses, began))
         (directory / "run" / "metrics.jsonl").write_text("".join(lines))
-    inputs = {name: {"stage": stage, "key": key, "content": content} for name, (stage, key, content) in made.inputs.items()}
+    inputs = {
+        name: {"stage": stage, "key": key, "content": content}
+        for name, (stage, key, content) in made.inputs.items()
+    }
     files = [{"name": name, "sha256": digest} for name, digest in made.files.items()]
     contents = {name: content for name, (_, _, content) in made.inputs.items()}
     manifest = {
-        "format": FORMAT, "stage": made.stage, "key": made.key, "published": began + 30.0, "seconds": 5.5, "files": {},
-        "inputs": inputs, "result": dict(made.result), "continued": [], "extends": None,
-        "ingredients": {"stage": made.stage, "settings": {}, "code": dict(made.code), "inputs": contents,
-                        "files": {"train": files} if files else {}},
-        "provenance": {"ttrain": "0", "python": "3.11.9", "platform": "Linux", "libraries": {"torch": "2.13.0"}, "run": run},
-    }  # fmt: skip
+        "format": FORMAT,
+        "stage": made.stage,
+        "key": made.key,
+        "published": began + 30.0,
+        "seconds": 5.5,
+        "files": {},
+        "inputs": inputs,
+        "result": dict(made.result),
+        "continued": [],
+        "extends": None,
+        "ingredients": {
+            "stage": made.stage,
+            "settings": {},
+            "code": dict(made.code),
+            "inputs": contents,
+            "files": {"train": files} if files else {},
+        },
+        "provenance": {
+            "ttrain": "0",
+            "python": "3.11.9",
+            "platform": "Linux",
+            "libraries": {"torch": "2.13.0"},
+            "run": run,
+        },
+    }
     write_manifest(directory, manifest)
 
 

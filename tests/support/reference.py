@@ -55,17 +55,28 @@ def page() -> str:
     for name, settings in sections.items():
         heading, note = f"### {name}\n", ""
         if name in WITH_SETTINGS_OF_PRETRAIN:
-            settings = {key: text for key, text in settings.items() if sections["pretrain"].get(key) != text}
+            settings = {
+                key: text for key, text in settings.items() if sections["pretrain"].get(key) != text
+            }
             note = "As `pretrain`, but:\n\n"
         parts.append(f"{heading}\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
-    parts += [COMMANDS_HEAD, "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n"]
+    parts += [
+        COMMANDS_HEAD,
+        "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n",
+    ]
     return "\n".join(parts)
 
 
-def section_settings(section: type[BaseModel], defaults: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def section_settings(
+    section: type[BaseModel], defaults: Any, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
     """(name, its lines) of each setting of a section, those of optional parts with the part's name before."""
     for name, field in section.model_fields.items():
-        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        default = (
+            getattr(defaults, name)
+            if defaults is not None
+            else field.get_default(call_default_factory=True)
+        )
         part = _settings_class(field.annotation)
         if part is None or default is None:
             yield prefix + name, _setting(prefix + name, default, field)
@@ -79,7 +90,9 @@ def _setting(name: str, default: Any, field: Any) -> str:
     is_choice = typing.get_origin(field.annotation) is typing.Literal
     choices = "|".join(map(str, typing.get_args(field.annotation))) if is_choice else ""
     meaning = " ".join(filter(None, (choices and f"({choices})", field.description)))
-    lines = textwrap.wrap(meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(
+        meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False
+    ) or [""]
     first = f"{name}{value}".ljust(NAME_WIDTH - 1)
     if len(first) >= NAME_WIDTH:
         lines = ["", *lines]
@@ -88,8 +101,12 @@ def _setting(name: str, default: Any, field: Any) -> str:
 
 
 def _settings_class(annotation: Any) -> type[BaseModel] | None:
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    classes = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+    options = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    )
+    classes = [
+        option for option in options if isinstance(option, type) and issubclass(option, BaseModel)
+    ]
     return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
 
 
@@ -117,4 +134,6 @@ def _command_item(name: str, command: Any) -> str:
     listed = [option for option in options if option not in UNLISTED_OPTIONS]
     purpose = re.split(r"[.;:] |\n|\.$", (command.help or "").replace("\n", " ").strip())[0]
     item = f"- `{' '.join(words)}`: {purpose}" + (f". `{' '.join(listed)}`" if listed else "")
-    return textwrap.fill(item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -57,8 +57,12 @@ class Served:
         self.cli, self.lines = cli, list[str]()
         self.process = subprocess.Popen(
             cli.command("pipeline", "serve", settings=False),
-            env=cli.environment, cwd=cli.data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            env=cli.environment,
+            cwd=cli.data,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         threading.Thread(target=self._read, daemon=True).start()
         try:  # on a machine with much other work a server takes minutes to start
             self.wait_for("stop with Ctrl-C", 400)
@@ -75,7 +79,9 @@ class Served:
         return "".join(self.lines)
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        wait_until(lambda: text in self.said or self.process.poll() is not None, seconds, lambda: self.said)
+        wait_until(
+            lambda: text in self.said or self.process.poll() is not None, seconds, lambda: self.said
+        )
         assert text in self.said, self.said
 
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 60) -> int:
@@ -98,9 +104,14 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server_records.read_token(home)}"}
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {server_records.read_token(home)}",
+    }
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
-    for _ in range(20):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
+    for _ in range(
+        20
+    ):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return json.load(reply)
@@ -112,7 +123,10 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
-    only = {"flow_runs": {"state": {"name": {"any_": list(states)}}}, "sort": "EXPECTED_START_TIME_ASC"}
+    only = {
+        "flow_runs": {"state": {"name": {"any_": list(states)}}},
+        "sort": "EXPECTED_START_TIME_ASC",
+    }
     found: list[dict[str, Any]] = call(home, "flow_runs/filter", only)
     return found
 
@@ -129,7 +143,11 @@ def processes_of(home: Path) -> list[psutil.Process]:
 
 def kill_at_work(process: subprocess.Popen[str]) -> None:
     """Kill a command and its stages at once: on a fast core a stage does 100 steps before it sees that it is alone."""
-    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if child.name() == PROCESS_NAME]
+    workers = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.name() == PROCESS_NAME
+    ]
     for worker in workers:
         worker.suspend()
     process.kill()
@@ -156,7 +174,9 @@ def run_of(cli: Cli, id_: str) -> dict[str, Any]:
     return found
 
 
-def ended(cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1) -> dict[str, Any]:
+def ended(
+    cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1
+) -> dict[str, Any]:
     def over() -> dict[str, Any] | None:
         run = run_of(cli, id_)
         return run if run["state"]["type"] in FINAL and run["run_count"] >= run_count else None

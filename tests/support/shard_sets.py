@@ -26,7 +26,10 @@ BLOCK = 4096
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> Path:
-    lines = (row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows)
+    lines = (
+        row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode()
+        for row in rows
+    )
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
@@ -42,13 +45,25 @@ def make_or_die(*arguments: Any) -> tuple[int, Path, bool]:
 
 
 def build(
-    output: Path, files: Sequence[Path], recipe: BlockRecipe, reading: Reading = ALL, *, heldout: Sequence[Path] = (),
+    output: Path,
+    files: Sequence[Path],
+    recipe: BlockRecipe,
+    reading: Reading = ALL,
+    *,
+    heldout: Sequence[Path] = (),
     **more: Any,
-) -> ShardSetResult:  # fmt: skip
+) -> ShardSetResult:
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
     roles = {"train": files, **({"heldout": heldout} if heldout else {})}
     given = {role: [DataFile(str(path)) for path in paths] for role, paths in roles.items()}
-    work = Work(output, given, recipe, reading, more.pop("block_bytes", BLOCK), more.pop("pool", Processes(1)))
+    work = Work(
+        output,
+        given,
+        recipe,
+        reading,
+        more.pop("block_bytes", BLOCK),
+        more.pop("pool", Processes(1)),
+    )
     return sharding.build(work, **more)
 
 

@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 from support.paths import ROOT
 
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")), "artifacts/README.md")
-FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+PAGES = (
+    "README.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    "artifacts/README.md",
+)
+FENCED = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 SHELL = ("console", "sh")
 OUTPUT = {"", "text"}  # of commands, lists of files; of such a block only its commands are tried
 

@@ -15,7 +15,10 @@ from ttrain.train.snapshots import copy_tensors
 
 CPU = torch.device("cpu")
 
-SHARED: dict[str, Any] = {"kind": "llama", "moe": {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01}}
+SHARED: dict[str, Any] = {
+    "kind": "llama",
+    "moe": {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01},
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "kv_heads": 1},
@@ -26,17 +29,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 KINDS = ("lora", "dora", "prefix")
 # Each way of PEFT: layers, transposed ones, stacked experts, single weights beside them. A prefix touches no layer.
-CASES = [*((shape, "lora") for shape in SHAPES), ("llama", "dora"), ("gpt2", "dora"), ("llama", "prefix")]
+CASES = [
+    *((shape, "lora") for shape in SHAPES),
+    ("llama", "dora"),
+    ("gpt2", "dora"),
+    ("llama", "prefix"),
+]
 CASE_IDS = [f"{kind} on {shape}" for shape, kind in CASES]
 
 
 def settings(**changes: Any) -> Lora:
     """Eight steps of six rows of sixteen tokens, in fp32, at a rate that moves every logit."""
     values: dict[str, Any] = {
-        "rank": 2, "alpha": 8.0, "virtual_tokens": 4, "row_length": 16, "tokens": 8 * 96, "epochs": None,
-        "tokens_per_step": 96, "precision": "fp32", "optim": Optim(lr=3e-2, weight_decay=0.0),
-        "schedule": Schedule(warmup_steps=1), **changes,
-    }  # fmt: skip
+        "rank": 2,
+        "alpha": 8.0,
+        "virtual_tokens": 4,
+        "row_length": 16,
+        "tokens": 8 * 96,
+        "epochs": None,
+        "tokens_per_step": 96,
+        "precision": "fp32",
+        "optim": Optim(lr=3e-2, weight_decay=0.0),
+        "schedule": Schedule(warmup_steps=1),
+        **changes,
+    }
     return Lora(**values)
 
 
@@ -56,13 +72,19 @@ def save_base(model: Any, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in factory.files(model).items():
         (directory / name).write_bytes(data)
-    save_file(copy_tensors(factory.state(model)), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        copy_tensors(factory.state(model)),
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return directory
 
 
 def save_adapter(model: Any, directory: Path, base: Path) -> Path:
     directory.mkdir(parents=True)
-    for name, data in adapters.files(model, base="a-base", base_digest=weights_digest(base)).items():
+    for name, data in adapters.files(
+        model, base="a-base", base_digest=weights_digest(base)
+    ).items():
         (directory / name).write_bytes(data)
     save_file(copy_tensors(adapters.state(model)), directory / ADAPTER, metadata={"format": "pt"})
     return directory

@@ -34,7 +34,10 @@ def documents(count: int, seed: int = 0) -> list[str]:
 def chats(count: int, seed: int = 0) -> list[tuple[Message, ...]]:
     generator = np.random.default_rng(seed)
     pairs = [generator.choice(LINES, size=2) for _ in range(count)]
-    return [(Message("user", str(question)), Message("assistant", str(answer))) for question, answer in pairs]
+    return [
+        (Message("user", str(question)), Message("assistant", str(answer)))
+        for question, answer in pairs
+    ]
 
 
 def make_tokenizer(directory: Path) -> Encoder:
@@ -64,16 +67,24 @@ def write_shards(
             continue
         some = records[start:end]
         offsets = np.cumsum([0, *(len(ids) for ids, _ in some)])
-        live = np.concatenate([np.asarray(mask, np.uint8) for _, mask in some]) if kind == "chats" else None
+        live = (
+            np.concatenate([np.asarray(mask, np.uint8) for _, mask in some])
+            if kind == "chats"
+            else None
+        )
         column = Column(np.concatenate([np.asarray(ids) for ids, _ in some]), offsets, live)
         entry = write_shard(directory / f"{len(entries):016x}.arrow", column, vocab_size)
         entries.append({**entry, "bytes": 2 * size, "group": groups[len(entries)] if groups else 0})
         start, size = end, 0
     more = {"weights": list(weights)} if weights else {}
-    return write_index(directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more)
+    return write_index(
+        directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more
+    )
 
 
-def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12) -> None:
+def make_shards(
+    directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12
+) -> None:
     for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
         if kind == "documents":
             texts = documents(count, seed)
@@ -89,7 +100,9 @@ def make_shards(directory: Path, encoder: Encoder, kind: str, train: int, heldou
         first = 0
         for shard in index["shards"]:
             shard["records"] = shard["file"].replace(".arrow", ".jsonl")
-            (directory / part / shard["records"]).write_text("".join(lines[first : first + shard["rows"]]))
+            (directory / part / shard["records"]).write_text(
+                "".join(lines[first : first + shard["rows"]])
+            )
             first += shard["rows"]
         write_json(directory / part / "index.json", index)
 
@@ -99,7 +112,13 @@ class NumberedRows(Rows):
 
     pad_id = 0
 
-    def __init__(self, count: int, row_length: int = 16, live: Sequence[int] | None = None, vocab: int = VOCAB) -> None:
+    def __init__(
+        self,
+        count: int,
+        row_length: int = 16,
+        live: Sequence[int] | None = None,
+        vocab: int = VOCAB,
+    ) -> None:
         self.count, self.row_length, self.vocab = count, row_length, vocab
         self._live = live  # live tokens of each row; None: about two thirds of them
         self.asked: list[int] = []

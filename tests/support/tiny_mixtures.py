@@ -13,7 +13,10 @@ from ttrain.train.moe import Routers
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"kind": "llama", "moe": {"experts": 4}},
     "qwen3_moe": {"kind": "qwen3", "moe": {"experts": 4}},
-    "ernie4_5_moe": {"kind": "llama", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
+    "ernie4_5_moe": {
+        "kind": "llama",
+        "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01},
+    },
     "glm4_moe": {"kind": "qwen3", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
 }
 
@@ -27,7 +30,11 @@ def tiny_moe(kind: str, **more: Any) -> Any:
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "gate") and hasattr(module, "experts")
+    ]
 
 
 def padded_rows(count: int = 6) -> Batch:

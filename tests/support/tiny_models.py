@@ -27,7 +27,9 @@ def chat_with(one: LoadedModel, **options: Any) -> Chat:
 
 def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
     encoder = make_tokenizer(directory)
-    model = tiny_model(seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings})
+    model = tiny_model(
+        seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings}
+    )
     return save_base(model, directory)
 
 

@@ -35,13 +35,19 @@ from ttrain.tracking.pusher import track
 
 @functools.cache
 def _template() -> Path:
-    root = Path(tempfile.mkdtemp(prefix="ttrain-home-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
+    root = Path(
+        tempfile.mkdtemp(prefix="ttrain-home-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+    )
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     store, encoder = ArtifactStore(root), make_tokenizer(root / "a")
     make_shards(root / "b", encoder, "documents", 60)
     make_shards(root / "c", encoder, "chats", 60)
-    for number, (stage, output) in enumerate({"tokenizer": "a", "shards-pretrain": "b", "shards-sft": "c"}.items()):
-        store.publish(stage, str(number) * 64, root / output, {"result": {}, "ingredients": {}, "inputs": {}})
+    for number, (stage, output) in enumerate(
+        {"tokenizer": "a", "shards-pretrain": "b", "shards-sft": "c"}.items()
+    ):
+        store.publish(
+            stage, str(number) * 64, root / output, {"result": {}, "ingredients": {}, "inputs": {}}
+        )
     return root
 
 
@@ -57,7 +63,10 @@ class Home:
         shutil.copytree(_template(), root, dirs_exist_ok=True)
         remember_modules(root)
         store = ArtifactStore(root)
-        return cls(store, *(store.latest(stage) for stage in ("tokenizer", "shards-pretrain", "shards-sft")))
+        return cls(
+            store,
+            *(store.latest(stage) for stage in ("tokenizer", "shards-pretrain", "shards-sft")),
+        )
 
     def pretrain_inputs(self) -> dict[str, Artifact]:
         return {"tokenizer": self.tokenizer, "shards": self.documents}
@@ -66,8 +75,12 @@ class Home:
     def paths(self) -> dict[str, Path]:
         return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
 
-    def pretrain(self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any) -> Any:
-        return run_here(pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job)
+    def pretrain(
+        self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any
+    ) -> Any:
+        return run_here(
+            pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job
+        )
 
 
 @pytest.fixture(scope="module")
@@ -80,26 +93,46 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def stage_settings(steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any) -> Settings:
+def stage_settings(
+    steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any
+) -> Settings:
     """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
-    speed = {"device": "cpu", "threads": 1, "rows_per_device": 4, "log_every_steps": 1, "checkpoint_every_steps": 4}
+    speed = {
+        "device": "cpu",
+        "threads": 1,
+        "rows_per_device": 4,
+        "log_every_steps": 1,
+        "checkpoint_every_steps": 4,
+    }
     common = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
-    return Settings.model_validate({
-        "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},
-        "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
-        "sft": {"epochs": 1.0, **common},
-        "lora": {"epochs": 1.0, "rank": 2, **common},
-        "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
-        "runtime": {**speed, **runtime},
-    })  # fmt: skip
+    return Settings.model_validate(
+        {
+            "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},
+            "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
+            "sft": {"epochs": 1.0, **common},
+            "lora": {"epochs": 1.0, "rank": 2, **common},
+            "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
+            "runtime": {**speed, **runtime},
+        }
+    )
 
 
-def run_here(module: Any, settings: Settings, output: Path, inputs: Mapping[str, Path], runtime: Runtime, **job: Any) -> Any:
+def run_here(
+    module: Any,
+    settings: Settings,
+    output: Path,
+    inputs: Mapping[str, Path],
+    runtime: Runtime,
+    **job: Any,
+) -> Any:
     """The figures of a stage that runs here, under other random numbers each time."""
     torch.seed()
     try:
         return module.run(
-            settings, StageContext(inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job)
+            settings,
+            StageContext(
+                inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job
+            ),
         )
     finally:
         torch.set_num_threads(1)
@@ -109,8 +142,12 @@ def planned(*names: str) -> list[Planned]:
     return [Planned(STAGES[name], "run", ()) for name in names]
 
 
-def run_of(store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any) -> PipelineRun:
-    execution = PipelineRun(Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options)
+def run_of(
+    store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any
+) -> PipelineRun:
+    execution = PipelineRun(
+        Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options
+    )
     track(execution)
     return execution
 

@@ -55,17 +55,27 @@ def score_of(
     model: nn.Module, sequences: Sequence[perplexity.Tokens], length: int, stride: int, **more: Any
 ) -> perplexity.Score:
     found = perplexity.score_each(
-        model, sequences, length=length, stride=stride, device=CPU,
-        progress=lambda done, total: None, **more,
-    )  # fmt: skip
+        model,
+        sequences,
+        length=length,
+        stride=stride,
+        device=CPU,
+        progress=lambda done, total: None,
+        **more,
+    )
     return perplexity.Score(sum(one.nats for one in found), sum(one.tokens for one in found))
 
 
 def settings_of_training(**changes: Any) -> Training:
     values: dict[str, Any] = {
-        "tokens": 20 * 96, "tokens_per_step": 96, "row_length": 16, "precision": "fp32",
-        "optim": Optim(lr=1e-2), "schedule": Schedule(warmup_steps=3), **changes,
-    }  # fmt: skip
+        "tokens": 20 * 96,
+        "tokens_per_step": 96,
+        "row_length": 16,
+        "precision": "fp32",
+        "optim": Optim(lr=1e-2),
+        "schedule": Schedule(warmup_steps=3),
+        **changes,
+    }
     return Training(**values)
 
 
@@ -94,7 +104,9 @@ class WatchedOptimizers(Optimizers):
 class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
     """Language modelling whose optimizers are watched; `spoil(step) -> factor` multiplies the loss of a training step."""
 
-    def __init__(self, config: Training, model: nn.Module, spoil: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self, config: Training, model: nn.Module, spoil: Callable[[int], float] | None = None
+    ) -> None:
         super().__init__(config, model)
         self._spoil, self.passes = spoil, 0
         self.optimizers: WatchedOptimizers | None = None
@@ -106,13 +118,19 @@ class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
         self.passes += 1
-        return loss if self._spoil is None else LossSum(loss.total * self._spoil(self.passes), loss.count)
+        return (
+            loss
+            if self._spoil is None
+            else LossSum(loss.total * self._spoil(self.passes), loss.count)
+        )
 
 
 class PlainSgd(WatchedTask):
     def build_optimizer(self, model: nn.Module) -> Optimizers:
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = WatchedOptimizers(Optimizers([torch.optim.SGD(list(names), lr=0.1)], names))
+        self.optimizers = WatchedOptimizers(
+            Optimizers([torch.optim.SGD(list(names), lr=0.1)], names)
+        )
         return self.optimizers
 
 
@@ -127,7 +145,9 @@ class Recorder(Callback):
 
     def log(self, record: LogRecord) -> None:
         self.records.append(record)
-        self.events.append(("validation" if "validation_loss" in record.metrics else "log", record.step))
+        self.events.append(
+            ("validation" if "validation_loss" in record.metrics else "log", record.step)
+        )
 
     def step_end(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -151,7 +171,9 @@ class Recorder(Callback):
 class StopAfter:
     def __init__(self, steps: int, loader: Loader) -> None:
         self.steps, self.loader = steps, loader
-        self.first: int | None = None  # the step at which the run begins, when it is asked for the first time
+        self.first: int | None = (
+            None  # the step at which the run begins, when it is asked for the first time
+        )
 
     def __call__(self) -> bool:
         if self.first is None:
@@ -160,19 +182,39 @@ class StopAfter:
 
 
 def make_trainer(
-    config: Training, model: nn.Module, rows: Rows, *, rows_per_device: int = 4, directory: Path | None = None,
-    callbacks: Sequence[Callback] = (), cadence: Cadence = SPARSE, total_rows: int | None = None,
-    stop_after: int | None = None, validation: Sequence[Batch] = (), quick: Sequence[Batch] = (),
-    task: TrainingTask | None = None, ranks: Ranks = ALONE, keep: int = 2, how: Speed = PLAIN, weights: Any = None,
-    night: Any = None, **origin: Any,
-) -> Trainer:  # fmt: skip
+    config: Training,
+    model: nn.Module,
+    rows: Rows,
+    *,
+    rows_per_device: int = 4,
+    directory: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    cadence: Cadence = SPARSE,
+    total_rows: int | None = None,
+    stop_after: int | None = None,
+    validation: Sequence[Batch] = (),
+    quick: Sequence[Batch] = (),
+    task: TrainingTask | None = None,
+    ranks: Ranks = ALONE,
+    keep: int = 2,
+    how: Speed = PLAIN,
+    weights: Any = None,
+    night: Any = None,
+    **origin: Any,
+) -> Trainer:
     assert config.tokens is not None
     steps = -(-config.tokens // config.tokens_per_step)
     order = ShuffledOrder(
-        len(rows), config.rows_per_step, total_rows or steps * config.rows_per_step, config.seed, rows.row_length
+        len(rows),
+        config.rows_per_step,
+        total_rows or steps * config.rows_per_step,
+        config.seed,
+        rows.row_length,
     )
     checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
-    loader = Loader(rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world)
+    loader = Loader(
+        rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world
+    )
     options = TrainerOptions(
         weights or Held(model),
         ranks,
@@ -202,7 +244,7 @@ def in_ranks(
     *,
     seconds: float = 60,
     compiles: bool = False,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
 
     They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already, and with
@@ -218,7 +260,9 @@ def in_ranks(
         try:
             torch.set_num_threads(1)
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+            )
             found = work(Ranks(rank, world, CPU))
             store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
             dist.barrier()

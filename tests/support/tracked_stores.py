@@ -26,7 +26,11 @@ def client_of(home: Path) -> Any:
 def tracked(home: Path, identity: str, experiment: str = "ttrain") -> list[Any]:
     client = client_of(home)
     found = client.get_experiment_by_name(experiment)
-    return list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'")) if found else []
+    return (
+        list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'"))
+        if found
+        else []
+    )
 
 
 def only(home: Path, identity: str, experiment: str = "ttrain") -> Any:
@@ -46,5 +50,9 @@ def files_of(run: Any) -> dict[str, Path]:
 
 def rows_of_database(home: Path) -> dict[str, list[Any]]:
     with closing(sqlite3.connect(database_of(home))) as db:
-        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        return {table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables}
+        tables = [
+            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
+        return {
+            table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables
+        }

@@ -16,8 +16,12 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
 
-CONTEXT = multiprocessing.get_context("forkserver")  # the libraries are loaded once, not by each of a hundred writers
-CONTEXT.set_forkserver_preload(["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"])
+CONTEXT = multiprocessing.get_context(
+    "forkserver"
+)  # the libraries are loaded once, not by each of a hundred writers
+CONTEXT.set_forkserver_preload(
+    ["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"]
+)
 STAGE, KEY = "pretrain", "a" * 64
 
 
@@ -28,7 +32,12 @@ def curve_of(home: Path) -> Path:
 def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     pusher.INTERVAL_SECONDS, pusher.RETRY_SECONDS = 0.02, 0.2
-    record = RunRecord(home, "full", [STAGE], Settings().replaced({"tracking": {"experiment": "outages"}}).model_dump())
+    record = RunRecord(
+        home,
+        "full",
+        [STAGE],
+        Settings().replaced({"tracking": {"experiment": "outages"}}).model_dump(),
+    )
     path, known_path = curve_of(home), ArtifactStore(home).work(STAGE, KEY) / TRACKED
     path.parent.mkdir(parents=True, exist_ok=True)
     identity = read_object(known_path).get("id") or f"{record.run}/{STAGE}"
@@ -41,7 +50,12 @@ def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> No
     follower.start()
     with path.open("a") as file:
         for step in range(keep + 1, last + 1):
-            row = {"step": step, "tokens": 100 * step, "time": time.time(), "metrics": {"loss": 1 / step}}
+            row = {
+                "step": step,
+                "tokens": 100 * step,
+                "time": time.time(),
+                "metrics": {"loss": 1 / step},
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
             time.sleep(pace)
@@ -51,7 +65,13 @@ def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> No
 
 
 def write_through(
-    proxy: Proxy, home: Path, *, steps_in_all: int, modes: tuple[str, ...], seconds: float = 0.4, pace: float = 0.001
+    proxy: Proxy,
+    home: Path,
+    *,
+    steps_in_all: int,
+    modes: tuple[str, ...],
+    seconds: float = 0.4,
+    pace: float = 0.001,
 ) -> None:
     environment = {"MLFLOW_TRACKING_URI": proxy.url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
     for mode in modes:

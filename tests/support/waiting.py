@@ -10,7 +10,9 @@ from typing import Any
 
 import psutil
 
-SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds in the queue for one
+SCHEDULED = Path(
+    "/proc/thread-self/schedstat"
+)  # nanoseconds on a core, nanoseconds in the queue for one
 STILL_SECONDS = 0.02  # of computing: a process that took less in the time that it may wait hangs
 BUSY = 10  # times that many seconds of computing are too much, too
 
@@ -46,7 +48,9 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
     return []
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20, said: Callable[[], str] = lambda: "") -> Any:
+def wait_until(
+    condition: Callable[[], Any], seconds: float = 20, said: Callable[[], str] = lambda: ""
+) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a server that is being started

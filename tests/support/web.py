@@ -21,7 +21,9 @@ class Site:
     files: dict[str, bytes]
     etags: bool = True
     dates: bool = False
-    statuses: list[int] = field(default_factory=list)  # errors with which the next requests are answered, one each
+    statuses: list[int] = field(
+        default_factory=list
+    )  # errors with which the next requests are answered, one each
     failing: str = ""  # a path that is always answered with 503
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
     url: str = ""
@@ -53,8 +55,12 @@ class _Handler(BaseHTTPRequestHandler):
         if site.statuses or path == site.failing:
             self._send(site.statuses.pop(0) if site.statuses else 503, b"", {}, with_body=False)
         elif path.endswith("/"):
-            names = {name[len(path) :].partition("/") for name in site.files if name.startswith(path)}
-            links = "".join(f'<a href="{name}{slash}">{name}</a>' for name, slash, _ in sorted(names))
+            names = {
+                name[len(path) :].partition("/") for name in site.files if name.startswith(path)
+            }
+            links = "".join(
+                f'<a href="{name}{slash}">{name}</a>' for name, slash, _ in sorted(names)
+            )
             self._send(200, links.encode(), {"Content-Type": "text/html"}, with_body=with_body)
         elif any(name.startswith(f"{path}/") for name in site.files):
             self._send(301, b"", {"Location": f"{path}/"}, with_body=False)
@@ -75,7 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
                 data = data[int(first) : end]
             self._send(status, data, headers, with_body=with_body)
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str], *, with_body: bool) -> None:
+    def _send(
+        self, status: int, data: bytes, headers: Mapping[str, str], *, with_body: bool
+    ) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
@@ -114,11 +122,30 @@ class _HubHandler(_Handler):
             headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
             return self._send(200, data, headers, with_body=with_body)
         if parts[4:5] == ["tree"]:
-            tree = [{"type": "file", "path": path, "oid": "0" * 40, "size": len(data)} for path, data in files.items()]
-            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"}, with_body=with_body)
+            tree = [
+                {"type": "file", "path": path, "oid": "0" * 40, "size": len(data)}
+                for path, data in files.items()
+            ]
+            return self._send(
+                200,
+                json.dumps(tree).encode(),
+                {"Content-Type": "application/json"},
+                with_body=with_body,
+            )
         siblings = [{"rfilename": name} for name in files]
-        about = json.dumps({"id": repo, "sha": commit, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
-        return self._send(200, about.encode(), {"Content-Type": "application/json"}, with_body=with_body)
+        about = json.dumps(
+            {
+                "id": repo,
+                "sha": commit,
+                "siblings": siblings,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+            }
+        )
+        return self._send(
+            200, about.encode(), {"Content-Type": "application/json"}, with_body=with_body
+        )
 
 
 @dataclass
@@ -169,7 +196,10 @@ def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     with served_hub(
-        FakeHub({"someone/small": {"main": COMMIT}}, {COMMIT: {**files, "model.safetensors": b"weights"}})
+        FakeHub(
+            {"someone/small": {"main": COMMIT}},
+            {COMMIT: {**files, "model.safetensors": b"weights"}},
+        )
     ) as opened:
         yield opened
 
@@ -179,7 +209,9 @@ def use_hub(patch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
     from huggingface_hub import constants
 
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{template[template.index('{') :]}")
+    patch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{endpoint}/{template[template.index('{') :]}"
+    )
     patch.setattr(constants, "ENDPOINT", endpoint)
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     patch.setattr(constants, "HF_HUB_OFFLINE", False)

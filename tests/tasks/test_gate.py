@@ -32,7 +32,9 @@ from ttrain.tasks import gate
 from ttrain.tasks.common.job import StageContext
 
 ALPHABETS = {"digits": "0123456789", "lower": "abcdefghijklm"}
-PREFERENCE = 50.0  # how much likelier a character of an expert's own alphabet is than any other token
+PREFERENCE = (
+    50.0  # how much likelier a character of an expert's own alphabet is than any other token
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Planted:
     def log_probabilities(self, name: str) -> torch.Tensor:
         """What an expert gives each token, whatever stands before it."""
         own = {self.encoder.encode([letter])[0][0] for letter in ALPHABETS[name]}
-        weights = torch.tensor([PREFERENCE if token in own else 1.0 for token in range(len(self.encoder))])
+        weights = torch.tensor(
+            [PREFERENCE if token in own else 1.0 for token in range(len(self.encoder))]
+        )
         return (weights / weights.sum()).log()
 
 
@@ -92,19 +96,41 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 ROWS = Gate(row_length=64, stride=32)
-SMALL = ("buckets=512", "embedding_size=8", "hidden=8", "ngram_characters=2", "epochs=8", "row_length=64", "stride=32",
-         "lr=0.03")  # fmt: skip
+SMALL = (
+    "buckets=512",
+    "embedding_size=8",
+    "hidden=8",
+    "ngram_characters=2",
+    "epochs=8",
+    "row_length=64",
+    "stride=32",
+    "lr=0.03",
+)
 
 
-def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run, planted: Planted, tmp_path: Path) -> None:
+def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(
+    run: Run, planted: Planted, tmp_path: Path
+) -> None:
     kept = {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()}
-    words = ("train", "--experts", ",".join(planted.names), "--data", planted.data, "--out", "gate", *SMALL)
+    words = (
+        "train",
+        "--experts",
+        ",".join(planted.names),
+        "--data",
+        planted.data,
+        "--out",
+        "gate",
+        *SMALL,
+    )
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()} == kept
     found = done.json["routing"]
     assert found["majority_accuracy"] < 0.75 and found["accuracy"] > 0.95
-    assert found["loss_oracle"] <= found["loss_routed"] < found["loss_best_single"] and found["gain"] > 0.9
+    assert (
+        found["loss_oracle"] <= found["loss_routed"] < found["loss_best_single"]
+        and found["gain"] > 0.9
+    )
     assert found["records"] == done.json["heldout_rows"]
     router = tmp_path / "gate" / "model.safetensors"
     trained = {name.rpartition(".")[0] for name in load_file(router)}
@@ -127,29 +153,49 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(run: Run,
     [
         (["--experts", "{0}"], "a gate picks one of at least two"),
         (["--experts", "{0},{1}", "hiden=3"], "did you mean 'hidden'?"),
-        (["--experts", "{0},{1}", "runtime.devices=2"], "a gate trains in one process; set runtime.devices=1"),
-        (["--experts", "{0},{1}", "stride=64"], "takes 128 positions; set row_length=128 and stride=64"),
+        (
+            ["--experts", "{0},{1}", "runtime.devices=2"],
+            "a gate trains in one process; set runtime.devices=1",
+        ),
+        (
+            ["--experts", "{0},{1}", "stride=64"],
+            "takes 128 positions; set row_length=128 and stride=64",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_of_the_command_is_told_before_anything_starts(
     run: Run, planted: Planted, tmp_path: Path, words: list[str], said: str
 ) -> None:
-    refused = run("train", "--data", planted.data, *(word.format(*planted.names) for word in words), "--out", "gate")
+    refused = run(
+        "train",
+        "--data",
+        planted.data,
+        *(word.format(*planted.names) for word in words),
+        "--out",
+        "gate",
+    )
     assert refused.code == 2 and said in refused.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gate_knows_when_an_expert_or_its_router_was_changed(planted: Planted, tmp_path: Path) -> None:
+def test_a_gate_knows_when_an_expert_or_its_router_was_changed(
+    planted: Planted, tmp_path: Path
+) -> None:
     first, other = planted.experts
     gate_files.check(first)
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "model.safetensors").write_bytes(b"other")
     changed = first.model_copy(update={"model": str(tmp_path / "expert")})
-    with pytest.raises(ArtifactError, match=r"not the one that the gate knows: the weights in .*expert have changed"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"not the one that the gate knows: the weights in .*expert have changed",
+    ):
         gate_files.check(changed)
     with pytest.raises(UsageError, match="holds no gate"):
         gate_files.read(tmp_path)
-    contents = gate_files.GateFile(experts=(first, other), settings=Gate(), figures={}, router_sha256="0" * 64)
+    contents = gate_files.GateFile(
+        experts=(first, other), settings=Gate(), figures={}, router_sha256="0" * 64
+    )
     write_json(tmp_path / gate_files.GATE, contents.model_dump(mode="json"))
     assert gate_files.read(tmp_path).experts == (first, other)
     save_file({}, tmp_path / gate_files.WEIGHTS)
@@ -166,7 +212,9 @@ def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path
     chats = Conversation(tuple(Message(*turn) for turn in turns))
     texts, encode, end = ("12 abc", "XYZ" * 60), planted.encoder.encode, planted.encoder.end_id
     records = [*map(TextDocument, texts), chats]
-    nats_RE = gate.score(planted.experts, records, Gate(row_length=32, stride=8), _job(tmp_path), CPU)
+    nats_RE = gate.score(
+        planted.experts, records, Gate(row_length=32, stride=8), _job(tmp_path), CPU
+    )
     scored = [*encode(list(texts)), [*encode(["10 20"])[0], end, *encode(["ABBA"])[0], end]]
     for column, name in enumerate(ALPHABETS):
         expected = [-float(planted.log_probabilities(name)[ids].sum()) for ids in scored]
@@ -181,15 +229,26 @@ def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path
     documents = [{"text": f"document {number}"} for number in range(60)]
     answer = {"role": "assistant", "content": "a"}
     chats = [{"messages": [{"role": "user", "content": f"ask {n}"}, answer]} for n in range(20)]
-    for name, rows in {"a": documents[:40], "b": documents[20:], "c": chats, "bad": [{}] * 5}.items():
+    for name, rows in {
+        "a": documents[:40],
+        "b": documents[20:],
+        "c": chats,
+        "bad": [{}] * 5,
+    }.items():
         write_lines(tmp_path / f"{name}.jsonl", rows)
-    paths, settings = [str(tmp_path / f"{name}.jsonl") for name in "abc"], Gate(heldout_fraction=0.3)
+    paths, settings = (
+        [str(tmp_path / f"{name}.jsonl") for name in "abc"],
+        Gate(heldout_fraction=0.3),
+    )
     records = gate.read(paths, settings)
     assert len(records) == 80 and records == gate.read(paths[::-1], settings)
     fewer = gate.read(paths, Gate(limit=30))
     assert len(fewer) == 30 and fewer == gate.read(paths[::-1], Gate(limit=30))
     assert 0 < gate.heldout_flags(records, settings).sum() < 80
-    with pytest.raises(DataError, match=r"5 of 5 rows are bad, more than rejected_fraction=.*'paragraphs' \(text_field\)"):
+    with pytest.raises(
+        DataError,
+        match=r"5 of 5 rows are bad, more than rejected_fraction=.*'paragraphs' \(text_field\)",
+    ):
         gate.read([str(tmp_path / "bad.jsonl")], settings)
     with pytest.raises(DataError, match="of 1 records went to the held-out part"):
         gate.heldout_flags(records[:1], settings)
@@ -217,5 +276,7 @@ def test_figures_of_a_routing_worked_out_by_hand() -> None:
     assert found["loss_oracle"] == pytest.approx((1 + 2 + 3 + 2 + 1) / 10)
     assert found["loss_best_single"] == pytest.approx(14 / 10)
     assert found["gain"] == pytest.approx((14 - 19) / (14 - 9))
-    assert found["experts"][1] == pytest.approx({"loss": 2.4, "best_share": 0.4, "routed_share": 0.4})
+    assert found["experts"][1] == pytest.approx(
+        {"loss": 2.4, "best_share": 0.4, "routed_share": 0.4}
+    )
     assert len(cli_gate.routing_parts(["a", "b"], found)) == 3, "a gate that gains nothing is told"

@@ -16,7 +16,18 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import PRETRAIN
 from ttrain.train.callbacks import LogRecord
 
-HOOKS = ("start", "epoch_start", "step_start", "step_end", "log", "validated", "saved", "epoch_end", "end", "failed")
+HOOKS = (
+    "start",
+    "epoch_start",
+    "step_start",
+    "step_end",
+    "log",
+    "validated",
+    "saved",
+    "epoch_end",
+    "end",
+    "failed",
+)
 SPY = """
 from ttrain.train.callbacks import Callback
 from ttrain.train.regression import Regression
@@ -47,8 +58,12 @@ class Broken(Callback):
 """
 
 
-def test_the_callback_of_the_documentation_prints_what_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.DOTALL)
+def test_the_callback_of_the_documentation_prints_what_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, code = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.DOTALL
+    )
     names: dict[str, Any] = {}
     exec(code, names)
     names["Loudly"]().log(LogRecord(2, 4, 96, {"loss": 1.5}))
@@ -82,14 +97,25 @@ def test_a_callback_of_a_package_sees_every_hook_of_a_stage_in_order_and_changes
     settings = stage_settings(2, {"validate_every_steps": 2}, quick_validations=0)
 
     def key() -> str | None:
-        return plan_stage(PRETRAIN, settings, ArtifactStore(tmp_path / "home"), home.pretrain_inputs()).key
+        return plan_stage(
+            PRETRAIN, settings, ArtifactStore(tmp_path / "home"), home.pretrain_inputs()
+        ).key
 
     before = key()
     spies = install(spy="Spy")
     home.pretrain(settings, tmp_path / "out")
     assert [event.removeprefix("Spy.") for event in spies.seen] == [
         *("start 0", "epoch_start 0", "step_start 1", "step_end 1", "log 1"),
-        *("step_start 2", "step_end 2", "log 2", "validated 2", "log 2", "saved 2", "epoch_end 0", "end 2"),
+        *(
+            "step_start 2",
+            "step_end 2",
+            "log 2",
+            "validated 2",
+            "log 2",
+            "saved 2",
+            "epoch_end 0",
+            "end 2",
+        ),
     ]
     assert key() == before
 
@@ -97,7 +123,10 @@ def test_a_callback_of_a_package_sees_every_hook_of_a_stage_in_order_and_changes
 def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install: Any) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(2)
     install(spy="Spy").reasons.append("enough")
-    with pytest.raises(TTrainError, match=r"Spy\.stop_reason returned 'enough', but .* only watches.*early_stopping"):
+    with pytest.raises(
+        TTrainError,
+        match=r"Spy\.stop_reason returned 'enough', but .* only watches.*early_stopping",
+    ):
         home.pretrain(settings, tmp_path / "out")
 
 
@@ -106,29 +135,42 @@ def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, install
     [
         ("Broken", r"the callback Broken\.step_end raised ZeroDivisionError\('by itself'\)"),
         ("Missing", r"the callback bad \(spies:Missing, .*raised AttributeError"),
-        ("Watched.mro", r"the callback bad \(spies:Watched.mro, .*list is not derived from ttrain\.train\.callbacks"),
+        (
+            "Watched.mro",
+            r"the callback bad \(spies:Watched.mro, .*list is not derived from ttrain\.train\.callbacks",
+        ),
     ],
 )
-def test_a_callback_that_fails_or_is_none_is_named(tmp_path: Path, install: Any, value: str, said: str) -> None:
+def test_a_callback_that_fails_or_is_none_is_named(
+    tmp_path: Path, install: Any, value: str, said: str
+) -> None:
     install(bad=value)
     with pytest.raises(TTrainError, match=said):
         Home.make(tmp_path / "home").pretrain(stage_settings(2), tmp_path / "out")
 
 
 def test_a_task_s_own_callbacks_and_those_of_packages_see_its_training_and_may_stop_it(
-    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    install: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spies = install(spy="Spy")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     trains_here(monkeypatch)
-    run, words = in_process(capsys), ("examples=640", "rows_per_step=320", "runtime.threads=1", "--json")
+    run, words = (
+        in_process(capsys),
+        ("examples=640", "rows_per_step=320", "runtime.threads=1", "--json"),
+    )
     done = run("train", "spies:Watched", *words, "epochs=1", "--out", "a").json
     assert done["steps"] == 2
     for name in ("Spy", "Own"):
         events = [event.partition(".")[2] for event in spies.seen if event.startswith(name)]
         assert events[:4] == ["start 0", "epoch_start 0", "step_start 1", "step_end 1"]
-        assert events[-2:] == ["epoch_end 0", "end 2"] and {event.split()[0] for event in events} == {*HOOKS} - {"failed"}
+        assert events[-2:] == ["epoch_end 0", "end 2"] and {
+            event.split()[0] for event in events
+        } == {*HOOKS} - {"failed"}
     spies.reasons.append("enough")
     stopped = run("train", "spies:Watched", *words, "epochs=9", "--out", "b")
     assert stopped.code == 0, stopped.err

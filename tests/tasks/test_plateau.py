@@ -15,7 +15,9 @@ from ttrain.train import checkpoint_format
 
 STEPS = 8
 DECAY_BEGINS = 5
-INFINITE = {"schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.375}}  # steps 0 to 4, then 5 to 7
+INFINITE = {
+    "schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.375}
+}  # steps 0 to 4, then 5 to 7
 NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.375}, "seed": 2}
 
 
@@ -33,12 +35,21 @@ def weights(artifact: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(first: Any, tmp_path: Path) -> None:
+def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(
+    first: Any, tmp_path: Path
+) -> None:
     champion, home = first
-    assert {path.name for path in (champion / PLATEAU).iterdir()} == {"model.safetensors", "optimizer.safetensors"}
+    assert {path.name for path in (champion / PLATEAU).iterdir()} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+    }
     saved = checkpoint_format.read(champion / "checkpoints" / f"step-{DECAY_BEGINS:08d}")
     kept = training.read_plateau(champion, "model.safetensors")
-    assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer) and kept.step == 0
+    assert (
+        same(saved.weights, kept.weights)
+        and same(saved.optimizer, kept.optimizer)
+        and kept.step == 0
+    )
     assert not same(dict(kept.weights), weights(champion))
     home.pretrain(stage_settings(2), tmp_path)
     assert not (tmp_path / PLATEAU).exists(), "of another schedule"
@@ -46,7 +57,9 @@ def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model
     assert not (tmp_path / PLATEAU).exists(), "without its checkpoint"
 
 
-def test_a_night_continues_the_plateau_and_not_the_annealed_model(first: Any, tmp_path: Path) -> None:
+def test_a_night_continues_the_plateau_and_not_the_annealed_model(
+    first: Any, tmp_path: Path
+) -> None:
     champion, home = first
     settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
     home.pretrain(settings, tmp_path / "night", {"base": champion, "plateau": champion})

@@ -31,7 +31,12 @@ def inputs_of(stages: Mapping[str, Any], stage: str) -> dict[str, str]:
 def test_each_result_feeds_the_stage_that_starts_from_it(house: House) -> None:
     here = folder(house)
     wanted = {
-        f"pretrain.start_from={here}": {"pretrain": "base-model", "sft": "pretrain", "lora": "sft", "evaluate": "pretrain"},
+        f"pretrain.start_from={here}": {
+            "pretrain": "base-model",
+            "sft": "pretrain",
+            "lora": "sft",
+            "evaluate": "pretrain",
+        },
         f"sft.start_from={here}": {"sft": "base-model", "lora": "sft", "evaluate": "base-model"},
         "lora.start_from=pretrain": {"lora": "pretrain", "evaluate": "pretrain"},
     }
@@ -41,7 +46,12 @@ def test_each_result_feeds_the_stage_that_starts_from_it(house: House) -> None:
         assert {stage: inputs_of(stages, stage)["base"] for stage in bases} == bases
         assert running(stages) == set()
     last = inputs_of(stages, "evaluate")
-    assert last == {"base": "pretrain", "lora": "lora", "documents": "shards-pretrain", "domain": "shards-lora"}
+    assert last == {
+        "base": "pretrain",
+        "lora": "lora",
+        "documents": "shards-pretrain",
+        "domain": "shards-lora",
+    }
 
 
 def test_an_existing_model_counts_by_the_bytes_that_are_read(house: House) -> None:
@@ -60,32 +70,56 @@ def test_an_existing_model_counts_by_the_bytes_that_are_read(house: House) -> No
     assert running(house.plan(f"sft.start_from={moved}")) == OTHERS
 
 
-def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_one_that_exists(house: House) -> None:
+def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_one_that_exists(
+    house: House,
+) -> None:
     start = f"pretrain.start_from={folder(house)}"
     house.build(house.settings(start))
     sizes = house.write("sizes.yaml", "model: {layers: 2, max_length: 64}")
     assert running(house.plan(start, files=[sizes])) == set()
     stages = house.plan(start, "model.multi_token.weight=0.5")
     assert running(stages) == OTHERS - {"base-model"} | {"pretrain"}
-    settings = [name for name in stages["pretrain"].ingredients["settings"] if name.startswith("model.")]
+    settings = [
+        name for name in stages["pretrain"].ingredients["settings"] if name.startswith("model.")
+    ]
     assert settings == ["model.multi_token.weight", "model.multi_token.keep_head"]
 
 
 def test_the_tokenizer_follows_the_model_unless_another_is_named() -> None:
     loaded = load(["sft.start_from=some/where"], environment={})
-    assert (loaded.settings.tokenizer.existing, loaded.settings.tokenizer.template) == ("some/where", "auto")
+    assert (loaded.settings.tokenizer.existing, loaded.settings.tokenizer.template) == (
+        "some/where",
+        "auto",
+    )
     assert loaded.sources["tokenizer.existing"] == "sft.start_from is set"
-    other = load(["sft.start_from=some/where", "tokenizer.existing=x", "tokenizer.template=own"], environment={}).settings
+    other = load(
+        ["sft.start_from=some/where", "tokenizer.existing=x", "tokenizer.template=own"],
+        environment={},
+    ).settings
     assert (other.tokenizer.existing, other.tokenizer.template) == ("x", "own")
-    assert load(["sft.start_from=some/where", "lora.start_from=none"], environment={}).settings.tokenizer.existing is None
+    assert (
+        load(
+            ["sft.start_from=some/where", "lora.start_from=none"], environment={}
+        ).settings.tokenizer.existing
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sft.start_from=a", "lora.start_from=b"], "sft.start_from is a, lora.start_from is b: a pipeline starts from one"),
-        (["sft.start_from=sft"], r"it takes pretrain, none, a directory \(\./sft for one of that name\)"),
-        (["lora.start_from=a", "tokenizer.existing=null", "tokenizer.template=ttrain"], "lora.start_from is a, whose emb"),
+        (
+            ["sft.start_from=a", "lora.start_from=b"],
+            "sft.start_from is a, lora.start_from is b: a pipeline starts from one",
+        ),
+        (
+            ["sft.start_from=sft"],
+            r"it takes pretrain, none, a directory \(\./sft for one of that name\)",
+        ),
+        (
+            ["lora.start_from=a", "tokenizer.existing=null", "tokenizer.template=ttrain"],
+            "lora.start_from is a, whose emb",
+        ),
     ],
 )
 def test_a_start_that_makes_no_sense_is_refused(overrides: list[str], message: str) -> None:
@@ -121,16 +155,27 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
             house.plan(f"sft.start_from={house.data / name}")
 
 
-def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_runs(house: House) -> None:
+def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_runs(
+    house: House,
+) -> None:
     here = folder(house, positions=128)
-    with pytest.raises(UsageError, match=r"lora.row_length is 256 but sft.start_from is .*mine, a model of 128 positions"):
+    with pytest.raises(
+        UsageError,
+        match=r"lora.row_length is 256 but sft.start_from is .*mine, a model of 128 positions",
+    ):
         house.plan(f"sft.start_from={here}", "sft.row_length=128")
     short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128"]
-    with pytest.raises(UsageError, match=r"after lora.virtual_tokens 8, .*set lora.row_length to at most 120"):
+    with pytest.raises(
+        UsageError, match=r"after lora.virtual_tokens 8, .*set lora.row_length to at most 120"
+    ):
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
 
-WHOLE = {"config": ["config.json"], "weights": ["model.safetensors"], "tokenizer": ["tokenizer.json"]}
+WHOLE = {
+    "config": ["config.json"],
+    "weights": ["model.safetensors"],
+    "tokenizer": ["tokenizer.json"],
+}
 
 
 def ask(name: str) -> Any:
@@ -144,7 +189,11 @@ def test_a_model_of_the_hub_is_fetched_once_and_only_what_counts(
     use_hub(monkeypatch, hub.site.url, tmp_path / "home")
     hub.commits[COMMIT] |= {"config.json": b"{}", "README.md": b"", "pytorch_model.bin": b""}
     assert ask("someone/small") == WHOLE
-    assert not [path for _, path, _ in hub.site.asked if "resolve" in path and path.endswith((".md", ".bin"))]
+    assert not [
+        path
+        for _, path, _ in hub.site.asked
+        if "resolve" in path and path.endswith((".md", ".bin"))
+    ]
     hub.site.asked.clear()
     assert ask(f"someone/small@{COMMIT}") == WHOLE
     assert hub.site.asked == []

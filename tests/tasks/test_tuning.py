@@ -29,9 +29,13 @@ def lacks_memory(size: int) -> float:
 @pytest.mark.parametrize(
     ("measure", "best", "tried"),
     [
-        pytest.param({1: 9.0, 2: 7.0, 4: 5.0, 8: 6.0}.__getitem__, 4, [1, 2, 4, 8], id="until it is slower"),
+        pytest.param(
+            {1: 9.0, 2: 7.0, 4: 5.0, 8: 6.0}.__getitem__, 4, [1, 2, 4, 8], id="until it is slower"
+        ),
         pytest.param(lacks_memory, 4, [1, 2, 4, 8], id="until it does not fit"),
-        pytest.param(lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24], id="to the rows of a step"),
+        pytest.param(
+            lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24], id="to the rows of a step"
+        ),
     ],
 )
 def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
@@ -49,7 +53,10 @@ def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
 
 def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> None:
     module = tiny_model()
-    task, order = LanguageModeling(settings_of_training(), module), ShuffledOrder(40, 6, 120, seed=1)
+    task, order = (
+        LanguageModeling(settings_of_training(), module),
+        ShuffledOrder(40, 6, 120, seed=1),
+    )
     before, state = copies(module.state_dict()), torch.get_rng_state()
     precision = Precision("fp32", torch.device("cpu"))
     assert tuning.step_seconds(task, NumberedRows(40), order, precision, ALONE, 2) > 0
@@ -65,7 +72,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 def run(home: Home, output: Path, **runtime: Any) -> Any:
     settings = stage_settings(2, {"optim": {"kind": "adamw"}}, **runtime)
-    without_dropout = settings.replaced({"model": {"dropout": 0.0}})  # whose masks follow the micro-batches
+    without_dropout = settings.replaced(
+        {"model": {"dropout": 0.0}}
+    )  # whose masks follow the micro-batches
     return home.pretrain(without_dropout, output, home=output / "home")
 
 
@@ -84,18 +93,25 @@ def test_a_stage_runs_with_what_is_fastest_unless_it_is_deterministic_and_does_n
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
     assert [*json.loads((tmp_path / "tuned" / "home" / tuning.FILE).read_text()).values()] == [2]
     monkeypatch.setattr(tuning, "step_seconds", lambda *given: pytest.fail("it is remembered"))
-    assert run(home, tmp_path / "tuned", deterministic=False, tune="auto")["tuned"] == {"rows_per_device": 2}
+    assert run(home, tmp_path / "tuned", deterministic=False, tune="auto")["tuned"] == {
+        "rows_per_device": 2
+    }
     assert "tuned" not in run(home, tmp_path / "fixed", tune="auto")
     assert "set runtime.deterministic=false" in caplog.text
 
 
-def test_a_model_is_compiled_as_the_setting_says_and_else_on_cuda_in_long_runs_over_rows_of_one_width() -> None:
+def test_a_model_is_compiled_as_the_setting_says_and_else_on_cuda_in_long_runs_over_rows_of_one_width() -> (
+    None
+):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     rows, trimmed = NumberedRows(4), NumberedRows(4)
     trimmed.trimmed = True
     unset, on, off = (stage_settings(compile=compile).runtime for compile in (None, True, False))
     assert compiles(unset, cuda, rows, 500) and compiles(on, cpu, trimmed, 1)
     for runtime, device, data, steps in (
-        (unset, cpu, rows, 500), (unset, cuda, rows, 499), (unset, cuda, trimmed, 500), (off, cuda, rows, 500),
-    ):  # fmt: skip
+        (unset, cpu, rows, 500),
+        (unset, cuda, rows, 499),
+        (unset, cuda, trimmed, 500),
+        (off, cuda, rows, 500),
+    ):
         assert not compiles(runtime, device, data, steps)

@@ -23,13 +23,20 @@ from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun, prepare
 
 STAGE, KEY, EXPERIMENT = "shards-sft", "k" * 64, "ttrain"
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
-PUBLIC = {**HELDOUT, "train/index.json": b"[1, 2]", "train/00.arrow": b"rows" * 400_000, "index.json": b"{}"}
+PUBLIC = {
+    **HELDOUT,
+    "train/index.json": b"[1, 2]",
+    "train/00.arrow": b"rows" * 400_000,
+    "index.json": b"{}",
+}
 PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
 MANIFEST = {"result": {"rows": 3}, "ingredients": {"settings": {}}, "inputs": {}}
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
+def pristine(
+    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
+) -> Path:
     home = tmp_path_factory.mktemp("pristine") / "home"
     add_database(home)
     track(home, make(home))
@@ -44,7 +51,9 @@ def bare_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -
     return tmp_path / "home"
 
 
-def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = None, **manifest: Any) -> Artifact:
+def make(
+    home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = None, **manifest: Any
+) -> Artifact:
     store, output = ArtifactStore(home), home / "work" / stage / KEY / "output"
     for name, data in (files or {**PUBLIC, **PRIVATE}).items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,11 +61,15 @@ def make(home: Path, stage: str = STAGE, files: Mapping[str, bytes] | None = Non
     return store.publish(stage, KEY, output, {**MANIFEST, **manifest})
 
 
-def track(home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT) -> None:
+def track(
+    home: Path, artifact: Artifact, status: str = "FINISHED", experiment: str = EXPERIMENT
+) -> None:
     tags = {"ttrain.stage": artifact.stage, "ttrain.key": artifact.key}
     run = TrackedRun(f"{artifact.path}", artifact.stage, experiment, time.time(), status, tags=tags)
     paths = (path for path in artifact.path.rglob("*") if path.is_file())
-    run.files = {f"{artifact.stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
+    run.files = {
+        f"{artifact.stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths
+    }
     assert Mirror(home).push(run)
 
 
@@ -71,15 +84,25 @@ def found(store: ArtifactStore) -> Artifact:
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    paths = [
+        path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"
+    ]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize(
-    "by_http", [pytest.param(False, id="own database"), pytest.param(True, id="server", marks=pytest.mark.soak)]
+    "by_http",
+    [
+        pytest.param(False, id="own database"),
+        pytest.param(True, id="server", marks=pytest.mark.soak),
+    ],
 )
 def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
-    tmp_path: Path, bare_home: Path, by_http: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    bare_home: Path,
+    by_http: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = make(tmp_path / "first")
     if by_http:
@@ -92,17 +115,29 @@ def test_it_is_found_by_its_key_and_only_what_is_read_is_fetched(
     assert not artifact.path.exists(), "a question fetches nothing"
     part = store.complete(artifact, ("heldout",), said.append)
     assert files_in(part.path) == HELDOUT and said == ["fetching 2 files of shards-sft (15 B)"]
-    assert ArtifactStore(bare_home).find(STAGE, KEY) == part, "what is here needs no tracker to be a hit"
+    assert ArtifactStore(bare_home).find(STAGE, KEY) == part, (
+        "what is here needs no tracker to be a hit"
+    )
     assert part.part(("heldout",)) == original.part(("heldout",))
     whole = store.complete(artifact, (), said.append)  # the same, stale artifact
-    assert files_in(whole.path) == PUBLIC and said[1:] == ["fetching 3 files of shards-sft (1.6 MB)"]
+    assert files_in(whole.path) == PUBLIC and said[1:] == [
+        "fetching 3 files of shards-sft (1.6 MB)"
+    ]
     assert store.complete(whole, (), said.append) == whole and len(said) == 2
     assert not list((bare_home / "work" / STAGE).glob("*.fetch"))
-    stamps = {name: entry["mtime_ns"] for name, entry in original.manifest["files"].items() if name in PUBLIC}
+    stamps = {
+        name: entry["mtime_ns"]
+        for name, entry in original.manifest["files"].items()
+        if name in PUBLIC
+    }
     if by_http:
-        assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, "a hit costs a stat"
+        assert {name: (whole.path / name).stat().st_mtime_ns for name in PUBLIC} == stamps, (
+            "a hit costs a stat"
+        )
     (whole.path / "heldout" / "00.arrow").unlink()
-    assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged, as all that is here"
+    assert ArtifactStore(bare_home).find(STAGE, KEY) is None, (
+        "what was fetched can be damaged, as all that is here"
+    )
 
 
 def held(home: Path) -> Path:
@@ -120,10 +155,14 @@ def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
     with pytest.raises(ArtifactError, match=r"train/00\.arrow"):
         store.complete(found(store))
     assert ArtifactStore(bare_home).find(STAGE, KEY) is None and not store.path(STAGE, KEY).exists()
-    assert store.complete(found(store), ("heldout",)).path.is_dir(), "the other files are as good as they were"
+    assert store.complete(found(store), ("heldout",)).path.is_dir(), (
+        "the other files are as good as they were"
+    )
 
 
-def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(bare_home: Path, tmp_path: Path) -> None:
+def test_what_is_not_whole_there_is_not_there_and_an_older_one_is_taken(
+    bare_home: Path, tmp_path: Path
+) -> None:
     older = held(bare_home)
     track(bare_home, make(tmp_path / "again"))
     newer = held(bare_home)
@@ -152,7 +191,9 @@ def test_only_finished_runs_of_the_experiment_count(bare_home: Path) -> None:
         client.update_run(run_id, status=status)
         assert (store_of(home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
     assert ArtifactStore(home, MlflowArtifacts(home, "another")).find(STAGE, KEY) is None
-    assert ArtifactStore(home, MlflowArtifacts(home)).find(STAGE, KEY) is not None, "of any experiment"
+    assert ArtifactStore(home, MlflowArtifacts(home)).find(STAGE, KEY) is not None, (
+        "of any experiment"
+    )
     client.delete_run(run_id)
     assert ArtifactStore(home, MlflowArtifacts(home)).find(STAGE, KEY) is None
 
@@ -167,7 +208,11 @@ def test_a_kill_at_any_moment_leaves_nothing_half(bare_home: Path, tmp_path: Pat
     assert calls > 20, "every call that reaches the disk was one of the moments"
     for victim in (tmp_path / "copies" / str(number) for number in range(1, calls)):
         before = ArtifactStore(victim).find(STAGE, KEY)  # undamaged, where it is there
-        here = {} if before is None else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
+        here = (
+            {}
+            if before is None
+            else {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
+        )
         assert before is None or here.items() <= files_in(before.path).items()
         complete_in_two_steps(victim)
         assert files_in(ArtifactStore(victim).path(STAGE, KEY)) == PUBLIC
@@ -179,7 +224,9 @@ def complete_in_two_steps(home: Path) -> None:
     store.complete(found(store))
 
 
-def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(bare_home: Path) -> None:
+def test_an_artifact_whose_manifest_is_damaged_is_named_although_mlflow_has_it_whole(
+    bare_home: Path,
+) -> None:
     """MLflow's copy would stand in the plan as cached, while no command that reads the store alone could find it."""
     store, place = store_of(bare_home), ArtifactStore(bare_home).path(STAGE, KEY)
     store.complete(found(store))

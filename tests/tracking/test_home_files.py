@@ -18,7 +18,9 @@ A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 
 
 @pytest.fixture
-def odd_home(tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> Path:
+def odd_home(
+    tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(home := tmp_path / "a home #1 50%")
     return home
@@ -32,16 +34,25 @@ def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path
     )
     environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout + done.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
-    assert {"mlflow.db", "mlflow.lock", "artifacts"} <= {path.name for path in (tmp_path / "home" / "mlflow").iterdir()}
+    assert {"mlflow.db", "mlflow.lock", "artifacts"} <= {
+        path.name for path in (tmp_path / "home" / "mlflow").iterdir()
+    }
     assert (tmp_path / "home" / "mlflow").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("place", ["a sister", "itself/inner"])
-def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(odd_home: Path, tmp_path: Path, place: str) -> None:
+def test_a_home_that_was_moved_or_copied_keeps_its_files_in_itself(
+    odd_home: Path, tmp_path: Path, place: str
+) -> None:
     make_run(odd_home, A, [Made("pretrain", [3.0])], tracked=True)
     new = (odd_home if "inner" in place else tmp_path) / place
     shutil.copytree(odd_home, tmp_path / "between")

@@ -15,10 +15,18 @@ from ttrain.tracking.tracked_runs import ADAPTER, BASE, MODEL, loadable
 def artifact(directory: Path, stage: str, inputs: Mapping[str, Any] | None = None) -> Artifact:
     libraries = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
     manifest = {
-        "published": 1_800_000_000.5, "files": {}, "inputs": inputs or {}, "result": {},
+        "published": 1_800_000_000.5,
+        "files": {},
+        "inputs": inputs or {},
+        "result": {},
         "ingredients": {"code": {"a": "b"}, "settings": {f"{stage}.seed": 4}},
-        "provenance": {"python": "3.11.7", "libraries": libraries, "commit": "c0ffee", "run": "full-1"},
-    }  # fmt: skip
+        "provenance": {
+            "python": "3.11.7",
+            "libraries": libraries,
+            "commit": "c0ffee",
+            "run": "full-1",
+        },
+    }
     return Artifact(stage, "k" * 64, directory, manifest)
 
 
@@ -30,5 +38,12 @@ def test_the_weights_are_named_where_they_are_and_not_given_a_second_time(tmp_pa
     described = yaml.safe_load(str(files["MLmodel"]))
     assert described["flavors"]["transformers"]["model_binary"] == "."
     assert described["metadata"]["ttrain.key"] == "k" * 64
-    adapter = artifact(adapted(tmp_path / "lora", model).parent, "lora", {"base": {"stage": "sft", "key": "b" * 64}})
-    assert loadable(adapter, ADAPTER, store)[f"{BASE}/model.safetensors"] == model / "model.safetensors"
+    adapter = artifact(
+        adapted(tmp_path / "lora", model).parent,
+        "lora",
+        {"base": {"stage": "sft", "key": "b" * 64}},
+    )
+    assert (
+        loadable(adapter, ADAPTER, store)[f"{BASE}/model.safetensors"]
+        == model / "model.safetensors"
+    )

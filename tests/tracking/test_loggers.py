@@ -24,16 +24,27 @@ from ttrain.train.callbacks import Callback, LogRecord, MetricsFile
 from ttrain.train.training_options import Cadence
 
 SETTINGS = {"pretrain.optim.lr": 0.01}
-ABOUT = {"project": "mine", "group": "full-1", "job_type": "pretrain", "name": "pretrain 1", "config": SETTINGS}
+ABOUT = {
+    "project": "mine",
+    "group": "full-1",
+    "job_type": "pretrain",
+    "name": "pretrain 1",
+    "config": SETTINGS,
+}
 
 
 def train(directory: Path, *loggers: Callback, stop_after: int | None = None) -> None:
     config = settings_of_training(tokens=12 * 96, optim=Optim(lr=1e-2))
     make_trainer(
-        config, tiny_model(), NumberedRows(52), directory=directory / "checkpoints",
-        validation=[NumberedRows(2).batch([0, 1])], cadence=Cadence(log=2, checkpoint=5, validate=4),
-        callbacks=[MetricsFile(directory / "metrics.jsonl"), *loggers], stop_after=stop_after,
-    ).fit()  # fmt: skip
+        config,
+        tiny_model(),
+        NumberedRows(52),
+        directory=directory / "checkpoints",
+        validation=[NumberedRows(2).batch([0, 1])],
+        cadence=Cadence(log=2, checkpoint=5, validate=4),
+        callbacks=[MetricsFile(directory / "metrics.jsonl"), *loggers],
+        stop_after=stop_after,
+    ).fit()
 
 
 def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -45,7 +56,9 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: list(values.items()) for name, values in found.items()}
 
 
-def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued(tmp_path: Path) -> None:
+def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for stop_after in (7, None):
@@ -55,7 +68,9 @@ def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued
     assert [step for step, _ in expected["validation_loss"]] == [4, 8, 12]
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     events = {tag: shown.Scalars(tag) for tag in shown.Tags()["scalars"]}
-    assert {tag: [(one.step, one.value) for one in values] for tag, values in events.items()} == expected
+    assert {
+        tag: [(one.step, one.value) for one in values] for tag, values in events.items()
+    } == expected
 
 
 class Service:
@@ -86,11 +101,21 @@ class Service:
     ("kind", "project", "steps", "end"),
     [
         (Wandb, "WANDB_PROJECT", [6, 8], {"exit_code": 1}),
-        (SwanLab, "SWANLAB_PROJECT_NAME", [4, 6, 8], {"state": "crashed", "error": "the training failed"}),
+        (
+            SwanLab,
+            "SWANLAB_PROJECT_NAME",
+            [4, 6, 8],
+            {"state": "crashed", "error": "the training failed"},
+        ),
     ],
 )
 def test_a_service_gets_what_it_lacks_under_one_id_and_how_the_training_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Logger], project: str, steps: list[int], end: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Logger],
+    project: str,
+    steps: list[int],
+    end: dict[str, Any],
 ) -> None:
     """SwanLab itself ignores steps that it has. A metric that is not finite is left out."""
     name = kind.__name__.lower()
@@ -128,7 +153,12 @@ def test_what_looks_secret_is_not_among_the_settings_that_loggers_show() -> None
     about = {"stage": "pretrain", "run": run, "experiment": "mine"}
     shown = description(settings_of_training(optim=Optim(lr=0.25)), about)
     names = {name: shown[name] for name in ("project", "group", "job_type", "name")}
-    assert names == {"project": "mine", "group": run, "job_type": "pretrain", "name": "pretrain 1a2b4"}
+    assert names == {
+        "project": "mine",
+        "group": run,
+        "job_type": "pretrain",
+        "name": "pretrain 1a2b4",
+    }
     assert shown["config"]["training.optim.lr"] == 0.25
 
     class OfMine(TaskConfig):
@@ -147,7 +177,9 @@ def test_a_logger_that_raises_costs_one_warning_and_not_the_training(
 
     train(tmp_path, type("Broken", (Logger,), {broken: fail})("broken", tmp_path, ABOUT))
     assert [step for step, _ in points(tmp_path)["loss"]] == [2, 4, 6, 8, 10, 12]
-    [warning] = [text for record in caplog.records if "logger broken" in (text := record.getMessage())]
+    [warning] = [
+        text for record in caplog.records if "logger broken" in (text := record.getMessage())
+    ]
     assert "ConnectionError('no route')" in warning
 
 

@@ -62,7 +62,10 @@ def sets_home(two: Path, tmp_path: Path) -> Path:
 
 
 def aliases(home: Path, name: str = NAME) -> dict[str, str]:
-    return {alias: str(number) for alias, number in client_of(home).get_registered_model(name).aliases.items()}
+    return {
+        alias: str(number)
+        for alias, number in client_of(home).get_registered_model(name).aliases.items()
+    }
 
 
 def version(home: Path, name: str, number: int) -> Any:
@@ -73,15 +76,24 @@ def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home:
     assert aliases(sets_home) == aliases(sets_home, f"{NAME}-sft") == {"challenger": "2"}
     Registry(sets_home).promote(NAME, "1")
     pushed(sets_home, [run_name(1)])
-    assert aliases(sets_home) == aliases(sets_home, f"{NAME}-sft") == {"champion": "1", "challenger": "2"}
-    assert aliases(sets_home, f"{NAME}-base") == {"champion": "1", "challenger": "1"}, "both sets have one base"
+    assert (
+        aliases(sets_home)
+        == aliases(sets_home, f"{NAME}-sft")
+        == {"champion": "1", "challenger": "2"}
+    )
+    assert aliases(sets_home, f"{NAME}-base") == {"champion": "1", "challenger": "1"}, (
+        "both sets have one base"
+    )
     sft = version(sets_home, f"{NAME}-sft", 2)
     stage_run = client_of(sets_home).get_run(sft.run_id)
     assert stage_run.data.tags["ttrain.key"] == sft.tags["ttrain.key"].partition("/")[2]
     assert sft.source == f"{stage_run.info.artifact_uri}/sft/model"
     of_set = version(sets_home, NAME, 2)
     assert run_name(2) in of_set.description and f"`{NAME}-sft`" in of_set.description
-    assert f"ttrain lineage {NAME}/2" in of_set.description and of_set.source == f"models:/{NAME}-sft/2"
+    assert (
+        f"ttrain lineage {NAME}/2" in of_set.description
+        and of_set.source == f"models:/{NAME}-sft/2"
+    )
     assert client_of(sets_home).get_run(of_set.run_id).info.run_name == run_name(2)
 
 
@@ -125,11 +137,19 @@ def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Pa
     assert champion(sets_home) == "2"
 
 
-def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(sets_home: Path, tmp_path: Path) -> None:
+def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(
+    sets_home: Path, tmp_path: Path
+) -> None:
     for version in ("1", "2", "1"):
         push_noted(sets_home, Registry(sets_home).promote(NAME, version).run)
-        assert aliases(sets_home)["champion"] == aliases(sets_home, f"{NAME}-sft")["champion"] == version
+        assert (
+            aliases(sets_home)["champion"]
+            == aliases(sets_home, f"{NAME}-sft")["champion"]
+            == version
+        )
     database_of(sets_home).unlink()
-    assert take_over_champions(sets_home).champion(NAME) and not database_of(sets_home).exists(), "no need to make it"
+    assert take_over_champions(sets_home).champion(NAME) and not database_of(sets_home).exists(), (
+        "no need to make it"
+    )
     push_noted(tmp_path / "other", run_name(1))
     assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

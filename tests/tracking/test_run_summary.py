@@ -38,28 +38,44 @@ def test_the_step_of_a_curve_is_its_tokens() -> None:
 
 
 def test_quick_validations_are_the_curve_where_there_are_any() -> None:
-    quick = [line(step, validation_loss_quick=loss) for step, loss in ((0, 9.0), (5, 7.0), (10, 6.5))]
+    quick = [
+        line(step, validation_loss_quick=loss) for step, loss in ((0, 9.0), (5, 7.0), (10, 6.5))
+    ]
     rows = list(run_summary.curves("sft", [*quick, line(10, validation_loss=6.75)]))
     points = [(row["step"], row["metrics"]["Curves/sft validation"]) for row in rows]
     assert points == [(0, 9.0), (2560, 7.0), (5120, 6.5)]
 
 
 def test_a_long_curve_keeps_a_thousand_losses_and_its_end() -> None:
-    rows = list(run_summary.curves("pretrain", [line(step, loss=1 / step) for step in range(1, 10_500)]))
+    rows = list(
+        run_summary.curves("pretrain", [line(step, loss=1 / step) for step in range(1, 10_500)])
+    )
     losses = [row["step"] for row in rows]
-    assert 900 < len(losses) <= run_summary.POINTS and losses[-1] == 512 * 10_499 and losses == sorted(losses)
+    assert (
+        900 < len(losses) <= run_summary.POINTS
+        and losses[-1] == 512 * 10_499
+        and losses == sorted(losses)
+    )
 
 
 def test_the_parameters_of_a_run_are_what_is_not_the_default_and_ten_that_no_rule_sets() -> None:
     settings = load(["sft.optim.lr=2e-4", "runtime.threads=1"], environment={}).settings
     params = facts.parameters(dict(flatten(settings.model_dump(mode="json"))))
-    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} - {"pretrain.optim.lr"}, "a rule sets that"
+    assert set(params) == {*facts.MAIN_SETTINGS, "runtime.threads"} - {"pretrain.optim.lr"}, (
+        "a rule sets that"
+    )
 
 
 def test_a_description_is_the_note_then_what_is_unusual_and_the_metric(tmp_path: Path) -> None:
     run = {**RUN, "note": "Three\nepochs", "settings": {"name": "mine"}}
-    first, second, _, third, *rest = run_summary.description(tmp_path, run, {"eval/bits_per_byte": 1.44659}).split("\n")
-    assert (first, second, third) == ("Three  ", "epochs", "the first run of mine: 1.4466 bits per byte")
+    first, second, _, third, *rest = run_summary.description(
+        tmp_path, run, {"eval/bits_per_byte": 1.44659}
+    ).split("\n")
+    assert (first, second, third) == (
+        "Three  ",
+        "epochs",
+        "the first run of mine: 1.4466 bits per byte",
+    )
     table = [row for row in rest if row.startswith("| lora")]
     assert table == ["| lora | failed | – | a &lt;b>line \\| with bars |"]
     assert "ttrain report full-1" in rest[-1]
@@ -70,7 +86,12 @@ def test_a_description_is_the_note_then_what_is_unusual_and_the_metric(tmp_path:
 
 def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_path: Path) -> None:
     def record(**changes: object) -> dict[str, Any]:
-        settings = {"name": "mine", "sft": {"epochs": 1, "seed": 1}, "model": {"layers": 2}, **changes}
+        settings = {
+            "name": "mine",
+            "sft": {"epochs": 1, "seed": 1},
+            "model": {"layers": 2},
+            **changes,
+        }
         run = RunRecord(tmp_path, "full", [], settings)
         run.finish("completed", {})
         return run.snapshot()
@@ -90,7 +111,9 @@ def test_usual_is_the_most_common_setting_of_the_earlier_runs_of_the_name(tmp_pa
 def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:
     half = {"steps": 40, "resumed_from_step": 20, "train_seconds": 10.0, "ranks": 2, "loss": 1.0}
     whole = {"steps": 5, "resumed_from_step": 0, "train_seconds": 16.0, "ranks": 1}
-    found = summary.metrics_of({"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}})
+    found = summary.metrics_of(
+        {"pretrain": half, "sft": whole, "tokenizer": {"train_seconds": 99.0}}
+    )
     assert found["total/train_seconds"] == pytest.approx(36)
     assert found["total/device_hours"] == pytest.approx((20 * 2 + 16) / 3600, rel=1e-5)
     nothing_left = {"steps": 40, "resumed_from_step": 40, "train_seconds": 0.1}

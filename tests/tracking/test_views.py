@@ -14,16 +14,20 @@ METRICS = {"eval/bits_per_byte": 1.5, "eval/chat_loss_sft": 4.1, "sft/validation
 
 
 @pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Mirror:
+def mirror(
+    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
+) -> Mirror:
     home = tmp_path_factory.mktemp("home")
     add_database(home)
     mirror = Mirror(home)
-    for number, (name, status, params) in enumerate([
-        ("mine", FINISHED, {"sft.optim.lr": 1e-3}),
-        ("mine", FINISHED, {"sft.optim.lr": 1e-3, "sft.epochs": 3}),
-        ("mine", FAILED, {"sft.optim.lr": 1e-3, "model.layers": 9}),
-        ("other", FINISHED, {"model.layers": 3}),
-    ]):  # fmt: skip
+    for number, (name, status, params) in enumerate(
+        [
+            ("mine", FINISHED, {"sft.optim.lr": 1e-3}),
+            ("mine", FINISHED, {"sft.optim.lr": 1e-3, "sft.epochs": 3}),
+            ("mine", FAILED, {"sft.optim.lr": 1e-3, "model.layers": 9}),
+            ("other", FINISHED, {"model.layers": 3}),
+        ]
+    ):
         owner = f"full-2026112{number}-160222-1a2b4"
         run = TrackedRun(owner, owner, "ttrain", 1e9 + number, status, 1e9 + number + 1)
         run.tags, run.params, run.summary = {views.NAME: name}, params, METRICS
@@ -39,7 +43,9 @@ def view(mirror: Mirror, name: str) -> dict[str, Any]:
     return {**saved, "state": json.loads(saved["state"])}
 
 
-def test_a_view_has_description_metrics_and_the_settings_that_differ_and_nothing_else(mirror: Mirror) -> None:
+def test_a_view_has_description_metrics_and_the_settings_that_differ_and_nothing_else(
+    mirror: Mirror,
+) -> None:
     saved = view(mirror, "mine")
     assert saved["name"] == "mine: which is better, and why"
     assert saved["state"]["selectedColumns"] == [
@@ -48,7 +54,10 @@ def test_a_view_has_description_metrics_and_the_settings_that_differ_and_nothing
         "metrics.`eval/chat_loss_sft`",
         "params.`sft.epochs`",
     ]
-    assert saved["state"]["columnOrder"] == ["attributes.`Run Name`", *saved["state"]["selectedColumns"]]
+    assert saved["state"]["columnOrder"] == [
+        "attributes.`Run Name`",
+        *saved["state"]["selectedColumns"],
+    ]
 
 
 def test_a_view_shows_the_runs_of_its_name_that_did_not_fail(mirror: Mirror) -> None:
@@ -64,7 +73,10 @@ def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
     evaluated = {**trained, "eval/bits_per_byte": 1.0}
     assert views.deciding([evaluated]) == ["eval/bits_per_byte"]
     assert views.deciding([trained]) == ["pretrain/validation_loss"]
-    assert views.deciding([evaluated, trained]) == ["eval/bits_per_byte", "pretrain/validation_loss"]
+    assert views.deciding([evaluated, trained]) == [
+        "eval/bits_per_byte",
+        "pretrain/validation_loss",
+    ]
     assert views.deciding([]) == []
 
 

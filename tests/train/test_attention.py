@@ -41,7 +41,10 @@ def heads(kv: int, dtype: torch.dtype) -> list[Tensor]:
     generator, B = torch.Generator().manual_seed(0), len(SEGMENTS)
     shapes = [(B, T, 4, 32), (B, T, kv, 32), (B, T, kv, 32)]
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .transpose(1, 2)
+        .requires_grad_()
         for shape in shapes
     ]
 
@@ -53,12 +56,18 @@ def results(out: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
 
 
 def by_records(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:
-    layer = SimpleNamespace(num_key_value_groups=leaves[0].shape[1] // leaves[1].shape[1], is_causal=True)
-    return attention.record_attention(layer, *leaves, None, records=Records(SEGMENTS, branches), **options)[0]
+    layer = SimpleNamespace(
+        num_key_value_groups=leaves[0].shape[1] // leaves[1].shape[1], is_causal=True
+    )
+    return attention.record_attention(
+        layer, *leaves, None, records=Records(SEGMENTS, branches), **options
+    )[0]
 
 
 def of_torch(leaves: list[Tensor], branches: Tensor | None = None, **options: Any) -> Tensor:
-    out = F.scaled_dot_product_attention(*leaves, attn_mask=segment_mask(SEGMENTS, branches), enable_gqa=True, **options)
+    out = F.scaled_dot_product_attention(
+        *leaves, attn_mask=segment_mask(SEGMENTS, branches), enable_gqa=True, **options
+    )
     return out.transpose(1, 2)
 
 
@@ -77,17 +86,25 @@ def test_attention_within_records_equals_that_of_torch_with_its_gradients(
         expected = results(of_torch(leaves, branches, **usual), leaves)
         found = results(by_records(leaves, branches, **ours), leaves)
         for name in expected:
-            assert distance({name: expected[name]}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-14), name
+            assert distance({name: expected[name]}, {name: found[name]}) < (
+                1e-6 if dtype == torch.float32 else 1e-14
+            ), name
 
 
 @pytest.mark.parametrize("branches_BT", [None, BRANCHES], ids=["records", "branches"])
 def test_the_mask_is_that_of_a_naive_loop(branches_BT: Tensor | None) -> None:
     def sees(row: int, query: int, key: int) -> bool:
-        segments, branches = SEGMENTS[row], torch.zeros(T) if branches_BT is None else branches_BT[row]
+        segments, branches = (
+            SEGMENTS[row],
+            torch.zeros(T) if branches_BT is None else branches_BT[row],
+        )
         near = bool(branches[key] == 0) or bool(branches[key] == branches[query])
         return key <= query and bool(segments[query] == segments[key]) and near
 
-    expected = [[[[sees(row, query, key) for key in range(T)] for query in range(T)]] for row in range(len(SEGMENTS))]
+    expected = [
+        [[[sees(row, query, key) for key in range(T)] for query in range(T)]]
+        for row in range(len(SEGMENTS))
+    ]
     assert segment_mask(SEGMENTS, branches_BT).tolist() == expected
 
 

@@ -45,7 +45,9 @@ def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
 
     def watch(optimizers: Optimizers) -> None:
         step(optimizers)
-        found.append({optimizers.names[p]: p.detach().double().clone() for p in optimizers.parameters})
+        found.append(
+            {optimizers.names[p]: p.detach().double().clone() for p in optimizers.parameters}
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizers, "step", watch)
@@ -53,12 +55,18 @@ def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
 
 
 @pytest.fixture(scope="module")
-def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Any, list[dict[str, Tensor]]]:
-    trainer = trainer_of(tmp_path_factory.mktemp("averaged"), validation=VALIDATION, cadence=Cadence(validate=1))
+def averaged(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Trainer, Any, list[dict[str, Tensor]]]:
+    trainer = trainer_of(
+        tmp_path_factory.mktemp("averaged"), validation=VALIDATION, cadence=Cadence(validate=1)
+    )
     return trainer, *fit(trainer)
 
 
-def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few_first_ones(averaged: Any) -> None:
+def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few_first_ones(
+    averaged: Any,
+) -> None:
     trainer, result, newest = averaged
     expected = newest[0]
     for number, tensors in enumerate(newest):
@@ -70,8 +78,12 @@ def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few
     snapshot = saved(trainer)
     assert same(dict(snapshot.weights), weights(trainer))
     names = trainer.optimizers.names.values()
-    assert {name for name in snapshot.optimizer if name.startswith("iterate|")} == {f"iterate|{name}" for name in names}
-    assert {int(value) for name, value in snapshot.optimizer.items() if name.startswith("averaged|")} == {trainer.steps}
+    assert {name for name in snapshot.optimizer if name.startswith("iterate|")} == {
+        f"iterate|{name}" for name in names
+    }
+    assert {
+        int(value) for name, value in snapshot.optimizer.items() if name.startswith("averaged|")
+    } == {trainer.steps}
 
 
 def test_a_half_life_is_a_share_of_the_steps() -> None:
@@ -93,7 +105,9 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert second.first > 0
     second.fit()
     assert same(weights(whole), weights(second))
-    assert same(saved(whole).weights, saved(second).weights) and same(saved(whole).optimizer, saved(second).optimizer)
+    assert same(saved(whole).weights, saved(second).weights) and same(
+        saved(whole).optimizer, saved(second).optimizer
+    )
 
 
 def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
@@ -102,7 +116,15 @@ def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path
     plateau = Snapshot(0, found.weights, found.optimizer, {})
 
     def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
-        trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, ranks=ranks, how=how, plateau=plateau)
+        trainer = make_trainer(
+            SHORT,
+            tiny_model(seed=3),
+            ROWS,
+            rows_per_device=2,
+            ranks=ranks,
+            how=how,
+            plateau=plateau,
+        )
         assert trainer.average._count == steps
         trainer.fit()
         return copies(trainer.parallel.whole(trainer.weights.state()))

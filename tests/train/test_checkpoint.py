@@ -38,7 +38,9 @@ def change_a_digit(path: Path) -> None:
     path.write_bytes(data)
 
 
-Damage = Callable[[Path, Path], object]  # of the file of step 8; the second path is the same file of step 4
+Damage = Callable[
+    [Path, Path], object
+]  # of the file of step 8; the second path is the same file of step 4
 DAMAGES: dict[str, Damage] = {
     "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
     "lost": lambda path, other: path.unlink(),
@@ -62,7 +64,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
     assert f"the checkpoint file {new} is damaged: " in caplog.text
     assert str(old) not in caplog.text
     shutil.rmtree(old.parent)
-    with pytest.raises(ArtifactError, match=f"every checkpoint .* is damaged: the checkpoint file {new} is damaged"):
+    with pytest.raises(
+        ArtifactError, match=f"every checkpoint .* is damaged: the checkpoint file {new} is damaged"
+    ):
         checkpoints(tmp_path).newest()
 
 
@@ -71,7 +75,9 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen(tmp_path: Path, name: str) ->
     write(tmp_path, 4)
     path = tmp_path / "step-00000004" / name
     data = path.read_bytes()
-    for place in range(0, 8 * len(data), 13):  # 13 and 8 have no common factor, so every bit of a byte has its turn
+    for place in range(
+        0, 8 * len(data), 13
+    ):  # 13 and 8 have no common factor, so every bit of a byte has its turn
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
         path.write_bytes(flipped)
@@ -88,7 +94,9 @@ def test_a_state_that_is_of_another_step_or_does_not_list_a_file_is_refused(tmp_
         checkpoint.read(tmp_path / "step-00000009")
     path = tmp_path / "step-00000004"
     change_state(path, lambda files: files.pop("optimizer.safetensors"))
-    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json does not list it"):
+    with pytest.raises(
+        ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json does not list it"
+    ):
         checkpoint.read(path)
 
 
@@ -99,14 +107,18 @@ def change_state(path: Path, change: Callable[[dict[str, Any]], object]) -> None
     (path / "state.json").write_text(json.dumps(with_digest(state)))
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_or_gone_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_or_gone_does_not_begin_anew(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 4)
     path = tmp_path / "step-00000004" / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
     def fit() -> None:
         start = Snapshot(2, {}, {}, {})
-        make_trainer(settings_of_training(), tiny_model(), NumberedRows(20), directory=tmp_path, start=start).fit()
+        make_trainer(
+            settings_of_training(), tiny_model(), NumberedRows(20), directory=tmp_path, start=start
+        ).fit()
 
     with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
         fit()
@@ -134,13 +146,21 @@ def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(tmp_path: Path, seed: int) -> None:
+def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(
+    tmp_path: Path, seed: int
+) -> None:
     """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all metrics."""
     dice = random.Random(seed)
-    options: dict[str, Any] = {"keep": dice.randint(1, 3), "keep_every": dice.choice((0, 8)), "permanent": frozenset({6})}
+    options: dict[str, Any] = {
+        "keep": dice.randint(1, 3),
+        "keep_every": dice.choice((0, 8)),
+        "permanent": frozenset({6}),
+    }
     ours, logged, there = checkpoints(tmp_path, **options), dict[int, float](), set[int | None]()
     for step in range(2, 34, 2):
-        metric = dice.choice((None, math.nan, math.inf, -math.inf, *[round(dice.random(), 1) for _ in range(6)]))
+        metric = dice.choice(
+            (None, math.nan, math.inf, -math.inf, *[round(dice.random(), 1) for _ in range(6)])
+        )
         ours.save(snapshot(step), metric=metric)
         ours.wait()
         if metric is not None and math.isfinite(metric):
@@ -156,7 +176,10 @@ def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resum
         assert (found and found.step) == best
         if best is not None:
             assert is_snapshot(found, best)
-            assert json.loads((tmp_path / "best").read_bytes()) == {"step": best, "metric": logged[best]}
+            assert json.loads((tmp_path / "best").read_bytes()) == {
+                "step": best,
+                "metric": logged[best],
+            }
         if dice.random() < 0.3:  # a new process
             ours.close()
             ours = checkpoints(tmp_path, **options)
@@ -173,15 +196,42 @@ METRICS = {4: 0.3, 8: 0.1, 12: 0.2, 16: 0.4}
     [
         (lambda at: (at / "best").unlink(), 8, ""),
         (lambda at: (at / "best").write_text('{"step": 4, "metric": 0.0}'), 8, ""),
-        (lambda at: (at / "best").write_text('{"step": '), 8, "best is damaged; searching the checkpoints for the best"),
-        (lambda at: shutil.rmtree(at / "step-00000008"), 12, "the best checkpoint, of step 8, is gone or damaged"),
-        (lambda at: zero(at / "step-00000008/model.safetensors"), 12, "step-00000008/model.safetensors is damaged"),
-        (lambda at: zero(at / "step-00000008/state.json"), 12, "the best checkpoint, of step 8, is gone or damaged"),
+        (
+            lambda at: (at / "best").write_text('{"step": '),
+            8,
+            "best is damaged; searching the checkpoints for the best",
+        ),
+        (
+            lambda at: shutil.rmtree(at / "step-00000008"),
+            12,
+            "the best checkpoint, of step 8, is gone or damaged",
+        ),
+        (
+            lambda at: zero(at / "step-00000008/model.safetensors"),
+            12,
+            "step-00000008/model.safetensors is damaged",
+        ),
+        (
+            lambda at: zero(at / "step-00000008/state.json"),
+            12,
+            "the best checkpoint, of step 8, is gone or damaged",
+        ),
     ],
-    ids=["no pointer", "a pointer that lies", "a torn pointer", "no best", "damaged weights", "a damaged state"],
+    ids=[
+        "no pointer",
+        "a pointer that lies",
+        "a torn pointer",
+        "no best",
+        "damaged weights",
+        "a damaged state",
+    ],
 )
 def test_the_best_is_found_whatever_its_pointer_says(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], best: int, said: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+    best: int,
+    said: str,
 ) -> None:
     write(tmp_path, 4, 8, 12, 16, metrics=METRICS, keep=9)
     damage(tmp_path)
@@ -192,20 +242,26 @@ def test_the_best_is_found_whatever_its_pointer_says(
     assert said in caplog.text
 
 
-def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_steps_stay(tmp_path: Path) -> None:
+def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_steps_stay(
+    tmp_path: Path,
+) -> None:
     config, permanent = settings_of_training(tokens=5 * 96), frozenset({1, 2})
     cadence = Cadence(checkpoint=100, checkpoint_steps=permanent)
 
     def trainer(stop_after: int | None) -> Trainer:
         model, rows = tiny_model(), NumberedRows(20)
-        own = make_trainer(config, model, rows, directory=tmp_path, cadence=cadence, stop_after=stop_after)
+        own = make_trainer(
+            config, model, rows, directory=tmp_path, cadence=cadence, stop_after=stop_after
+        )
         own.checkpoints = checkpoints(tmp_path, keep=1, permanent=permanent)
         return own
 
     assert trainer(3).fit().stop_reason == INTERRUPTED
     assert steps(tmp_path)[:2] == [1, 2] and not (tmp_path / "final").exists()
     assert trainer(None).fit().stop_reason == COMPLETED
-    assert json.loads((tmp_path / "final").read_bytes()) == {"step": 5} and {1, 2, 5} <= {*steps(tmp_path)}
+    assert json.loads((tmp_path / "final").read_bytes()) == {"step": 5} and {1, 2, 5} <= {
+        *steps(tmp_path)
+    }
     checkpoints(tmp_path).begin()
     assert not (tmp_path / "final").exists(), "a training that goes on has no end yet"
 
@@ -214,7 +270,9 @@ def test_what_the_writer_raises_reaches_the_trainer(tmp_path: Path) -> None:
     def refuse() -> dict[str, bytes]:
         raise OSError(28, "No space left on device")
 
-    trainer = make_trainer(settings_of_training(tokens=96), tiny_model(), NumberedRows(52), directory=tmp_path)
+    trainer = make_trainer(
+        settings_of_training(tokens=96), tiny_model(), NumberedRows(52), directory=tmp_path
+    )
     assert trainer.checkpoints is not None
     trainer.checkpoints.files = refuse
     with pytest.raises(ArtifactError, match="No space left on device"):
@@ -230,7 +288,9 @@ def test_a_third_snapshot_waits_for_the_first_and_each_is_released(tmp_path: Pat
 
     def tracked(step: int) -> Snapshot:
         taken = snapshot(step)
-        return Snapshot(step, taken.weights, taken.optimizer, {}, release=lambda: released.append(step))
+        return Snapshot(
+            step, taken.weights, taken.optimizer, {}, release=lambda: released.append(step)
+        )
 
     ours = Checkpoints(tmp_path, files=files)
     ours.save(tracked(1))
@@ -282,8 +342,12 @@ class Malicious:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize(("name", "how"), [("model.safetensors", "pickle"), ("optimizer.safetensors", "torch")])
-def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(tmp_path: Path, name: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "how"), [("model.safetensors", "pickle"), ("optimizer.safetensors", "torch")]
+)
+def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(
+    tmp_path: Path, name: str, how: str
+) -> None:
     """With digests that fit, as one who may write there would leave it."""
     write(tmp_path, 4)
     ran, path = tmp_path / "ran", tmp_path / "step-00000004" / name

@@ -14,15 +14,23 @@ from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Speed
 
 COMPILED = Speed(compile=True)
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 
 
 def fit(directory: Path, how: Speed, **options: Any) -> tuple[Trainer, Recorder]:
     recorder = Recorder()
     trainer = make_trainer(
-        settings_of_training(tokens=6 * 96), tiny_model(), NumberedRows(52), rows_per_device=6, directory=directory, how=how,
-        callbacks=[recorder], **options,
-    )  # fmt: skip
+        settings_of_training(tokens=6 * 96),
+        tiny_model(),
+        NumberedRows(52),
+        rows_per_device=6,
+        directory=directory,
+        how=how,
+        callbacks=[recorder],
+        **options,
+    )
     trainer.fit()
     return trainer, recorder
 
@@ -34,7 +42,9 @@ def test_where_compiling_fails_training_goes_on_eagerly_and_says_so(
         raise RuntimeError("no compiler here")
 
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, backend=broken, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda module, **options: real(module, backend=broken, **options)
+    )
     eager, expected = fit(tmp_path / "eager", Speed())
     caplog.set_level("WARNING", "ttrain")
     fallen, found = fit(tmp_path / "fallen", COMPILED)
@@ -51,7 +61,9 @@ def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> Non
     straight, expected = fit(tmp_path / "straight", Speed())
     compiled, _ = fit(tmp_path / "mixed", COMPILED, stop_after=3)
     assert compiled.model.compiled
-    assert {*compiled.weights.state()} == {*straight.weights.state()}, "no name says that it was compiled"
+    assert {*compiled.weights.state()} == {*straight.weights.state()}, (
+        "no name says that it was compiled"
+    )
     resumed, recorder = fit(tmp_path / "mixed", Speed())
     losses, rest = expected.figures("loss"), recorder.figures("loss")
     assert resumed.first == 3

@@ -24,13 +24,23 @@ def layer(name: str) -> Any:
 
     torch.manual_seed(0)
     family = re.sub("RMSNorm|MLP", "", name)
-    model_type = {"Qwen3Moe": "qwen3_moe", "Ernie4_5_Moe": "ernie4_5_moe", "Glm4Moe": "glm4_moe"}.get(family, family.lower())
-    kind = getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
+    model_type = {
+        "Qwen3Moe": "qwen3_moe",
+        "Ernie4_5_Moe": "ernie4_5_moe",
+        "Glm4Moe": "glm4_moe",
+    }.get(family, family.lower())
+    kind = getattr(
+        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name
+    )
     if name in NORMS:
         made = kind(16, eps=1e-5)
         torch.nn.init.uniform_(made.weight, -1, 1)
         return made
-    return kind(AutoConfig.for_model(model_type, hidden_size=16, intermediate_size=40, num_attention_heads=2))
+    return kind(
+        AutoConfig.for_model(
+            model_type, hidden_size=16, intermediate_size=40, num_attention_heads=2
+        )
+    )
 
 
 def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
@@ -58,7 +68,9 @@ def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> 
     assert distance(exact, found_rounded) < max(0.005, 1.2 * distance(exact, rounded))
     assert found_rounded["out"].dtype == BF16
     with torch.no_grad():
-        assert torch.equal(module(torch.ones(2, 16)), silent), "where no gradient is recorded nothing changes"
+        assert torch.equal(module(torch.ones(2, 16)), silent), (
+            "where no gradient is recorded nothing changes"
+        )
     assert all(parameter is before[key] for key, parameter in module.named_parameters())
 
 
@@ -66,7 +78,9 @@ def adapted(**settings: Any) -> Any:
     base = tiny_model(kv_heads=1)
     for number, layer in enumerate(base.model.layers):
         if number:
-            layer.mlp.up_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, layer.mlp.up_proj.out_features))
+            layer.mlp.up_proj.bias = torch.nn.Parameter(
+                torch.linspace(-1, 1, layer.mlp.up_proj.out_features)
+            )
     model = adapters.attach(base, Lora(rank=3, alpha=12.0, **settings)).train()
     torch.manual_seed(4)
     for name, parameter in model.named_parameters():

@@ -38,7 +38,9 @@ def test_the_kernel_equals_a_mask_in_fp32_and_its_gradients_do(kv: int) -> None:
     shapes = [(4, 4, 256, 64), (4, kv, 256, 64), (4, kv, 256, 64)]
     leaves = [torch.randn(shape, generator=generator).to(CUDA).requires_grad_() for shape in shapes]
     mask = attention.segment_mask(segments)
-    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
     wanted = torch.autograd.grad(expected.square().sum(), leaves)
     spans = varlen.spans_of(segments.cpu().numpy(), CUDA)
     with torch.autocast("cuda", torch.bfloat16):
@@ -50,17 +52,32 @@ def test_the_kernel_equals_a_mask_in_fp32_and_its_gradients_do(kv: int) -> None:
 
 def trainer_of(directory: Path | None, **more: Any) -> tuple[Trainer, Recorder]:
     options = {"kind": "qwen3", **WIDE}
-    config = settings_of_training(optim=Optim(kind="muon", lr=1e-2), precision="bf16", row_length=64, tokens_per_step=384,
-                                  tokens=20 * 384)  # fmt: skip
+    config = settings_of_training(
+        optim=Optim(kind="muon", lr=1e-2),
+        precision="bf16",
+        row_length=64,
+        tokens_per_step=384,
+        tokens=20 * 384,
+    )
     model, recorder = tiny_model(**options), Recorder()
     trainer = make_trainer(
-        config, model, NumberedRows(13, 64), rows_per_device=3, ranks=ALONE, callbacks=[recorder], directory=directory,
-        cadence=Cadence(log=10, checkpoint=10), task=LanguageModeling(config, model), **more,
-    )  # fmt: skip
+        config,
+        model,
+        NumberedRows(13, 64),
+        rows_per_device=3,
+        ranks=ALONE,
+        callbacks=[recorder],
+        directory=directory,
+        cadence=Cadence(log=10, checkpoint=10),
+        task=LanguageModeling(config, model),
+        **more,
+    )
     return trainer, recorder
 
 
-def test_no_step_between_two_logging_steps_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_between_two_logging_steps_waits_for_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer, _ = trainer_of(None)
     assert trainer._deferred is not None
     step = trainer._train_step

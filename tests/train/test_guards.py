@@ -30,7 +30,17 @@ def lines(book: Path) -> list[dict[str, Any]]:
 
 def record(step: int, loss: float = 1.0, live_tokens: int = 60, order: Order = ORDER) -> StepRecord:
     return StepRecord(
-        step, order.steps, loss, 1.0, live_tokens, False, 0.1, 0.0, lambda: order.step_rows(step - 1), 6, 6 * step
+        step,
+        order.steps,
+        loss,
+        1.0,
+        live_tokens,
+        False,
+        0.1,
+        0.0,
+        lambda: order.step_rows(step - 1),
+        6,
+        6 * step,
     )
 
 
@@ -43,11 +53,17 @@ def noisy(count: int, level: float = 3.0, deviation: float = 0.1) -> list[float]
     return np.random.default_rng(0).normal(level, deviation, count).tolist()
 
 
-def test_a_spike_is_told_once_with_its_step_loss_and_rows(book: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_spike_is_told_once_with_its_step_loss_and_rows(
+    book: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     guard = LossSpike(book)
     steps(guard, [*noisy(40), 4.5, *noisy(40)])
     (line,) = lines(book)
-    assert (line["step"], line["guard"], line["rows"]) == (41, "loss-spike", ORDER.step_rows(40).tolist())
+    assert (line["step"], line["guard"], line["rows"]) == (
+        41,
+        "loss-spike",
+        ORDER.step_rows(40).tolist(),
+    )
     assert line["message"].startswith("the loss is 4.5, after 2.99 ± 0.08 over the 40 steps before")
     assert [entry.levelno for entry in caplog.records] == [logging.WARNING]
     assert f"step 41: {line['message']}; rows {line['rows'][0]}, " in caplog.text
@@ -58,11 +74,21 @@ def test_a_spike_is_told_once_with_its_step_loss_and_rows(book: Path, caplog: py
     [
         pytest.param(noisy(500), [], id="noise"),
         pytest.param([3.0] * 10 + [9.0] + [3.0] * 30, [], id="too early to say"),
-        pytest.param([*noisy(30), float("nan"), float("inf"), *noisy(30)], [], id="no number, which the trainer tells"),
-        pytest.param([*noisy(60), *noisy(60, 6.0), *noisy(60, 12.0)], [61, 121], id="two rises, each of which stays"),
+        pytest.param(
+            [*noisy(30), float("nan"), float("inf"), *noisy(30)],
+            [],
+            id="no number, which the trainer tells",
+        ),
+        pytest.param(
+            [*noisy(60), *noisy(60, 6.0), *noisy(60, 12.0)],
+            [61, 121],
+            id="two rises, each of which stays",
+        ),
     ],
 )
-def test_a_spike_is_a_rise_above_the_noise(book: Path, losses: list[float], told: list[int]) -> None:
+def test_a_spike_is_a_rise_above_the_noise(
+    book: Path, losses: list[float], told: list[int]
+) -> None:
     steps(LossSpike(book), losses)
     assert [line["step"] for line in lines(book)] == told
 
@@ -89,11 +115,19 @@ def validations(guard: Callback, losses: Sequence[tuple[float, float]], first: i
 RISING = [(3.0, 2.0), (2.9, 1.9), (2.8, 1.95), (2.7, 2.0), (2.6, 2.05), (2.5, 2.1)]
 
 
-def test_overfitting_is_told_after_three_rises_with_its_beginning_and_how_often_rows_were_read(book: Path) -> None:
+def test_overfitting_is_told_after_three_rises_with_its_beginning_and_how_often_rows_were_read(
+    book: Path,
+) -> None:
     validations(Overfit(book, ORDER), RISING)
     (line,) = lines(book)
-    assert (line["step"], line["guard"], line["rows"]) == (50, "overfit", ORDER.step_rows(49).tolist())
-    assert all(part in line["message"] for part in ("step 20", "1.9 → 2.05", "2.9 → 2.6", "5.0 times"))
+    assert (line["step"], line["guard"], line["rows"]) == (
+        50,
+        "overfit",
+        ORDER.step_rows(49).tolist(),
+    )
+    assert all(
+        part in line["message"] for part in ("step 20", "1.9 → 2.05", "2.9 → 2.6", "5.0 times")
+    )
 
 
 AGAIN = [(2.4 - n / 10, loss) for n, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9])]
@@ -102,8 +136,16 @@ AGAIN = [(2.4 - n / 10, loss) for n, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9]
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        pytest.param([(3.0, 2.0), (2.9, 2.1), (2.8, 2.2), (2.7, 2.1), (2.6, 2.2), (2.5, 2.3)], [], id="two rises at a time"),
-        pytest.param([(3.0, 2.0), (3.1, 2.1), (3.2, 2.2), (3.3, 2.3), (3.4, 2.4)], [], id="both rise: it diverges"),
+        pytest.param(
+            [(3.0, 2.0), (2.9, 2.1), (2.8, 2.2), (2.7, 2.1), (2.6, 2.2), (2.5, 2.3)],
+            [],
+            id="two rises at a time",
+        ),
+        pytest.param(
+            [(3.0, 2.0), (3.1, 2.1), (3.2, 2.2), (3.3, 2.3), (3.4, 2.4)],
+            [],
+            id="both rise: it diverges",
+        ),
         pytest.param([*RISING, *AGAIN], [50, 100], id="it ends and begins again"),
     ],
 )

@@ -20,7 +20,11 @@ def objective_of(**options: Any) -> NextTokenLoss:
 
 @pytest.mark.parametrize(
     "options",
-    [{"dropout": 0.1}, {"kind": "gemma2", "fields": {"sliding_window": 5}}, {"kind": "qwen3", "moe": {"experts": 8}}],
+    [
+        {"dropout": 0.1},
+        {"kind": "gemma2", "fields": {"sliding_window": 5}},
+        {"kind": "qwen3", "moe": {"experts": 8}},
+    ],
     ids=str,
 )
 def test_a_model_that_keeps_records_apart_is_left_as_it_was(options: dict[str, Any]) -> None:
@@ -53,7 +57,9 @@ class Seeing(nn.Module):
         super().__init__()
         self.causal = self.model = tiny_model()
 
-    def forward(self, ids: torch.Tensor, positions: Any, segments: Any, labels: torch.Tensor, **_: Any) -> tuple[Any]:
+    def forward(
+        self, ids: torch.Tensor, positions: Any, segments: Any, labels: torch.Tensor, **_: Any
+    ) -> tuple[Any]:
         return (token_loss_sum(self.model(input_ids=ids.flip(1)).logits.flip(1), labels),)
 
 

@@ -52,22 +52,33 @@ def results(loss: Tensor, *leaves: Tensor, factor: float = 0.37) -> dict[str, Te
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(dtype: torch.dtype, chunk: int) -> None:
+def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(
+    dtype: torch.dtype, chunk: int
+) -> None:
     hidden, weight, labels = inputs(dtype)
     expected = results(plain(hidden, weight, labels), hidden, weight)
     found = results(linear_token_loss_sum(hidden, weight, labels, chunk), hidden, weight)
     for name, tensor in expected.items():
-        assert distance({name: tensor}, {name: found[name]}) < (1e-6 if dtype == torch.float32 else 1e-13)
+        assert distance({name: tensor}, {name: found[name]}) < (
+            1e-6 if dtype == torch.float32 else 1e-13
+        )
         assert found[name].dtype == dtype
 
 
-def test_where_all_positions_are_computed_those_without_a_target_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_positions_are_computed_those_without_a_target_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a device whose counts are waited for; a hidden state without a target may even be no number."""
     hidden, weight, labels = inputs()
     live = labels != IGNORE
     expected = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
     monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
-    assert distance(expected, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)) < 1e-6
+    assert (
+        distance(
+            expected, results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
+        )
+        < 1e-6
+    )
     with torch.no_grad():
         hidden[~live] = torch.nan
     found = results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight)
@@ -79,12 +90,17 @@ def test_a_target_of_no_probability_in_fp32_has_its_loss_and_gradient() -> None:
     hidden, weight, labels = inputs(scale=1000)
     exact = results(plain(hidden.double(), weight.double(), labels), hidden, weight)
     assert float(exact["loss"]) / labels.numel() > 150, "fp32 has no number below exp(-104)"
-    assert distance(results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight), exact) < 1e-5
+    assert (
+        distance(results(linear_token_loss_sum(hidden, weight, labels, 7), hidden, weight), exact)
+        < 1e-5
+    )
 
 
 def test_all_labels_ignored_give_0_and_gradients_of_0() -> None:
     hidden, weight, labels = inputs()
-    found = results(linear_token_loss_sum(hidden, weight, torch.full_like(labels, IGNORE)), hidden, weight)
+    found = results(
+        linear_token_loss_sum(hidden, weight, torch.full_like(labels, IGNORE)), hidden, weight
+    )
     assert {*found} == {"loss", "0", "1"}, "DDP waits for a gradient of every parameter"
     assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
 
@@ -94,7 +110,11 @@ def test_hits_are_those_of_argmax_also_where_logits_are_equal(dtype: torch.dtype
     generator = torch.Generator().manual_seed(0)
     for values in (3, 50, 10_000):
         logits = torch.randint(0, values, (400, 60), generator=generator).to(dtype)
-        labels = torch.where(torch.arange(400) % 3 == 0, logits.argmax(1), torch.randint(0, 60, (400,), generator=generator))
+        labels = torch.where(
+            torch.arange(400) % 3 == 0,
+            logits.argmax(1),
+            torch.randint(0, 60, (400,), generator=generator),
+        )
         labels[::7] = IGNORE
         assert int(losses.count_hits(logits, labels)) == int((logits.argmax(1) == labels).sum()) > 0
     assert int(losses.count_hits(logits, torch.full_like(labels, IGNORE))) == 0
@@ -112,9 +132,16 @@ def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(c
         for batch in batches:
             ids, positions, segments, labels = language_modeling._arrays(batch, CPU)
             with torch.no_grad():
-                logits = model(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
-            hits, targets = hits + int((logits.argmax(-1) == labels).sum()), targets + int((labels != IGNORE).sum())
-        _, figures = measure(task, task.build_model(), batches, ALONE, resolve_precision("fp32", CPU))
+                logits = model(
+                    input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)
+                ).logits
+            hits, targets = (
+                hits + int((logits.argmax(-1) == labels).sum()),
+                targets + int((labels != IGNORE).sum()),
+            )
+        _, figures = measure(
+            task, task.build_model(), batches, ALONE, resolve_precision("fp32", CPU)
+        )
         assert hits > 0 and figures == {"accuracy": hits / targets}
 
 
@@ -126,22 +153,30 @@ def test_a_label_outside_the_vocabulary_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_half_precision_the_gradients_are_at_least_as_good_as_the_plain_ones(dtype: torch.dtype) -> None:
+def test_in_half_precision_the_gradients_are_at_least_as_good_as_the_plain_ones(
+    dtype: torch.dtype,
+) -> None:
     hidden, weight, labels = inputs()
     exact = results(plain(hidden.double(), weight.double(), labels), hidden, weight)
     with torch.autocast("cpu", dtype):
         expected = plain(hidden, weight, labels)
         loss = linear_token_loss_sum(hidden, weight, labels, 7)
-    assert loss.dtype == torch.float32, "a sum over thousands of tokens has no room in half precision"
+    assert loss.dtype == torch.float32, (
+        "a sum over thousands of tokens has no room in half precision"
+    )
     theirs, ours = results(expected, hidden, weight), results(loss, hidden, weight)
     for name in exact:
         assert ours[name].dtype == torch.float32
         assert distance({name: exact[name]}, {name: ours[name]}) < 0.01
-        assert distance({name: exact[name]}, {name: ours[name]}) < 1.2 * distance({name: exact[name]}, {name: theirs[name]})
+        assert distance({name: exact[name]}, {name: ours[name]}) < 1.2 * distance(
+            {name: exact[name]}, {name: theirs[name]}
+        )
 
 
 def test_small_probabilities_do_not_vanish_in_fp16_and_large_sums_do_not_overflow() -> None:
-    weight = torch.zeros(60_000, 2).requires_grad_()  # each probability is 1.7e-5, of which fp16 keeps eight bits
+    weight = torch.zeros(
+        60_000, 2
+    ).requires_grad_()  # each probability is 1.7e-5, of which fp16 keeps eight bits
     hidden = torch.full((1, 60, 2), 1200.0).requires_grad_()
     with torch.autocast("cpu", torch.float16):
         loss = linear_token_loss_sum(hidden, weight, torch.full((1, 60), 5))
@@ -159,7 +194,8 @@ def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() 
 
 
 @pytest.mark.parametrize(
-    ("scale", "compiled"), [(None, False), (1.0, False), (losses.FP16_GRADIENT_SCALE, False), (1.0, True)]
+    ("scale", "compiled"),
+    [(None, False), (1.0, False), (losses.FP16_GRADIENT_SCALE, False), (1.0, True)],
 )
 def test_what_a_compiler_gets_scores_as_the_other_does(scale: float | None, compiled: bool) -> None:
     """Compiled to one graph that writes its input; without inductor, which on a CPU makes other kernels than on a GPU."""
@@ -172,8 +208,14 @@ def test_what_a_compiler_gets_scores_as_the_other_does(scale: float | None, comp
     if compiled:
         score = torch.compile(score, dynamic=False, backend="aot_eager", fullgraph=True)
     expected = losses._score(theirs, labels, torch.float32, scale)
-    assert float(score(ours, labels, torch.float32, scale).sum()) == pytest.approx(float(expected.sum()), rel=1e-6)
-    assert torch.equal(ours, logits) if scale is None else distance({"slopes": ours}, {"slopes": theirs}) < 1e-6
+    assert float(score(ours, labels, torch.float32, scale).sum()) == pytest.approx(
+        float(expected.sum()), rel=1e-6
+    )
+    assert (
+        torch.equal(ours, logits)
+        if scale is None
+        else distance({"slopes": ours}, {"slopes": theirs}) < 1e-6
+    )
 
 
 class Seen(TorchDispatchMode):
@@ -183,10 +225,17 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.products, self.largest = 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        if isinstance(found, Tensor) and found.ndim == 2 and found.shape[1] == V and found.shape[0] != D:
+        if (
+            isinstance(found, Tensor)
+            and found.ndim == 2
+            and found.shape[1] == V
+            and found.shape[0] != D
+        ):
             self.largest = max(self.largest, found.numel())
         return found
 
@@ -220,10 +269,14 @@ def test_what_needs_no_gradient_is_not_computed() -> None:
     assert products(lambda: linear_token_loss_sum(hidden, weight.detach(), labels, 7)) == 2 * chunks
     with torch.no_grad():
         assert products(lambda: linear_token_loss_sum(hidden, weight, labels, 7)) == chunks
-    assert {*results(linear_token_loss_sum(hidden, weight.detach(), labels, 7), hidden, weight)} == {"loss", "0"}
+    assert {
+        *results(linear_token_loss_sum(hidden, weight.detach(), labels, 7), hidden, weight)
+    } == {"loss", "0"}
 
 
-def gradients(model: Any, chunk: int | None, *, precision: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
+def gradients(
+    model: Any, chunk: int | None, *, precision: torch.dtype | None = None, **options: Any
+) -> dict[str, Tensor]:
     task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk, **options)
     module = task.build_model().train()
     torch.manual_seed(0)
@@ -236,12 +289,15 @@ def gradients(model: Any, chunk: int | None, *, precision: torch.dtype | None = 
 
 
 @pytest.mark.parametrize(
-    ("options", "adapted"), [({}, False), ({"tie_embeddings": False}, False), ({"kind": "qwen3", "kv_heads": 1}, True)]
+    ("options", "adapted"),
+    [({}, False), ({"tie_embeddings": False}, False), ({"kind": "qwen3", "kv_heads": 1}, True)],
 )
 def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
     options: dict[str, Any], adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "record_arguments", lambda model, *records: {})  # which rounds otherwise than torch's
+    monkeypatch.setattr(
+        attention, "record_arguments", lambda model, *records: {}
+    )  # which rounds otherwise than torch's
     model = tiny_model(**options)
     if adapted:
         model = adapters.attach(model, Lora(rank=3))
@@ -255,14 +311,20 @@ def test_every_gradient_of_a_model_is_that_of_all_logits_at_once(
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
 
 
-@pytest.mark.parametrize(("adapted", "precision"), [(False, None), (True, torch.bfloat16)], ids=["fp32", "lora, bf16"])
-def test_gradient_checkpointing_changes_no_bit_with_dropout_either(adapted: bool, precision: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("adapted", "precision"), [(False, None), (True, torch.bfloat16)], ids=["fp32", "lora, bf16"]
+)
+def test_gradient_checkpointing_changes_no_bit_with_dropout_either(
+    adapted: bool, precision: torch.dtype | None
+) -> None:
     def found(**options: Any) -> tuple[dict[str, Tensor], int]:
         model = tiny_model(dropout=0.3, layers=4)
         if adapted:
             model = adapters.attach(model, Lora(rank=3, dropout=0.3))
         results: dict[str, Tensor] = {}
-        kept = bytes_kept(lambda: results.update(copies(gradients(model, None, precision=precision, **options))))
+        kept = bytes_kept(
+            lambda: results.update(copies(gradients(model, None, precision=precision, **options)))
+        )
         return results, kept
 
     kept_all, much = found()
@@ -271,7 +333,10 @@ def test_gradient_checkpointing_changes_no_bit_with_dropout_either(adapted: bool
     assert little < 0.5 * much
 
 
-DENSE, SPARSE = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe", "ernie4_5_moe", "glm4_moe")
+DENSE, SPARSE = (
+    ("llama", "mistral", "qwen2", "qwen3"),
+    ("mixtral", "qwen3_moe", "ernie4_5_moe", "glm4_moe"),
+)
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *SPARSE])
@@ -291,23 +356,31 @@ def test_all_plain_heads_are_tested() -> None:
     assert {*PLAIN_HEADS} == {CAUSAL[kind] for kind in (*DENSE, *SPARSE)}
 
 
-def test_a_head_that_does_more_takes_the_plain_way_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_does_more_takes_the_plain_way_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = tiny_model(kind="granite", fields={"logits_scaling": 4.0})
     batch = NumberedRows(3).batch(range(3))
     language_modeling.warn_unchunked_logits.cache_clear()
     with caplog.at_level(logging.WARNING, "ttrain"):
         for _ in range(2):
             task = LanguageModeling(settings_of_training(), model, chunk_tokens=7)
-    assert caplog.text.count("the output head of GraniteForCausalLM may do more") == 1, "however many are made"
+    assert caplog.text.count("the output head of GraniteForCausalLM may do more") == 1, (
+        "however many are made"
+    )
     loss = task.validation_step(task.build_model().eval(), batch, CPU).total
     ids, positions, segments, labels = language_modeling._arrays(batch, CPU)
     with torch.no_grad():
-        logits = model.eval()(input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)).logits
+        logits = model.eval()(
+            input_ids=ids, position_ids=positions, attention_mask=segment_mask(segments)
+        ).logits
     assert float(loss) == pytest.approx(float(token_loss_sum(logits, labels)), rel=1e-6)
 
 
 def test_an_adapter_on_the_output_head_is_in_the_loss() -> None:
-    model = adapters.attach(tiny_model(tie_embeddings=False), Lora(rank=3, targets=("q_proj", "lm_head")))
+    model = adapters.attach(
+        tiny_model(tie_embeddings=False), Lora(rank=3, targets=("q_proj", "lm_head"))
+    )
     found = gradients(model, 10)
     moved = [name for name in found if "lm_head" in name and "lora_B" in name]
     assert len(moved) == 1 and float(found[moved[0]].abs().max()) > 0

@@ -21,18 +21,30 @@ class Run:
         self.now, self.steps, self.done = 1000.0, steps, 0
         self.tokens = int(settings.get("tokens_per_step", 100))
         self.monitor = PerformanceMonitor(
-            device=CPU, steps_per_epoch=8, clock=lambda: self.now,
-            flops_per_token=settings.get("flops_per_token", 0.0), peak_flops=settings.get("peak", 0.0),
-        )  # fmt: skip
+            device=CPU,
+            steps_per_epoch=8,
+            clock=lambda: self.now,
+            flops_per_token=settings.get("flops_per_token", 0.0),
+            peak_flops=settings.get("peak", 0.0),
+        )
         self.monitor.start(0, steps)
 
     def step(self, seconds: float, *, data_seconds: float = 0.0, after: float = 0.0) -> StepRecord:
         self.now += seconds
         self.done += 1
         record = StepRecord(
-            self.done, self.steps, 1.0, 1.0, 1, False, seconds, data_seconds, lambda: np.zeros(1, np.int64), self.tokens,
+            self.done,
+            self.steps,
+            1.0,
+            1.0,
+            1,
+            False,
+            seconds,
+            data_seconds,
+            lambda: np.zeros(1, np.int64),
+            self.tokens,
             self.done * self.tokens,
-        )  # fmt: skip
+        )
         self.monitor.step_end(record)
         self.now += after
         return record
@@ -47,7 +59,12 @@ def test_rates_are_means_over_the_time_since_the_last_log() -> None:
     figures = run.monitor.figures(run.step(3.0, data_seconds=0.75))
     assert {*figures} == {*PERFORMANCE}
     rate = 3 * 100 / 8
-    expected = {"tokens_per_second": rate, "step_seconds": 2.0, "data_wait_fraction": 0.25, "mfu": rate * 5e3 / 1e6}
+    expected = {
+        "tokens_per_second": rate,
+        "step_seconds": 2.0,
+        "data_wait_fraction": 0.25,
+        "mfu": rate * 5e3 / 1e6,
+    }
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
     assert figures["epoch_time"] == pytest.approx(8 * 8 / 3), "eight steps an epoch, three in 8 s"
 
@@ -85,20 +102,30 @@ SPARSE = {"experts": 6, "top_k": 3, "expert_size": 16, "shared_experts": 1, "den
 @pytest.mark.parametrize(
     ("options", "T", "error"),
     [
-        ({"kv_heads": 2}, 16, 0.02), ({"kv_heads": 2, "tie_embeddings": False}, 96, 0.02),
+        ({"kv_heads": 2}, 16, 0.02),
+        ({"kv_heads": 2, "tie_embeddings": False}, 96, 0.02),
         # of these biases and norms are some percent
-        ({"kind": "gpt2"}, 32, 0.05), ({"kind": "moyun"}, 32, 0.05), ({"kind": "qwen3", "moe": SPARSE}, 32, 0.05),
+        ({"kind": "gpt2"}, 32, 0.05),
+        ({"kind": "moyun"}, 32, 0.05),
+        ({"kind": "qwen3", "moe": SPARSE}, 32, 0.05),
     ],
-)  # fmt: skip
-def test_flops_per_token_are_those_that_torch_counts(options: dict[str, Any], T: int, error: float) -> None:
+)
+def test_flops_per_token_are_those_that_torch_counts(
+    options: dict[str, Any], T: int, error: float
+) -> None:
     model = tiny_model(**{"hidden_size": 64, "heads": 4, **options})
     assert flops_per_token(model, T) == pytest.approx(counted(model, T), rel=error)
 
 
 @pytest.mark.parametrize(
     ("name", "bf16"),
-    [("NVIDIA H100 80GB HBM3", 989.4 * TERA), ("NVIDIA H100 PCIe", 756 * TERA),
-     ("NVIDIA GeForce RTX 4090 Laptop GPU", None)],
-)  # fmt: skip
-def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(name: str, bf16: float | None) -> None:
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4 * TERA),
+        ("NVIDIA H100 PCIe", 756 * TERA),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_chip_is_found_by_its_name_and_a_board_that_differs_is_not_taken_for_it(
+    name: str, bf16: float | None
+) -> None:
     assert datasheet_flops(name, "bf16") == bf16

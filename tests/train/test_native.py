@@ -27,7 +27,11 @@ FLAGS = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exist
 def compiles() -> bool:
     """Whether there is a gcc that compiles them; clang calls itself gcc 4."""
     gcc = shutil.which("gcc")
-    version = subprocess.run([gcc, "-dumpversion"], capture_output=True, text=True, check=False).stdout if gcc else ""
+    version = (
+        subprocess.run([gcc, "-dumpversion"], capture_output=True, text=True, check=False).stdout
+        if gcc
+        else ""
+    )
     return int(version.split(".")[0] or 0) >= 10
 
 
@@ -50,7 +54,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tor
 
 
 def close(found: Tensor, expected: Tensor, kind: torch.dtype, atol: float = 1e-6) -> bool:
-    return torch.allclose(found.double(), expected.double(), rtol=2**-8 if kind == BF16 else 1e-5, atol=atol)
+    return torch.allclose(
+        found.double(), expected.double(), rtol=2**-8 if kind == BF16 else 1e-5, atol=atol
+    )
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
@@ -63,27 +69,42 @@ def random(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("entries", "label"), [(3, torch.int64), (16, torch.int32), (2050, torch.int64)])
-def test_losses_and_their_gradients_are_those_of_torch(entries: int, label: torch.dtype, kind: torch.dtype) -> None:
-    logits, labels = 3 * random(40, entries, seed=1, dtype=kind), (torch.arange(40) % entries).to(label)
+@pytest.mark.parametrize(
+    ("entries", "label"), [(3, torch.int64), (16, torch.int32), (2050, torch.int64)]
+)
+def test_losses_and_their_gradients_are_those_of_torch(
+    entries: int, label: torch.dtype, kind: torch.dtype
+) -> None:
+    logits, labels = (
+        3 * random(40, entries, seed=1, dtype=kind),
+        (torch.arange(40) % entries).to(label),
+    )
     labels[[0, 7]] = IGNORE
     logits[1] *= 100  # the others' probabilities vanish
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, labels.long(), ignore_index=IGNORE, reduction="none")
     expected.sum().backward()  # type: ignore[no-untyped-call]
     untouched = logits.clone()
-    assert torch.allclose(native.score(untouched, labels, None).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        native.score(untouched, labels, None).double(), expected, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(untouched, logits)
-    assert torch.allclose(native.score(logits, labels, 64.0).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        native.score(logits, labels, 64.0).double(), expected, rtol=1e-5, atol=1e-5
+    )
     assert exact.grad is not None
     assert close(logits, 64 * exact.grad, kind, atol=1e-5)
 
 
 @pytest.mark.parametrize("label", [50, -1])
-def test_a_label_outside_the_vocabulary_is_an_error_and_changes_nothing(label: int, kind: torch.dtype) -> None:
+def test_a_label_outside_the_vocabulary_is_an_error_and_changes_nothing(
+    label: int, kind: torch.dtype
+) -> None:
     logits = random(3, 50, seed=1, dtype=kind)
     before = logits.clone()
-    with pytest.raises(IndexError, match=f"label {label} is out of bounds for a vocabulary of 50 entries"):
+    with pytest.raises(
+        IndexError, match=f"label {label} is out of bounds for a vocabulary of 50 entries"
+    ):
         native.score(logits, torch.tensor([1, label, 2]), 1.0)
     assert torch.equal(logits, before)
 
@@ -111,7 +132,11 @@ def test_gated_layers_are_those_of_torch(kind: torch.dtype) -> None:
 
 
 def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
-    x, weight, grad = random(3, 50, 48, seed=1, dtype=FP32), torch.rand(48), random(3, 50, 48, seed=2, dtype=kind)
+    x, weight, grad = (
+        random(3, 50, 48, seed=1, dtype=FP32),
+        torch.rand(48),
+        random(3, 50, 48, seed=2, dtype=kind),
+    )
     exact = {"x": x.double().requires_grad_(), "weight": weight.double().requires_grad_()}
     expected = with_gradients(F.rms_norm(exact["x"], (48,), exact["weight"], 1e-5), grad, exact)
     out, scale = native.norm(x, weight, 1e-5, kind)
@@ -131,23 +156,36 @@ SHAPES = {  # heads, of keys, their width, with norms, with rotation, rows of re
 }
 
 
-def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
+def attention(
+    shape: str, kind: torch.dtype
+) -> tuple[Callable[[], dict[str, Tensor]], dict[str, Tensor]]:
     H, G, K, has_norm, has_rotation, rows = SHAPES[shape]
     parts = [[one if isinstance(one, tuple) else (one,) for one in row] for row in rows]
 
     def numbers(of_record: Callable[[int, tuple[int, ...]], list[int]]) -> Tensor:
-        return torch.tensor([[*chain.from_iterable(map(of_record, range(len(row)), row))] for row in parts])
+        return torch.tensor(
+            [[*chain.from_iterable(map(of_record, range(len(row)), row))] for row in parts]
+        )
 
     segments = numbers(lambda n, lengths: [n] * sum(lengths))
-    branches = numbers(lambda n, lengths: [branch for branch, length in enumerate(lengths) for _ in range(length)])
+    branches = numbers(
+        lambda n, lengths: [branch for branch, length in enumerate(lengths) for _ in range(length)]
+    )
     places = numbers(lambda n, lengths: [*range(sum(lengths))])
     T = segments.shape[1]
-    states = [random(len(rows), T, heads, K, seed=seed, dtype=kind).requires_grad_() for seed, heads in enumerate((H, G, G))]
+    states = [
+        random(len(rows), T, heads, K, seed=seed, dtype=kind).requires_grad_()
+        for seed, heads in enumerate((H, G, G))
+    ]
     weights = [(torch.rand(K) + 0.5).requires_grad_() if has_norm else None for _ in range(2)]
     angle = places[..., None] * 100.0 ** -(torch.arange(K) % (K // 2) / K)
     angles = (angle.cos(), angle.sin()) if has_rotation else None
     grad, scale = random(len(rows), T, H, K, seed=5, dtype=kind), K**-0.5
-    leaves = {name: leaf for name, leaf in zip("qkvab", [*states, *weights], strict=True) if leaf is not None}
+    leaves = {
+        name: leaf
+        for name, leaf in zip("qkvab", [*states, *weights], strict=True)
+        if leaf is not None
+    }
 
     def ours() -> dict[str, Tensor]:
         seen = Records(segments, branches if shape == "branches" else None).places
@@ -167,7 +205,9 @@ def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Ten
     query, key = turned(exact["q"], exact.get("a")), turned(exact["k"], exact.get("b"))
     flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
     mask = segment_mask(segments, branches)
-    out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        *flat, attn_mask=mask, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
     return ours, with_gradients(out, grad, exact)
 
 
@@ -176,12 +216,18 @@ def test_attention_and_its_gradients_are_those_of_torch(shape: str, kind: torch.
     ours, expected = attention(shape, kind)
     found = ours()
     for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < (0.008 if kind == BF16 else 1e-6), name
+        assert distance({name: expected[name]}, {name: found[name]}) < (
+            0.008 if kind == BF16 else 1e-6
+        ), name
 
 
 def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
     ours, _ = attention("records", kind)
-    x, weight, grad = random(300, 64, seed=1, dtype=FP32), torch.rand(64), random(300, 64, seed=2, dtype=kind)
+    x, weight, grad = (
+        random(300, 64, seed=1, dtype=FP32),
+        torch.rand(64),
+        random(300, 64, seed=2, dtype=kind),
+    )
     matrices, large = random(5, 32, 48, seed=3, dtype=FP32), random(2, 272, 144, seed=4, dtype=FP32)
 
     def results() -> dict[str, Tensor]:
@@ -189,7 +235,14 @@ def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
         of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
         losses = native.score(grad.clone(), torch.arange(300) % 64, 1.0)
         muon = {str(m.shape): optim.orthogonal(m, kind) for m in (matrices, large)}
-        return {**copies(ours()), "norm": out, "of_x": of_x, "of_weight": of_weight, "losses": losses, **muon}
+        return {
+            **copies(ours()),
+            "norm": out,
+            "of_x": of_x,
+            "of_weight": of_weight,
+            "losses": losses,
+            **muon,
+        }
 
     alone = results()
     torch.set_num_threads(3)
@@ -207,7 +260,9 @@ def test_matrices_become_as_orthogonal_as_by_torch(
     found = optim.orthogonal(matrices, kind)
     assert found.dtype == torch.float32
     assert distance({"": exact}, {"": found}) < 1.5 * distance({"": exact}, {"": rounded})
-    assert torch.equal(optim.orthogonal(torch.zeros(1, *shape[1:]), kind), torch.zeros(1, *shape[1:]))
+    assert torch.equal(
+        optim.orthogonal(torch.zeros(1, *shape[1:]), kind), torch.zeros(1, *shape[1:])
+    )
 
 
 SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])
@@ -215,10 +270,16 @@ SEGMENTS = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]])
 
 @needs_bf16
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     call = native._call
-    monkeypatch.setattr(native, "_call", lambda dtype, name, *rest: (calls.append(name), call(dtype, name, *rest))[1])
+    monkeypatch.setattr(
+        native,
+        "_call",
+        lambda dtype, name, *rest: (calls.append(name), call(dtype, name, *rest))[1],
+    )
 
     def results(precision: torch.dtype) -> dict[str, Tensor]:
         model = tiny_model(kind=kind, hidden_size=64, kv_heads=1, layers=2).train()
@@ -228,14 +289,20 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_them(kind: s
             loss = NextTokenLoss(model)(ids, positions, SEGMENTS, ids)[0]
         return with_gradients(loss, torch.ones(()), dict(model.named_parameters()))
 
-    exact, rounded = (without(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16))
+    exact, rounded = (
+        without(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16)
+    )
     assert not calls
     for precision in (FP32, BF16):
         calls.clear()
         found = results(precision)
         assert {*calls} == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
         for name in exact:
-            limit = 1.3 * distance({name: exact[name]}, {name: rounded[name]}) + 1e-3 if precision == BF16 else 1e-5
+            limit = (
+                1.3 * distance({name: exact[name]}, {name: rounded[name]}) + 1e-3
+                if precision == BF16
+                else 1e-5
+            )
             assert distance({name: exact[name]}, {name: found[name]}) < limit, name
 
 

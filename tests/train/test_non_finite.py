@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from support.comparing import copies, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import (
+    Recorder,
+    WatchedTask,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
 
 from ttrain.data.packing import Batch
 from ttrain.model import factory
@@ -32,12 +39,16 @@ class Poisoned(WatchedTask):
         return type(loss)(loss.total * self.factor, loss.count) if hit else loss
 
 
-def trainer_with(rows: set[int], policy: str, *, factor: float = math.nan, **options: Any) -> Trainer:
+def trainer_with(
+    rows: set[int], policy: str, *, factor: float = math.nan, **options: Any
+) -> Trainer:
     config = settings_of_training(nonfinite=policy, tokens=7 * 96)
     model = tiny_model()
     task = Poisoned(config, model)
     task.rows, task.factor = frozenset(rows), factor
-    return make_trainer(config, model, NumberedRows(120), rows_per_device=2, task=task, cadence=ALWAYS, **options)
+    return make_trainer(
+        config, model, NumberedRows(120), rows_per_device=2, task=task, cadence=ALWAYS, **options
+    )
 
 
 def rows_of_step(step: int) -> list[int]:
@@ -46,7 +57,9 @@ def rows_of_step(step: int) -> list[int]:
     return found
 
 
-def test_stop_saves_the_state_before_the_step_and_names_its_rows_but_raise_does_not(tmp_path: Path) -> None:
+def test_stop_saves_the_state_before_the_step_and_names_its_rows_but_raise_does_not(
+    tmp_path: Path,
+) -> None:
     rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
     with pytest.raises(NonFinite, match=r"loss of step 3 .*nan.*training\.optim\.lr") as error:
@@ -74,11 +87,15 @@ def test_a_gradient_that_is_no_number_names_all_rows_of_the_step() -> None:
             return loss
 
     config, model = settings_of_training(), tiny_model()
-    trainer = make_trainer(config, model, NumberedRows(120), rows_per_device=2, task=Spoilt(config, model))
+    trainer = make_trainer(
+        config, model, NumberedRows(120), rows_per_device=2, task=Spoilt(config, model)
+    )
     with pytest.raises(NonFinite, match=r"gradient of step 2 .*loss \d.*norm nan") as error:
         trainer.fit()
     assert error.value.rows == rows_of_step(1)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")], "though the error is kept"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")], (
+        "though the error is kept"
+    )
 
 
 def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,18 +105,25 @@ def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture
         def log(self, record: Any) -> None:
             seen.append(copies(factory.state(trainer.weights.model)))  # type: ignore[attr-defined]
 
-    trainer = trainer_with({rows_of_step(2)[0]}, "skip", factor=math.inf, callbacks=[recorder, Looks()])
+    trainer = trainer_with(
+        {rows_of_step(2)[0]}, "skip", factor=math.inf, callbacks=[recorder, Looks()]
+    )
     result = trainer.fit()
     assert (result.skipped_steps, result.step) == (1, 7)
     assert same(seen[1], seen[2]) and not same(seen[2], seen[3])
-    [warning] = [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
+    [warning] = [
+        record.getMessage() for record in caplog.records if "finite" in record.getMessage()
+    ]
     assert "step 3" in warning and "inf" in warning and "skipped" in warning
     assert len(recorder.figures("loss")) == 6, "the loss of a step that was skipped is in no mean"
     assert recorder.figures("skipped_steps") == [1.0] * 5
 
 
 def test_a_run_that_only_skips_ends() -> None:
-    with pytest.raises(NonFinite, match=f"step {SKIPS_IN_A_ROW + 1} is not finite.*; {SKIPS_IN_A_ROW} steps in a row"):
+    with pytest.raises(
+        NonFinite,
+        match=f"step {SKIPS_IN_A_ROW + 1} is not finite.*; {SKIPS_IN_A_ROW} steps in a row",
+    ):
         config = settings_of_training(nonfinite="skip", tokens=40 * 96)
         model = tiny_model()
         task = WatchedTask(config, model, spoil=lambda passes: math.nan)

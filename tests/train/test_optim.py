@@ -36,7 +36,9 @@ def names_by_decay(model: nn.Module, optimizers: Optimizers) -> dict[tuple[str, 
     found: dict[tuple[str, float], set[str]] = {}
     for optimizer in optimizers.optimizers:
         for group in optimizer.param_groups:
-            found[type(optimizer).__name__, group["weight_decay"]] = {names[id(p)] for p in group["params"]}
+            found[type(optimizer).__name__, group["weight_decay"]] = {
+                names[id(p)] for p in group["params"]
+            }
     return found
 
 
@@ -82,9 +84,14 @@ def test_biases_of_stacked_experts_are_biases_although_they_have_two_dimensions(
     model = tiny_model(kind="tinyseek", moe={"experts": 4})
     found = names_by_decay(model, optim.build(model, Optim(kind=kind)))
     biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
-    assert {"model.layers.0.mlp.experts.up_proj_bias", "model.layers.1.mlp.experts.down_proj_bias"} < biases
+    assert {
+        "model.layers.0.mlp.experts.up_proj_bias",
+        "model.layers.1.mlp.experts.down_proj_bias",
+    } < biases
     assert biases < found["AdamW", 0.0]
-    assert all(biases.isdisjoint(names) for group, names in found.items() if group != ("AdamW", 0.0))
+    assert all(
+        biases.isdisjoint(names) for group, names in found.items() if group != ("AdamW", 0.0)
+    )
 
 
 def test_the_groups_tell_what_is_in_them_and_norms_biases_and_embeddings_do_not_decay() -> None:
@@ -93,15 +100,29 @@ def test_the_groups_tell_what_is_in_them_and_norms_biases_and_embeddings_do_not_
     others = {"embedding.weight", "linear.bias", "norm.weight", "norm.bias"}
     for kind, first in (("adamw", "AdamW"), ("adam", "Adam"), ("muon", "Muon")):
         by_decay = names_by_decay(model, optim.build(model, Optim(kind=kind, weight_decay=0.3)))  # type: ignore[arg-type]
-        assert by_decay == {(first, 0.3): decayed, ("AdamW" if kind == "muon" else first, 0.0): others}
+        assert by_decay == {
+            (first, 0.3): decayed,
+            ("AdamW" if kind == "muon" else first, 0.0): others,
+        }
     found = optim.build(model, Optim(kind="muon", lr=0.1, muon_lr=0.2, weight_decay=0.3)).groups()
     assert found == [
-        {"optimizer": "Muon", "lr": 0.2, "weight_decay": 0.3, "tensors": 1, "parameters": 12, "names": ["linear.weight"]},
         {
-            "optimizer": "AdamW", "lr": 0.1, "weight_decay": 0.0, "tensors": 4, "parameters": 29,
+            "optimizer": "Muon",
+            "lr": 0.2,
+            "weight_decay": 0.3,
+            "tensors": 1,
+            "parameters": 12,
+            "names": ["linear.weight"],
+        },
+        {
+            "optimizer": "AdamW",
+            "lr": 0.1,
+            "weight_decay": 0.0,
+            "tensors": 4,
+            "parameters": 29,
             "names": ["embedding.weight", "linear.bias", "norm.weight"],
         },
-    ]  # fmt: skip
+    ]
 
 
 def numbers(tensor: torch.Tensor) -> Any:
@@ -113,8 +134,13 @@ def test_three_steps_of_adam_are_those_of_torch_with_decay_of_the_matrix_alone(k
     model, other, options = Small(), Small(), {"betas": (0.8, 0.9), "eps": 1e-3}
     optimizers = optim.build(model, Optim(kind=kind, lr=0.1, weight_decay=0.5, **options))
     others = [other.embedding.weight, other.linear.bias, *other.norm.parameters()]
-    groups = [{"params": [other.linear.weight], "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-    theirs = (torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(groups, lr=0.1, foreach=False, **options)
+    groups = [
+        {"params": [other.linear.weight], "weight_decay": 0.5},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    theirs = (torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(
+        groups, lr=0.1, foreach=False, **options
+    )
     for seed, factor in enumerate((1.0, 0.5, 0.25)):
         for each in (model, other):
             give_gradients(each, seed)
@@ -142,7 +168,9 @@ def test_three_steps_of_muon_equal_the_formula() -> None:
     """In fp32; in bf16 they are those of torch's own: tests/model/test_moe_training."""
     scales = {"wide.weight": 1.0, "tall.weight": math.sqrt(2)}
     torch.manual_seed(0)
-    model = nn.ModuleDict({"wide": nn.Linear(6, 3, bias=False), "tall": nn.Linear(3, 6, bias=False)})
+    model = nn.ModuleDict(
+        {"wide": nn.Linear(6, 3, bias=False), "tall": nn.Linear(3, 6, bias=False)}
+    )
     optimizers = optim.build(model, Optim(kind="muon", muon_lr=0.1, weight_decay=0.5))
     optimizers.prepare(torch.float32, None)
     expected = {name: numbers(p) for name, p in model.named_parameters()}
@@ -163,24 +191,41 @@ def test_three_steps_of_muon_equal_the_formula() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(96, 208), (208, 96), (96, 96)], ids=str)
-def test_steps_on_products_of_a_matrix_with_itself_equal_those_on_it(shape: tuple[int, int], kind: torch.dtype) -> None:
+def test_steps_on_products_of_a_matrix_with_itself_equal_those_on_it(
+    shape: tuple[int, int], kind: torch.dtype
+) -> None:
     """Singular values from 1 to 1e-3, as the means of gradients have them: five steps without x would be off by 4.6."""
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 96))[0] for size in shape)
     matrix = left * torch.logspace(0, -3, 96) @ right.T
     exact = torch.from_numpy(orthogonal(numbers(matrix.double())))
-    error = torch.linalg.norm(optim.orthogonal(matrix[None], kind)[0] - exact) / torch.linalg.norm(exact)
+    error = torch.linalg.norm(optim.orthogonal(matrix[None], kind)[0] - exact) / torch.linalg.norm(
+        exact
+    )
     assert error < {torch.float32: 1e-4, torch.bfloat16: 0.12}[kind]
 
 
-def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each shape a rank makes half of the matrices orthogonal, and one more where their number is odd."""
     made: list[int] = []
     inner = optim.orthogonal
-    monkeypatch.setattr(optim, "orthogonal", lambda matrices, dtype: made.append(len(matrices)) or inner(matrices, dtype))
+    monkeypatch.setattr(
+        optim,
+        "orthogonal",
+        lambda matrices, dtype: made.append(len(matrices)) or inner(matrices, dtype),
+    )
 
     def step(ranks: Ranks) -> tuple[dict[str, torch.Tensor], int]:
-        model = nn.ModuleList([tiny_model(kv_heads=1), stacked(), nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)])
+        model = nn.ModuleList(
+            [
+                tiny_model(kv_heads=1),
+                stacked(),
+                nn.Linear(3, 2, bias=False),
+                nn.Linear(3, 2, bias=False),
+            ]
+        )
         optimizers = optim.build(model, Optim(kind="muon"))
         optimizers.prepare(torch.float32, ranks)
         give_gradients(model, 0)
@@ -189,7 +234,9 @@ def test_ranks_that_share_the_matrices_of_muon_take_the_step_of_one(tmp_path: Pa
         return copies(model.state_dict()), sum(made)
 
     (alone, every), found = step(ALONE), in_ranks(2, tmp_path, step)
-    assert all(same(weights, alone) for weights, _ in found), "the bits do not depend on who computes a matrix"
+    assert all(same(weights, alone) for weights, _ in found), (
+        "the bits do not depend on who computes a matrix"
+    )
     assert all(count < 0.7 * every for _, count in found), [every, *(count for _, count in found)]
 
 
@@ -213,8 +260,9 @@ def test_the_state_names_the_parameters() -> None:
     optimizers.step()
     others = ("embedding.weight", "linear.bias", "norm.weight", "norm.bias")
     assert {*optimizers.state()} == {
-        "momentum_buffer|linear.weight", *(f"{key}|{name}" for name in others for key in ("step", "exp_avg", "exp_avg_sq"))
-    }  # fmt: skip
+        "momentum_buffer|linear.weight",
+        *(f"{key}|{name}" for name in others for key in ("step", "exp_avg", "exp_avg_sq")),
+    }
 
 
 def test_state_of_a_parameter_that_is_not_trained_is_refused_by_name() -> None:

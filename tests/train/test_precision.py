@@ -17,7 +17,13 @@ CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps
 
 @pytest.mark.parametrize(
     ("device", "has_bf16", "expected"),
-    [(CPU, True, "bf16"), (CPU, False, "fp32"), (CUDA, True, "bf16"), (CUDA, False, "fp16"), (MPS, False, "fp32")],
+    [
+        (CPU, True, "bf16"),
+        (CPU, False, "fp32"),
+        (CUDA, True, "bf16"),
+        (CUDA, False, "fp16"),
+        (MPS, False, "fp32"),
+    ],
 )
 def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, has_bf16: bool, expected: str
@@ -29,7 +35,10 @@ def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
 @pytest.mark.parametrize("word", ["bf16", "fp16", "fp32"])
 def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(word: str) -> None:
     resolved = precision.resolve_precision(word, CPU)
-    assert (resolved.word, resolved.product_dtype) == (word, torch.bfloat16 if word == "bf16" else torch.float32)
+    assert (resolved.word, resolved.product_dtype) == (
+        word,
+        torch.bfloat16 if word == "bf16" else torch.float32,
+    )
     scale = resolved.loss_scale()
     assert (scale.enabled, scale.scale) == (word == "fp16", 2.0**16 if word == "fp16" else 1.0)
     with resolved.autocast():
@@ -39,9 +48,15 @@ def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(word: str) 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [("flags : fpu avx512f avx512_bf16 sse", True), ("Features : fp i8mm bf16", True), ("Features : ebf16", False)],
+    [
+        ("flags : fpu avx512f avx512_bf16 sse", True),
+        ("Features : fp i8mm bf16", True),
+        ("Features : ebf16", False),
+    ],
 )
-def test_a_cpu_has_bf16_where_its_flags_say_so(monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool) -> None:
+def test_a_cpu_has_bf16_where_its_flags_say_so(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool
+) -> None:
     monkeypatch.setattr(Path, "read_text", Mock(return_value=flags))
     monkeypatch.setattr(precision, "cpu_flags", machine.cpu_flags.__wrapped__)
     assert precision.has_bf16(CPU) is expected
@@ -57,8 +72,15 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], None]:
     return have
 
 
-def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(devices: Callable[[int, bool], None]) -> None:
-    for cuda, mps, expected in ((2, True, "cuda:1"), (2, False, "cuda:1"), (0, True, "mps"), (0, False, "cpu")):
+def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(
+    devices: Callable[[int, bool], None],
+) -> None:
+    for cuda, mps, expected in (
+        (2, True, "cuda:1"),
+        (2, False, "cuda:1"),
+        (0, True, "mps"),
+        (0, False, "cpu"),
+    ):
         devices(cuda, mps)
         assert str(precision.resolve_device("auto", local_rank=min(cuda, 1))) == expected
         assert str(precision.resolve_device("cpu", local_rank=1)) == "cpu"
@@ -70,13 +92,18 @@ def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(devices: Calla
             precision.resolve_device(word)
 
 
-@pytest.mark.parametrize(("word", "cuda", "count"), [("auto", 2, 2), ("cuda", 2, 2), ("auto", 0, 1), ("mps", 2, 1)])
+@pytest.mark.parametrize(
+    ("word", "cuda", "count"), [("auto", 2, 2), ("cuda", 2, 2), ("auto", 0, 1), ("mps", 2, 1)]
+)
 def test_more_ranks_than_devices_are_refused_with_their_number(
     devices: Callable[[int, bool], None], word: str, cuda: int, count: int
 ) -> None:
     devices(cuda, True)
     precision.resolve_device(word, local_rank=count - 1)
-    with pytest.raises(UsageError, match=f"more than the {count} of .* set runtime.devices={count}, or runtime.device=cpu"):
+    with pytest.raises(
+        UsageError,
+        match=f"more than the {count} of .* set runtime.devices={count}, or runtime.device=cpu",
+    ):
         precision.resolve_device(word, local_rank=count)
 
 
@@ -85,11 +112,16 @@ def test_tf32_shortens_fp32_matrices_where_the_chip_has_it_and_the_next_precisio
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with precision.resolve_precision("tf32", CUDA).autocast():
-        assert (torch.get_float32_matmul_precision(), torch.is_autocast_enabled()) == ("high", False)
+        assert (torch.get_float32_matmul_precision(), torch.is_autocast_enabled()) == (
+            "high",
+            False,
+        )
     precision.resolve_precision("fp32", CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for device in (CPU, CUDA):
-        with pytest.raises(UsageError, match=rf"is tf32, .* not {device}; set precision=fp32 or auto"):
+        with pytest.raises(
+            UsageError, match=rf"is tf32, .* not {device}; set precision=fp32 or auto"
+        ):
             precision.resolve_precision("tf32", device)
     assert torch.get_float32_matmul_precision() == "highest"
 

@@ -41,7 +41,9 @@ def make_pairs(count: int, seed: int = 0) -> list[Pair]:
     generator = np.random.default_rng(seed)
 
     def ids(most: int) -> list[int]:
-        return [int(number) for number in generator.integers(13, VOCAB, generator.integers(1, most))]
+        return [
+            int(number) for number in generator.integers(13, VOCAB, generator.integers(1, most))
+        ]
 
     return [Pair(ids(9), [GOOD, *ids(6)], [BAD, *ids(6)]) for _ in range(count)]
 
@@ -50,11 +52,19 @@ def packed(directory: Path, pairs: Sequence[Pair], reference: Any = None) -> InM
     """The pairs in rows as a stage packs them; with a reference, the log-probabilities of its answers."""
     directory.mkdir(parents=True, exist_ok=True)
     sizes = np.array([[*map(len, pair)] for pair in pairs])
-    branches = np.repeat(np.tile([PROMPT, CHOSEN, REJECTED], len(pairs)), sizes.ravel()).astype(np.uint8)
+    branches = np.repeat(np.tile([PROMPT, CHOSEN, REJECTED], len(pairs)), sizes.ravel()).astype(
+        np.uint8
+    )
     ids = np.concatenate([part for pair in pairs for part in pair])
     column = Column(ids, offsets_of(sizes.sum(1)), branches != PROMPT, branches)
     entry = write_shard(directory / "0.arrow", column, VOCAB)
-    write_index(directory, kind="pairs", vocab_size=VOCAB, tokenizer="t", shards=[{**entry, "bytes": 0, "group": 0}])
+    write_index(
+        directory,
+        kind="pairs",
+        vocab_size=VOCAB,
+        tokenizer="t",
+        shards=[{**entry, "bytes": 0, "group": 0}],
+    )
     rows = PairRows(ShardSet(directory), T, 0, 3)
     batch = rows.batch(range(len(rows)))
     assert isinstance(batch, PairBatch) and len(rows) < len(pairs)
@@ -69,22 +79,31 @@ def packed(directory: Path, pairs: Sequence[Pair], reference: Any = None) -> InM
 
 def config_of(**changes: Any) -> Dpo:
     values: dict[str, Any] = {
-        "tokens": 6 * 4 * T, "epochs": None, "tokens_per_step": 4 * T, "row_length": T, "precision": "fp32",
-        "optim": Optim(lr=1e-2, weight_decay=0.0), "schedule": Schedule(warmup_steps=2), **changes,
-    }  # fmt: skip
+        "tokens": 6 * 4 * T,
+        "epochs": None,
+        "tokens_per_step": 4 * T,
+        "row_length": T,
+        "precision": "fp32",
+        "optim": Optim(lr=1e-2, weight_decay=0.0),
+        "schedule": Schedule(warmup_steps=2),
+        **changes,
+    }
     return Dpo(**values)
 
 
 def alone(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     ids = torch.tensor([prompt + answer])
-    log_probs = F.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    log_probs = F.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[
+        :, 0
+    ]
     return log_probs[len(prompt) - 1 :].sum()
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kind": "gemma2"}, {"kind": "mistral", "kv_heads": 1, "fields": {"sliding_window": 5}}],
+    "options",
+    [{}, {"kind": "gemma2"}, {"kind": "mistral", "kv_heads": 1, "fields": {"sliding_window": 5}}],
     ids=lambda options: options.get("kind", "llama"),
-)  # fmt: skip
+)
 def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -101,7 +120,10 @@ def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
     found = torch.autograd.grad((found_A * weights_A).sum(), list(named.values()))
     assert float((found_A - expected_A).abs().max()) < 1e-5
     assert tokens_A.tolist() == [len(answer) for _, answer in answers]
-    assert distance(dict(zip(named, expected, strict=True)), dict(zip(named, found, strict=True))) < 1e-5
+    assert (
+        distance(dict(zip(named, expected, strict=True)), dict(zip(named, found, strict=True)))
+        < 1e-5
+    )
 
 
 def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path) -> None:
@@ -110,9 +132,14 @@ def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path)
     def train(ranks: Ranks, rows_per_device: int) -> list[dict[str, Tensor]]:
         found = []
         for options in ({"loss": "dpo", "sft_weight": 0.2}, {"loss": "kto", "beta": 0.5}):
-            model, config = tiny_model(), config_of(optim=Optim(lr=1e-3, weight_decay=0.0, eps=1e-4), **options)
+            model, config = (
+                tiny_model(),
+                config_of(optim=Optim(lr=1e-3, weight_decay=0.0, eps=1e-4), **options),
+            )
             task = PreferenceTuning(config, model)
-            make_trainer(config, model, rows, task=task, ranks=ranks, rows_per_device=rows_per_device).fit()
+            make_trainer(
+                config, model, rows, task=task, ranks=ranks, rows_per_device=rows_per_device
+            ).fit()
             point = torch.tensor([1 + task.state()["reference_point"]])
             found.append(copies(dict(model.named_parameters())) | {"point": point})
         return found
@@ -121,13 +148,17 @@ def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path)
     assert float(once[1]["point"]) > 1.0, "which has moved"
     # With four rows at a time one of two ranks has none, hence no target
     of_ranks = [
-        state for size in (1, 4) for state in in_ranks(2, tmp_path / str(size), lambda ranks, n=size: train(ranks, n))
+        state
+        for size in (1, 4)
+        for state in in_ranks(2, tmp_path / str(size), lambda ranks, n=size: train(ranks, n))
     ]
     for others in (train(ALONE, 1), *of_ranks):
         assert max(map(distance, once, others)) < 1e-5
 
 
-def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(
+    tmp_path: Path,
+) -> None:
     config = config_of(loss="kto", beta=0.5, desirable_weight=2.0, undesirable_weight=0.1)
     rows = packed(tmp_path / "pairs", make_pairs(20), tiny_model())
 
@@ -135,7 +166,11 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
         model, recorder = tiny_model(), Recorder()
         task = PreferenceTuning(config, model)
         cadence = Cadence(log=1)
-        options: dict[str, Any] = {"directory": directory, "stop_after": stop_after, "callbacks": [recorder]}
+        options: dict[str, Any] = {
+            "directory": directory,
+            "stop_after": stop_after,
+            "callbacks": [recorder],
+        }
         make_trainer(config, model, rows, task=task, cadence=cadence, **options).fit()
         return model, task, recorder
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import WatchedTask, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import (
+    WatchedTask,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
 from torch import nn
 
 from ttrain.config import Optim, Schedule
@@ -21,10 +27,16 @@ from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence
 
 
-def trainer(directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Trainer:
-    config = settings_of_training(**{"schedule": Schedule(kind="constant", warmup_steps=2), "tokens": 8 * 96, **changes})
+def trainer(
+    directory: Path, *, changes: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Trainer:
+    config = settings_of_training(
+        **{"schedule": Schedule(kind="constant", warmup_steps=2), "tokens": 8 * 96, **changes}
+    )
     cadence = Cadence(log=1, checkpoint=2)
-    return make_trainer(config, tiny_model(), NumberedRows(52), directory=directory, cadence=cadence, **options)
+    return make_trainer(
+        config, tiny_model(), NumberedRows(52), directory=directory, cadence=cadence, **options
+    )
 
 
 def test_a_loss_scale_is_not_carried_over_to_another_precision(tmp_path: Path) -> None:
@@ -34,18 +46,27 @@ def test_a_loss_scale_is_not_carried_over_to_another_precision(tmp_path: Path) -
     half.loss_scale.scale = 4.0
     half.stop_requested = lambda: half.loader.consumed >= 4
     half.fit()
-    assert trainer(tmp_path, changes={"precision": "fp16"}).loss_scale == LossScale(4.0, enabled=True, good_steps=2)
-    assert not trainer(tmp_path).loss_scale.enabled, "in fp32 a loss that is no number must not be taken for an overflow"
+    assert trainer(tmp_path, changes={"precision": "fp16"}).loss_scale == LossScale(
+        4.0, enabled=True, good_steps=2
+    )
+    assert not trainer(tmp_path).loss_scale.enabled, (
+        "in fp32 a loss that is no number must not be taken for an overflow"
+    )
 
 
 def test_larger_steps_leave_no_checkpoint_that_passes_for_a_later_one(tmp_path: Path) -> None:
     trainer(tmp_path, total_rows=60, stop_after=6).fit()
     larger = trainer(tmp_path, total_rows=60, changes={"tokens_per_step": 192})
     assert larger.first == 3
-    assert (tmp_path / "step-00000006").exists(), "nothing is removed before the new count is on disk"
+    assert (tmp_path / "step-00000006").exists(), (
+        "nothing is removed before the new count is on disk"
+    )
     larger.stop_requested = lambda: larger.loader.consumed >= 4
     larger.fit()
-    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000003", "step-00000004"]
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == [
+        "step-00000003",
+        "step-00000004",
+    ]
     assert trainer(tmp_path, total_rows=60, changes={"tokens_per_step": 192}).first == 4
 
 
@@ -58,7 +79,9 @@ def test_a_run_that_ended_within_a_step_is_not_lengthened_with_rows_lost(tmp_pat
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, stop_after=1, changes={"optim": Optim(kind="muon")}).fit()
-    with pytest.raises(UsageError, match="holds the state of Muon and AdamW, which AdamW cannot continue"):
+    with pytest.raises(
+        UsageError, match="holds the state of Muon and AdamW, which AdamW cannot continue"
+    ):
         trainer(tmp_path)
 
 
@@ -91,7 +114,13 @@ def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path) 
     def fit(ranks: Ranks) -> int:
         config, model = settings_of_training(), tiny_model()
         run = make_trainer(
-            config, model, NumberedRows(52), task=InParts(config, model), rows_per_device=3, total_rows=7, ranks=ranks
+            config,
+            model,
+            NumberedRows(52),
+            task=InParts(config, model),
+            rows_per_device=3,
+            total_rows=7,
+            ranks=ranks,
         )
         return run.fit().step
 
@@ -102,7 +131,9 @@ def test_a_part_that_the_first_step_had_not_is_named() -> None:
     config, model = settings_of_training(), tiny_model()
     task = InParts(config, model)
     task.late = True
-    with pytest.raises(TTrainError, match="the loss has the part 'new', which the first step did not have"):
+    with pytest.raises(
+        TTrainError, match="the loss has the part 'new', which the first step did not have"
+    ):
         make_trainer(config, model, NumberedRows(52), task=task).fit()
 
 

@@ -28,21 +28,56 @@ COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
     ("config", "steps", "table"),
     [
         # two steps of warm-up, four of trunk, four of decay: 1, 3/4, 2/4, 1/4
-        (Schedule(kind="linear", warmup_steps=2, decay_fraction=0.4), 10, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
-        (Schedule(kind="linear", warmup_steps=0, decay_fraction=1.0, floor=0.2), 4, [1.0, 0.8, 0.6, 0.4]),
-        (Schedule(kind="linear", warmup_steps=3, decay_fraction=1.0), 6, [0.25, 0.5, 0.75, 1, 2 / 3, 1 / 3]),
+        (
+            Schedule(kind="linear", warmup_steps=2, decay_fraction=0.4),
+            10,
+            [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
+        (
+            Schedule(kind="linear", warmup_steps=0, decay_fraction=1.0, floor=0.2),
+            4,
+            [1.0, 0.8, 0.6, 0.4],
+        ),
+        (
+            Schedule(kind="linear", warmup_steps=3, decay_fraction=1.0),
+            6,
+            [0.25, 0.5, 0.75, 1, 2 / 3, 1 / 3],
+        ),
         (Schedule(kind="cosine", warmup_steps=2, floor=0.1), 10, [1 / 3, 2 / 3, *COSINE]),
         (Schedule(kind="constant", warmup_steps=1), 4, [0.5, 1, 1, 1]),
-        (Schedule(kind="linear", warmup_steps=9), 3, [0.1, 0.2, 0.3]),  # the run ends within the warm-up
-        (Schedule(kind="linear"), 3, [1 / 11, 2 / 11, 3 / 11]),  # ten steps of warm-up, where nothing else is said
-        (Schedule(kind="linear", warmup_steps=1, hold_steps=2, decay_fraction=1), 7, [0.5, 1, 1, 1, 0.75, 0.5, 0.25]),
+        (
+            Schedule(kind="linear", warmup_steps=9),
+            3,
+            [0.1, 0.2, 0.3],
+        ),  # the run ends within the warm-up
+        (
+            Schedule(kind="linear"),
+            3,
+            [1 / 11, 2 / 11, 3 / 11],
+        ),  # ten steps of warm-up, where nothing else is said
+        (
+            Schedule(kind="linear", warmup_steps=1, hold_steps=2, decay_fraction=1),
+            7,
+            [0.5, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
         # one step of warm-up, two of hold, then half of what is above the floor every two steps
         (
-            Schedule(kind="exponential", warmup_steps=1, hold_steps=2, decay_rate=0.25, decay_steps=2, floor=0.2),
+            Schedule(
+                kind="exponential",
+                warmup_steps=1,
+                hold_steps=2,
+                decay_rate=0.25,
+                decay_steps=2,
+                floor=0.2,
+            ),
             10,
             [0.5, 1, 1, 1, 0.6, 0.4, 0.3, 0.25, 0.225, 0.2125],
         ),
-        (Schedule(kind="exponential", warmup_steps=0, decay_rate=0.5, decay_steps=1), 5, [1, 0.5, 0.25, 0.125, 0.0625]),
+        (
+            Schedule(kind="exponential", warmup_steps=0, decay_rate=0.5, decay_steps=1),
+            5,
+            [1, 0.5, 0.25, 0.125, 0.0625],
+        ),
         # four steps of cooldown: 1, 1 - sqrt(1/4), 1 - sqrt(2/4), 1 - sqrt(3/4), between the peak and 0.2
         *(
             (
@@ -56,13 +91,21 @@ COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
             Schedule(kind="minimind"),
             10,
             [
-                1.0, 0.977975432332819, 0.914057647468726, 0.814503363531613, 0.689057647468726,
-                0.55, 0.410942352531274, 0.285496636468387, 0.185942352531274, 0.122024567667181,
+                1.0,
+                0.977975432332819,
+                0.914057647468726,
+                0.814503363531613,
+                0.689057647468726,
+                0.55,
+                0.410942352531274,
+                0.285496636468387,
+                0.185942352531274,
+                0.122024567667181,
             ],
         ),
         (Schedule(kind="minimind", warmup_steps=2), 10, [1 / 3, 2 / 3, *COSINE]),
     ],
-)  # fmt: skip
+)
 def test_rates_follow_the_table(config: Schedule, steps: int, table: list[float]) -> None:
     factor = schedule(config, steps)
     assert [factor(step) for step in range(steps)] == pytest.approx(table, abs=1e-12)
@@ -100,12 +143,16 @@ def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> 
         (Schedule(kind="wsd", warmup_steps=2, decay_fraction=0.3), None),
     ],
 )
-def test_an_infinite_schedule_alone_has_a_plateau_to_continue(config: Schedule, end: int | None) -> None:
+def test_an_infinite_schedule_alone_has_a_plateau_to_continue(
+    config: Schedule, end: int | None
+) -> None:
     assert plateau_end(config, 10) == end
 
 
 SCHEDULES = st.builds(
-    lambda floor, **others: Schedule(floor=0.0 if others["kind"] == "minimind" else floor, **others),
+    lambda floor, **others: Schedule(
+        floor=0.0 if others["kind"] == "minimind" else floor, **others
+    ),
     floor=st.floats(0, 1),
     kind=st.sampled_from(KINDS),
     warmup_steps=st.none() | st.integers(0, 30),
@@ -117,7 +164,9 @@ SCHEDULES = st.builds(
 
 
 @given(SCHEDULES, st.integers(1, 60))
-def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(config: Schedule, steps: int) -> None:
+def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(
+    config: Schedule, steps: int
+) -> None:
     factor = schedule(config, steps)
     rates = [factor(step) for step in range(steps)]
     warm = min(warmup_steps(config), steps)
@@ -132,7 +181,13 @@ def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(config: Sc
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "constant"])
 def test_a_decay_nears_its_floor_to_the_last_step_and_never_lies_flat_on_it(kind: Any) -> None:
-    config = Schedule(kind=kind, warmup_steps=0, decay_fraction=1, decay_steps=100, floor=0.0 if kind == "minimind" else 0.3)
+    config = Schedule(
+        kind=kind,
+        warmup_steps=0,
+        decay_fraction=1,
+        decay_steps=100,
+        floor=0.0 if kind == "minimind" else 0.3,
+    )
     factor = schedule(config, 1000)
     assert all(factor(step) > factor(step + 1) for step in range(1000))
     assert factor(1000) == pytest.approx(0.1 if kind == "minimind" else 0.3, abs=1e-3)
@@ -142,15 +197,21 @@ def test_in_more_steps_than_those_of_the_full_rate_it_is_lower_by_the_root_of_th
     config = Schedule(kind="infinite", decay_fraction=0, warmup_steps=0, full_rate_steps=8)
     for steps, peak in ((1, 1.0), (8, 1.0), (32, 0.5), (800, 0.1)):
         assert {schedule(config, steps)(step) for step in range(steps)} == {peak}
-        assert shared_steps(config, steps) == (steps if steps <= 8 else 0), "no two longer ones agree"
+        assert shared_steps(config, steps) == (steps if steps <= 8 else 0), (
+            "no two longer ones agree"
+        )
         assert plateau_end(config, steps) == steps
     decays = Schedule(kind="linear", decay_fraction=0.5, warmup_steps=3, full_rate_steps=8)
     plain = schedule(decays.model_copy(update={"full_rate_steps": None}), 32)
-    assert [schedule(decays, 32)(step) for step in range(32)] == [0.5 * plain(step) for step in range(32)]
+    assert [schedule(decays, 32)(step) for step in range(32)] == [
+        0.5 * plain(step) for step in range(32)
+    ]
 
 
 @given(SCHEDULES, st.integers(1, 60), st.integers(1, 60))
-def test_runs_of_any_length_agree_before_their_decay(config: Schedule, short: int, long: int) -> None:
+def test_runs_of_any_length_agree_before_their_decay(
+    config: Schedule, short: int, long: int
+) -> None:
     common = min(shared_steps(config, short), shared_steps(config, long))
     first, second = schedule(config, short), schedule(config, long)
     assert [first(step) for step in range(common)] == [second(step) for step in range(common)]
@@ -159,10 +220,13 @@ def test_runs_of_any_length_agree_before_their_decay(config: Schedule, short: in
 @pytest.mark.parametrize(
     ("budget", "rows", "expected"),
     [
-        ({"tokens": 1024}, 5, (4, 32)), ({"tokens": 1025}, 5, (5, 40)), ({"epochs": 1.0}, 16, (2, 16)),
-        ({"epochs": 2.5}, 10, (4, 25)), ({"epochs": 0.01}, 10, (1, 1)),
+        ({"tokens": 1024}, 5, (4, 32)),
+        ({"tokens": 1025}, 5, (5, 40)),
+        ({"epochs": 1.0}, 16, (2, 16)),
+        ({"epochs": 2.5}, 10, (4, 25)),
+        ({"epochs": 0.01}, 10, (1, 1)),
     ],
-)  # fmt: skip
+)
 def test_a_budget_is_whole_steps_of_tokens_or_whole_rows_of_epochs(
     budget: dict[str, float], rows: int, expected: tuple[int, int]
 ) -> None:

@@ -15,7 +15,18 @@ import torch
 from ttrain.train import checkpoint_format
 from ttrain.train.checkpoint_format import tensor_parts
 
-TYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+TYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 
 
 def samples() -> dict[str, torch.Tensor]:
@@ -25,10 +36,16 @@ def samples() -> dict[str, torch.Tensor]:
     found = {name: numbers.to(getattr(torch, name)) for name in TYPES}
     return {
         **found,
-        "scalar": torch.tensor(3.5), "step": torch.tensor(7), "empty": torch.empty(0, 4), "one byte": torch.tensor([True]),
-        "transposed": numbers.T, "every other": numbers[:, ::2], "grad": numbers.clone().requires_grad_(),
-        "nan": torch.tensor([float("nan"), float("inf"), -0.0]), 'Größe "|\\ 重量': torch.ones(1),
-    }  # fmt: skip
+        "scalar": torch.tensor(3.5),
+        "step": torch.tensor(7),
+        "empty": torch.empty(0, 4),
+        "one byte": torch.tensor([True]),
+        "transposed": numbers.T,
+        "every other": numbers[:, ::2],
+        "grad": numbers.clone().requires_grad_(),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+        'Größe "|\\ 重量': torch.ones(1),
+    }
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, Any, bytes]:
@@ -45,10 +62,15 @@ def test_the_library_reads_what_is_written_to_the_last_bit(tmp_path: Path) -> No
         }
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert entry == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert entry == {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
     of_one_type = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
     for tensors, metadata in ((of_one_type, {"format": "pt"}), ({}, None)):
-        assert b"".join(tensor_parts(tensors, metadata)) == safetensors.torch.save(tensors, metadata), "byte by byte"
+        assert b"".join(tensor_parts(tensors, metadata)) == safetensors.torch.save(
+            tensors, metadata
+        ), "byte by byte"
 
 
 def test_a_write_that_is_cut_short_goes_on_and_an_error_of_the_disk_names_the_file(

@@ -46,7 +46,9 @@ class Line(UserTask):
         return TensorDataset(x, self.config.slope * x + 1)
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(1, self.config.width), nn.Dropout(0.1), nn.Linear(self.config.width, 1))
+        return nn.Sequential(
+            nn.Linear(1, self.config.width), nn.Dropout(0.1), nn.Linear(self.config.width, 1)
+        )
 
     def build_criterion(self) -> Any:
         return nn.MSELoss(reduction="sum")
@@ -54,7 +56,11 @@ class Line(UserTask):
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
         x, y = batch
         error = self.criterion(model(x), y)
-        size = self.config.penalty * sum((p.square().sum() for p in model.parameters()), torch.zeros(())) * len(y)
+        size = (
+            self.config.penalty
+            * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+            * len(y)
+        )
         return LossSum(error + size, len(y), {"error": error, "size": size})
 
     def validation_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
@@ -63,14 +69,26 @@ class Line(UserTask):
 
 
 def run(
-    output: Path, *settings: str, task: str = "test_task:Line", allow: tuple[str, ...] = (),
-    stop: Callable[[], bool] = lambda: False, **runtime: Any,
-) -> dict[str, Any]:  # fmt: skip
+    output: Path,
+    *settings: str,
+    task: str = "test_task:Line",
+    allow: tuple[str, ...] = (),
+    stop: Callable[[], bool] = lambda: False,
+    **runtime: Any,
+) -> dict[str, Any]:
     torch.seed()  # random numbers from elsewhere must not matter
     config = TaskJob(task=task, given=tuple(layers(settings)), allow=allow)
-    speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4, **runtime}
+    speed = {
+        "device": "cpu",
+        "threads": 1,
+        "log_every_steps": 1,
+        "checkpoint_every_steps": 4,
+        **runtime,
+    }
     given = layers([f"runtime.{name}={value}" for name, value in speed.items()])
-    job = StageContext({}, {}, {}, output, merge(TaskRuntime, given)[0].runtime, ProgressWriter(None), stop)
+    job = StageContext(
+        {}, {}, {}, output, merge(TaskRuntime, given)[0].runtime, ProgressWriter(None), stop
+    )
     try:
         return user_task.run(config, job)
     finally:
@@ -83,7 +101,10 @@ def after_five_steps() -> Callable[[], bool]:
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line)["metrics"] for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["metrics"]
+        for line in (output / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +114,9 @@ def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_the_documentation_has_thirty_lines_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert code is not None
     lines = code.group(1).splitlines()
@@ -106,15 +129,23 @@ def test_the_task_of_the_documentation_has_thirty_lines_and_trains(tmp_path: Pat
     assert figures["loss"] == curve[-1] < 0.3 * curve[0]
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: list(tensor.shape) for name, tensor in weights.items()} == {
-        "0.weight": [16, 16], "0.bias": [16], "2.weight": [16, 16], "2.bias": [16],
-    }  # fmt: skip
+        "0.weight": [16, 16],
+        "0.bias": [16],
+        "2.weight": [16, 16],
+        "2.bias": [16],
+    }
 
 
 def test_regression_comes_below_a_hundredth_in_ten_seconds(tmp_path: Path) -> None:
     began = time.process_time()  # of this process: others may have the cores
     figures = run(tmp_path, task="regression", log_every_steps=10, checkpoint_every_steps=100)
     assert time.process_time() - began < 10
-    assert figures["validation_loss"] < 0.01 < 0.1 < float(Regression(Regression.Config()).heldout_rows().tensors[1].var())
+    assert (
+        figures["validation_loss"]
+        < 0.01
+        < 0.1
+        < float(Regression(Regression.Config()).heldout_rows().tensors[1].var())
+    )
 
 
 def test_a_stopped_training_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -158,7 +189,10 @@ def test_a_filler_takes_part_and_moves_nothing() -> None:
     task = Line(Line.Config())
     model = task.build_model()
     adapted, batch = Adapted(task, model), Batches(task.rows(), task.collate).batch([3, 4, 5])
-    counted, filler = adapted.train_step(model, batch, CPU), adapted.train_step(model, batch.without_targets(), CPU)
+    counted, filler = (
+        adapted.train_step(model, batch, CPU),
+        adapted.train_step(model, batch.without_targets(), CPU),
+    )
     assert counted.count == 3 and counted.total.item() > 0
     assert (filler.count, filler.total.item(), filler.parts["error"].item()) == (0, 0.0, 0.0)
     filler.total.backward()  # type: ignore[no-untyped-call]
@@ -198,7 +232,12 @@ class Overlapping(Line):
         ("test_task:Line", ("rows_total=7",), DataError, ["rows_per_step=7"]),
         ("test_task:Mean", (), TTrainError, ["Mean.train_step", "LossSum"]),
         ("test_task:Exploding", (), TTrainError, ["optim.lr (0.004)", "nonfinite=skip"]),
-        ("test_task:Exploding", ("nonfinite=skip",), TTrainError, ["steps were left out", "optim.lr (0.004)"]),
+        (
+            "test_task:Exploding",
+            ("nonfinite=skip",),
+            TTrainError,
+            ["steps were left out", "optim.lr (0.004)"],
+        ),
     ],
 )
 def test_a_mistake_is_told_by_its_name(
@@ -209,13 +248,17 @@ def test_a_mistake_is_told_by_its_name(
     assert [part for part in parts if part not in str(told.value)] == []
 
 
-def test_an_installed_package_brings_its_task_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_brings_its_task_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "regression" in task.installed_tasks() and task_class("regression") is Regression
     info = tmp_path / "plugged-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[ttrain.tasks]\nmy-line = plugged_tasks:MyLine\n")
-    (tmp_path / "plugged_tasks.py").write_text("from test_task import Line\n\nclass MyLine(Line): pass\n")
+    (tmp_path / "plugged_tasks.py").write_text(
+        "from test_task import Line\n\nclass MyLine(Line): pass\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert {"regression", "my-line"} <= set(task.installed_tasks())
     assert task_class("my-line").__name__ == "MyLine"

@@ -59,18 +59,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def test_spans_are_the_records_of_the_rows_one_after_the_other_and_empty_ones_up_to_a_power_of_two() -> None:
+def test_spans_are_the_records_of_the_rows_one_after_the_other_and_empty_ones_up_to_a_power_of_two() -> (
+    None
+):
     spans = varlen.record_spans(np.array([[0, 0, 1], [1, -1, -1], [5, 5, 5]]))
-    assert spans.tolist() == [0, 2, 3, 4, 6, 9, 9, 9, 9], "a record ends with its row, though the next has its number"
+    assert spans.tolist() == [0, 2, 3, 4, 6, 9, 9, 9, 9], (
+        "a record ends with its row, though the next has its number"
+    )
     assert varlen.record_spans(np.zeros((1, 4))).tolist() == [0, 4]
 
 
-@pytest.mark.parametrize(("options", "chunk_tokens"), [({}, 0), ({"kind": "qwen3", "kv_heads": 1}, None)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "chunk_tokens"), [({}, 0), ({"kind": "qwen3", "kv_heads": 1}, None)], ids=str
+)
 def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
     options: dict[str, Any], chunk_tokens: int | None, calls: list[Tensor]
 ) -> None:
     def gradients(kind: str) -> dict[str, Tensor]:
-        task = LanguageModeling(settings_of_training(), tiny_model(**options), chunk_tokens=chunk_tokens, attention=kind)
+        task = LanguageModeling(
+            settings_of_training(), tiny_model(**options), chunk_tokens=chunk_tokens, attention=kind
+        )
         module = task.build_model().train()
         loss = task.train_step(module, NumberedRows(6, T).batch(range(6)), ALONE.device).total
         return with_gradients(loss, torch.ones(()), dict(module.named_parameters()))
@@ -96,7 +104,10 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
 
 def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(calls: list[Tensor]) -> None:
     """Without inductor, which has nothing to say about it; graphs break at the loss alone."""
-    q, k, v = (torch.randn(2, T, 4, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3))
+    q, k, v = (
+        torch.randn(2, T, 4, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        for seed in range(3)
+    )
     spans = varlen.spans_of(SEGMENTS.numpy(), ALONE.device)
 
     def total(*states: Tensor) -> Tensor:
@@ -108,14 +119,19 @@ def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(calls: list
     assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
 
 
-def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert varlen.is_usable(cuda, half, 64, 0.0)
     for others in (
-        (torch.device("cpu"), half, 64, 0.0), (cuda, torch.float32, 64, 0.0), (cuda, half, 320, 0.0), (cuda, half, 36, 0.0),
+        (torch.device("cpu"), half, 64, 0.0),
+        (cuda, torch.float32, 64, 0.0),
+        (cuda, half, 320, 0.0),
+        (cuda, half, 36, 0.0),
         (cuda, half, 64, 0.1),
-    ):  # fmt: skip
+    ):
         assert not varlen.is_usable(*others), others
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not varlen.is_usable(cuda, half, 64, 0.0)
@@ -123,8 +139,31 @@ def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_h
 
 def test_torch_still_has_the_operations_with_the_arguments_that_are_passed() -> None:
     """Their signatures are not public; the arguments are as `forward_kernel` and `backward_kernel` pass them."""
-    forward = [one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments]
-    names = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    forward = [
+        one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments
+    ]
+    names = [
+        "query",
+        "key",
+        "value",
+        "cum_seq_q",
+        "cum_seq_k",
+        "max_q",
+        "max_k",
+        "dropout_p",
+        "is_causal",
+    ]
     assert forward[:11] == [*names, "return_debug_mask", "scale"]
-    backward = [one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments]
-    assert backward[:15] == ["grad_out", *names[:3], "out", "logsumexp", *names[3:], "rng_state", "unused", "scale"]
+    backward = [
+        one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments
+    ]
+    assert backward[:15] == [
+        "grad_out",
+        *names[:3],
+        "out",
+        "logsumexp",
+        *names[3:],
+        "rng_state",
+        "unused",
+        "scale",
+    ]

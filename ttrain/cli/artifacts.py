@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ttrain.cli.options import Output, SettingsOptions, Table, argument, command, command_group, option
+from ttrain.cli.options import (
+    Output,
+    SettingsOptions,
+    Table,
+    argument,
+    command,
+    command_group,
+    option,
+)
 from ttrain.cli.registry import stage_facts
 from ttrain.core.files import JsonDict
 from ttrain.core.terminal import bar
@@ -41,7 +49,9 @@ def _known_stage(stage: str) -> str:
     return stage
 
 
-StageFilter = Annotated[str, argument("of this stage alone", metavar="STAGE", callback=_known_stage)]
+StageFilter = Annotated[
+    str, argument("of this stage alone", metavar="STAGE", callback=_known_stage)
+]
 Key = Annotated[str, argument("the beginning of its key; without: the newest", metavar="KEY")]
 
 
@@ -52,11 +62,20 @@ def artifacts_list(stage: StageFilter = "") -> Output:
 
     artifacts = artifact_rows(ArtifactStore(home()), stage or None)
     shown = [
-        (row.stage, short_digest(row.key), format_time(row.published_unix), row.state, format_size(row.bytes), row.run or "")
+        (
+            row.stage,
+            short_digest(row.key),
+            format_time(row.published_unix),
+            row.state,
+            format_size(row.bytes),
+            row.run or "",
+        )
         for row in artifacts
     ]
     total = f"{len(artifacts)} artifacts, {format_size(sum(row.bytes for row in artifacts))}"
-    return Output(artifacts, [Table(("stage", "key", "published", "state", "size", "run"), shown), total])
+    return Output(
+        artifacts, [Table(("stage", "key", "published", "state", "size", "run"), shown), total]
+    )
 
 
 @command(
@@ -80,7 +99,10 @@ def artifacts_show(stage: StageName, key: Key = "") -> Output:
         *((name, text) for name, text in stage_facts(facts_of(artifact), artifact.result) if text),
         *((f"result {name}", _shown(value)) for name, value in results),
     ]
-    return Output({**manifest, "path": str(artifact.path), "damage": damage}, [Table(("property", "value"), rows)])
+    return Output(
+        {**manifest, "path": str(artifact.path), "damage": damage},
+        [Table(("property", "value"), rows)],
+    )
 
 
 def _shown(value: object) -> str:
@@ -90,7 +112,10 @@ def _shown(value: object) -> str:
     return f"{len(value)} entries; --json has them" if is_long else text  # type: ignore[arg-type]
 
 
-@command(artifacts_app, "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c")
+@command(
+    artifacts_app,
+    "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c",
+)
 def artifacts_path(stage: StageName, key: Key = "") -> None:
     """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
     from ttrain.engine.artifact_commands import find_artifact
@@ -105,7 +130,11 @@ def artifacts_path(stage: StageName, key: Key = "") -> None:
 def artifacts_verify(
     stage: StageFilter = "",
     set_aside: Annotated[
-        bool, option("move damaged artifacts to `replaced`, so that the next run rebuilds them", "--set-aside")
+        bool,
+        option(
+            "move damaged artifacts to `replaced`, so that the next run rebuilds them",
+            "--set-aside",
+        ),
     ] = False,
 ) -> Output:
     """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
@@ -113,7 +142,9 @@ def artifacts_verify(
 
     store = ArtifactStore(home())
     artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
-    damaged: list[tuple[Path, str, Artifact | None]] = [(path, why, None) for path, why in unreadable.items()]
+    damaged: list[tuple[Path, str, Artifact | None]] = [
+        (path, why, None) for path, why in unreadable.items()
+    ]
     sizes = [artifact_commands.size_of(artifact) for artifact in artifacts]
     with bar("verifying", "MB", round(sum(sizes) / MEGABYTE)) as show:
         for done, artifact in zip(itertools.accumulate(sizes), artifacts, strict=True):
@@ -124,7 +155,8 @@ def artifacts_verify(
         store.set_damaged_aside(path, found)
     count = len(sizes) + len(unreadable)
     entries = [
-        {"stage": path.parent.name, "key": path.name, "path": path, "problems": why.split("; ")} for path, why, _ in damaged
+        {"stage": path.parent.name, "key": path.name, "path": path, "problems": why.split("; ")}
+        for path, why, _ in damaged
     ]
     value = {"artifacts": count, "bytes": sum(sizes), "damaged": entries, "set_aside": set_aside}
     total = f"{count} artifacts, {format_size(sum(sizes))}"
@@ -145,7 +177,9 @@ def artifacts_adopt(
     *,
     stage: Annotated[str, argument("the stage, see `ttrain stage list`", metavar="STAGE")] = "",
     settings_options: SettingsOptions,
-    everything: Annotated[bool, option("every stage that only changed code would build again", "--all")] = False,
+    everything: Annotated[
+        bool, option("every stage that only changed code would build again", "--all")
+    ] = False,
 ) -> Output:
     """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
 
@@ -161,7 +195,9 @@ def artifacts_adopt(
         given = [word for word in (stage, *(settings_options.overrides or ())) if word]
         stage, settings_options = "", replace(settings_options, overrides=given)
     elif not stage:
-        raise UsageError("`ttrain artifacts adopt` needs a stage, or --all; try ttrain artifacts adopt --all")
+        raise UsageError(
+            "`ttrain artifacts adopt` needs a stage, or --all; try ttrain artifacts adopt --all"
+        )
     plan = api.plan("full", settings_options.load().settings)
     if stage and stage not in plan.graph:
         raise no_stage(stage, plan.graph, plan.settings)
@@ -170,12 +206,22 @@ def artifacts_adopt(
     for artifact in adopted:
         seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]
         old, new = short_digest(history[-1]["key"]), short_digest(artifact.key)
-        rows.append((artifact.stage, old, new, format_duration(seconds), "; ".join(history[-1]["differences"])))
+        rows.append(
+            (
+                artifact.stage,
+                old,
+                new,
+                format_duration(seconds),
+                "; ".join(history[-1]["differences"]),
+            )
+        )
         made = {"stage": artifact.stage, "key": artifact.key, "path": str(artifact.path)}
         value.append({**made, "adopted": history, "seconds": seconds})
     saved = sum(made["seconds"] for made in value)
     if not rows:
-        return Output(value, ["no stage would be built again for changed code alone; nothing was adopted"])
+        return Output(
+            value, ["no stage would be built again for changed code alone; nothing was adopted"]
+        )
     end = f"kept; this saves {format_duration(saved)}"
     return Output(value, [Table(("stage", "was", "is", "took", "although"), rows), end])
 
@@ -186,9 +232,14 @@ def artifacts_adopt(
     "ttrain artifacts clean --run latest --dry-run",
 )
 def artifacts_clean(
-    keep_runs: Annotated[int, option("the newest runs, counted once for equal artifacts", min=1)] = KEEP_RUNS,
+    keep_runs: Annotated[
+        int, option("the newest runs, counted once for equal artifacts", min=1)
+    ] = KEEP_RUNS,
     older_than: Annotated[
-        float, option("keep artifacts that are younger, or that a younger run used", min=0, metavar="DAYS")
+        float,
+        option(
+            "keep artifacts that are younger, or that a younger run used", min=0, metavar="DAYS"
+        ),
     ] = OLDER_THAN_DAYS,
     run: Annotated[
         str,
@@ -204,13 +255,22 @@ def artifacts_clean(
 
     store = ArtifactStore(usable_home())
     if run and (keep_runs, older_than) != (KEEP_RUNS, OLDER_THAN_DAYS):
-        raise UsageError(f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them")
+        raise UsageError(
+            f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them"
+        )
     registered, needed = Registry(store.root).keys(), records.needed_keys
     kept = garbage_collection.Kept.recent(keep_runs, older_than)
     if run:
         kept = garbage_collection.Kept(only_run=need_run(store.root, run))
-    cleaned = garbage_collection.clean(store, registered, kept, needed_by_nights=needed, dry_run=dry_run)
-    value = {"dry_run": dry_run, "removed": cleaned.removed, "bytes": cleaned.bytes, "kept": cleaned.kept_counts}
+    cleaned = garbage_collection.clean(
+        store, registered, kept, needed_by_nights=needed, dry_run=dry_run
+    )
+    value = {
+        "dry_run": dry_run,
+        "removed": cleaned.removed,
+        "bytes": cleaned.bytes,
+        "kept": cleaned.kept_counts,
+    }
     rows = [
         (
             removal.kind,
@@ -221,10 +281,16 @@ def artifacts_clean(
         )
         for removal in cleaned.removed
     ]
-    kept_counts = ", ".join(f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items()))
+    kept_counts = ", ".join(
+        f"{count} for {reason}" for reason, count in sorted(cleaned.kept_counts.items())
+    )
     verb = "would be removed, which frees" if dry_run else "removed, which frees"
-    shown: list[str | Table] = [Table(("kind", "stage", "key", "frees", "why"), rows)] if rows else []
-    shown.append(f"{len(rows)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}")
+    shown: list[str | Table] = (
+        [Table(("kind", "stage", "key", "frees", "why"), rows)] if rows else []
+    )
+    shown.append(
+        f"{len(rows)} {verb} {format_size(cleaned.bytes)}; kept: {kept_counts or 'no artifact'}"
+    )
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from ttrain.inference.loading import LoadedModel
     from ttrain.inference.sampling import Sampling
 
-DEFAULT_MODEL = f"{MODEL_HELP}; without one, the newest finished run's SFT model, else its last model"
+DEFAULT_MODEL = (
+    f"{MODEL_HELP}; without one, the newest finished run's SFT model, else its last model"
+)
 System = Annotated[str, option("a system prompt", callback=encodable)]
 Temperature = Annotated[float, option("0: always the most likely token")]
 TopP = Annotated[float, option("keep the likeliest tokens that together have this share; 1: all")]
@@ -52,8 +54,12 @@ class LoadingOptions:
 
     run: RunName = None
     base: AdapterBase = None
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")] = "auto"
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")] = "fp32"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "mps"], option("auto: cuda, then mps, then cpu")
+    ] = "auto"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], option("number format of the weights")] = (
+        "fp32"
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ class SamplingOptions:
     temperature: Temperature = 0.7
     top_p: TopP = 0.95
     top_k: Annotated[int, option("keep that many of the likeliest tokens; 0: all")] = 0
-    repetition_penalty: Annotated[float, option("above 1, tokens that the answer already contains become less likely")] = 1.0
+    repetition_penalty: Annotated[
+        float, option("above 1, tokens that the answer already contains become less likely")
+    ] = 1.0
     max_tokens: Annotated[int, option("longest answer, in tokens")] = 256
     seed: Annotated[int, option("the same seed, the same answers")] = 1
 
@@ -93,8 +101,12 @@ def chat(
         str | None,
         argument(DEFAULT_MODEL, metavar="MODEL"),
     ] = None,
-    versus: Annotated[str | None, option("a second model, which answers after the first", metavar="MODEL")] = None,
-    gate: Annotated[Path | None, option("a gate's directory: it picks the expert for each question")] = None,
+    versus: Annotated[
+        str | None, option("a second model, which answers after the first", metavar="MODEL")
+    ] = None,
+    gate: Annotated[
+        Path | None, option("a gate's directory: it picks the expert for each question")
+    ] = None,
     system: System = "",
     as_json: Annotated[bool, option("a line of JSON for each answer", "--json")] = False,
     *,
@@ -103,10 +115,18 @@ def chat(
 ) -> None:
     """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
     settings = sampling.settings()
-    if model is not None and (" " in model.strip() or model.endswith("?")) and not Path(model).is_dir():
-        raise UsageError(f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft")
+    if (
+        model is not None
+        and (" " in model.strip() or model.endswith("?"))
+        and not Path(model).is_dir()
+    ):
+        raise UsageError(
+            f"'{model}' names no model; to ask it: echo {shlex.quote(model)} | ttrain chat sft"
+        )
     if gate is not None and any((model, versus, loading_options.run)):
-        raise UsageError("--gate picks the model by itself; give neither MODEL nor --versus nor --run with it")
+        raise UsageError(
+            "--gate picks the model by itself; give neither MODEL nor --versus nor --run with it"
+        )
     models = [] if gate else [model, *([versus] if versus else [])]
     references = _resolved(models, loading_options) if models else []
 
@@ -116,7 +136,9 @@ def chat(
     from ttrain.inference.chat import Chat
 
     device, dtype = loading_options.device, loading_options.dtype
-    selectors: list[ModelSelector] = [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
+    selectors: list[ModelSelector] = (
+        [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
+    )
     selectors += map(gate_router.single_model, _load(references, loading_options))
     chats = [Chat(selector, settings, system=system) for selector in selectors]
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -124,7 +146,9 @@ def chat(
         chat_screen.talk_in_pipe(chats, identities, as_json=as_json)
         return
     greeting = f"{settings}\n/help lists the commands"
-    chat_screen.talk_in_terminal(chats, [reference.text for reference in references] or [str(gate)], greeting)
+    chat_screen.talk_in_terminal(
+        chats, [reference.text for reference in references] or [str(gate)], greeting
+    )
 
 
 @command(
@@ -134,10 +158,16 @@ def chat(
     "Use",
 )
 def generate(
-    prompts: Annotated[Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")],
+    prompts: Annotated[
+        Path, argument("a file: lines of text, or JSON lines (.jsonl)", metavar="FILE")
+    ],
     model: Annotated[str | None, option(DEFAULT_MODEL, "--model", "-m")] = None,
-    out: Annotated[Path | None, option("JSON lines with the answers; without it they are printed")] = None,
-    raw: Annotated[bool, option("continue the lines as texts instead of answering them", "--raw")] = False,
+    out: Annotated[
+        Path | None, option("JSON lines with the answers; without it they are printed")
+    ] = None,
+    raw: Annotated[
+        bool, option("continue the lines as texts instead of answering them", "--raw")
+    ] = False,
     system: System = "",
     batch_size: Annotated[int, option("prompts that are answered together", min=1)] = 16,
     force: Annotated[bool, option("replace the file of --out", "--force")] = False,
@@ -153,7 +183,9 @@ def generate(
     if out is not None:
         check_output_file(out)
         if out.exists() and not force:
-            raise UsageError(f"{out} exists; name another file with --out, or replace it with --force")
+            raise UsageError(
+                f"{out} exists; name another file with --out, or replace it with --force"
+            )
     [reference] = _resolved([model], loading_options)
     if not prompts.is_file():
         raise UsageError(f"FILE is '{prompts}' but there is no such file; name one with prompts")
@@ -167,17 +199,33 @@ def generate(
     with bar("answering", "prompts", len(rows)) as progress:
 
         def make(start: int) -> Any:
-            return batch.answers(loaded_model, rows[start:], settings, batch_size=batch_size, tally=tally, progress=progress)
+            return batch.answers(
+                loaded_model,
+                rows[start:],
+                settings,
+                batch_size=batch_size,
+                tally=tally,
+                progress=progress,
+            )
 
         if out is None:
             for row in itertools.chain.from_iterable(make(0)):
                 print_json_text(batch.line_of(row).decode(), flush=True)
             return None
-        header = {"prompts": sha256_file(prompts), "model": batch.identity(reference), "raw": raw, "system": system,
-                  "dtype": loading_options.dtype, **settings.model_dump()}  # fmt: skip
+        header = {
+            "prompts": sha256_file(prompts),
+            "model": batch.identity(reference),
+            "raw": raw,
+            "system": system,
+            "dtype": loading_options.dtype,
+            **settings.model_dump(),
+        }
         done = batch.write_answers(out, header, make)
     summary = {"out": str(out), "prompts": len(rows), "answered before": done, **tally.summary()}
-    cells = [("model", reference.text), *((name, value) for name, value in summary.items() if value is not None)]
+    cells = [
+        ("model", reference.text),
+        *((name, value) for name, value in summary.items() if value is not None),
+    ]
     return Output({**_identity(reference), **summary}, [Table(("property", "value"), cells)])
 
 
@@ -185,8 +233,12 @@ def generate(
 def serve(
     model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL")] = None,
     port: Annotated[int, option("on 127.0.0.1; 0: a free one", min=0, max=65535)] = 8000,
-    max_requests: Annotated[int, option("requests answered or waiting at once; further ones get 429", min=1)] = 32,
-    as_json: Annotated[bool, option("print address and model as JSON when it answers", "--json")] = False,
+    max_requests: Annotated[
+        int, option("requests answered or waiting at once; further ones get 429", min=1)
+    ] = 32,
+    as_json: Annotated[
+        bool, option("print address and model as JSON when it answers", "--json")
+    ] = False,
     *,
     loading_options: LoadingOptions,
 ) -> None:
@@ -204,7 +256,9 @@ def serve(
     try:
         listener = socket.create_server((server_records.HOST, port))
     except OSError as error:
-        raise UsageError(f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one") from None
+        raise UsageError(
+            f"--port is {port}, which is taken ({error.strerror}); --port 0 finds a free one"
+        ) from None
     host, port = listener.getsockname()
     before_torch()
     import uvicorn
@@ -221,7 +275,9 @@ def serve(
         return _load(models, loading_options)[0]
 
     queue = AnswerQueue(load, max_requests)
-    endpoint = Endpoint(queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS)
+    endpoint = Endpoint(
+        queue, lambda: [*dict.fromkeys([reference.text, *lookup.with_models(root)])], root / PAIRS
+    )
     app = Guard(endpoint.application(), port, token)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     queue.open(reference.text)
@@ -247,7 +303,10 @@ def _resolved(models: Sequence[str | None], options: LoadingOptions) -> list[Ref
     if not options.base or len(models) == 1:
         return resolved_models(models, base=options.base, run=options.run)
     first, *others = models  # `--versus` has a base of its own
-    return [*resolved_models([first], base=options.base, run=options.run), *resolved_models(others, run=options.run)]
+    return [
+        *resolved_models([first], base=options.base, run=options.run),
+        *resolved_models(others, run=options.run),
+    ]
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
@@ -261,7 +320,10 @@ def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedMo
     """Load models, and print a line about each on standard error."""
     from ttrain.inference import loading
 
-    loaded_models = [loading.load(reference, device=options.device, dtype=options.dtype) for reference in references]
+    loaded_models = [
+        loading.load(reference, device=options.device, dtype=options.dtype)
+        for reference in references
+    ]
     for loaded_model in loaded_models:
         print_escaped(loaded_model.describe(), stderr=True)
     return loaded_models

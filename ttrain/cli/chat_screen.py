@@ -31,7 +31,9 @@ def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str)
             for chat, name in zip(chats, names, strict=True):
                 if len(chats) > 1:
                     say_dim(f"{name}:")
-                reply = chat.ask(line, lambda piece: print(escape_control_characters(piece), end="", flush=True))
+                reply = chat.ask(
+                    line, lambda piece: print(escape_control_characters(piece), end="", flush=True)
+                )
                 print()
                 say_dim(_reply_summary(reply) + "\n")
         except EOFError:
@@ -40,7 +42,9 @@ def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str)
             say_dim(f"error: {error}")
 
 
-def talk_in_pipe(chats: Sequence[Chat], identities: Mapping[str, JsonObject], *, as_json: bool) -> None:
+def talk_in_pipe(
+    chats: Sequence[Chat], identities: Mapping[str, JsonObject], *, as_json: bool
+) -> None:
     """Print an answer for each line of standard input, as text or as a line of JSON; `/reset` forgets the conversation.
 
     `identities`: JSON fields about models by their names, added to their answers; a gate's experts are not known yet.
@@ -53,8 +57,13 @@ def talk_in_pipe(chats: Sequence[Chat], identities: Mapping[str, JsonObject], *,
         if any(reply.stop == "interrupted" for reply in replies):
             raise KeyboardInterrupt
         if as_json:
-            answers: list[JsonDict] = [{**identities.get(reply.by, {}), **reply.to_json()} for reply in replies]
-            print_json({"question": line, **(answers[0] if len(answers) == 1 else {"answers": answers})}, indent=None)
+            answers: list[JsonDict] = [
+                {**identities.get(reply.by, {}), **reply.to_json()} for reply in replies
+            ]
+            print_json(
+                {"question": line, **(answers[0] if len(answers) == 1 else {"answers": answers})},
+                indent=None,
+            )
             continue
         for reply in replies:
             text = reply.text if len(replies) == 1 else f"{reply.by}: {reply.text}"
@@ -67,7 +76,12 @@ def typed_lines() -> Iterator[str]:
 
     # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
     # of 你好 would be keys that list files.
-    for setting in ("enable-bracketed-paste on", "convert-meta off", "input-meta on", "output-meta on"):
+    for setting in (
+        "enable-bracketed-paste on",
+        "convert-meta off",
+        "input-meta on",
+        "output-meta on",
+    ):
         readline.parse_and_bind(f"set {setting}")
     while True:
         try:
@@ -102,7 +116,9 @@ def say_dim(text: str) -> None:
 
 def _reply_summary(reply: Reply) -> str:
     """One line about an answer: tokens, speed, a gate's choice, and why it stopped."""
-    speed = f", {reply.tokens / reply.seconds:.0f} a second" if reply.seconds and reply.tokens else ""
+    speed = (
+        f", {reply.tokens / reply.seconds:.0f} a second" if reply.seconds and reply.tokens else ""
+    )
     parts = [f"{counted(reply.tokens, 'token')}{speed}"]
     if "probabilities" in reply.choice:
         parts.insert(0, f"{reply.by} ({max(reply.choice['probabilities']):.0%})")
@@ -132,7 +148,13 @@ def run_command(line: str, chats: Sequence[Chat]) -> str:
             return "the conversation is forgotten"
         case "/save" if file:
             written = save(user_path(file.strip()), chats)
-            return f"{counted(written, 'conversation')} appended to {file}" if written else "there is nothing to save yet"
+            return (
+                f"{counted(written, 'conversation')} appended to {file}"
+                if written
+                else "there is nothing to save yet"
+            )
         case "/save":
             raise UsageError("/save needs the name of a file")
-    raise UsageError(f"there is no command {word}; /help lists them, and a space before it makes it a question")
+    raise UsageError(
+        f"there is no command {word}; /help lists them, and a space before it makes it a question"
+    )

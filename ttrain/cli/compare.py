@@ -36,7 +36,9 @@ def compare(
     from ttrain.store.run_views import read_runs
 
     if len(runs) < 2:
-        raise UsageError(f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them")
+        raise UsageError(
+            f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them"
+        )
     if html:
         check_output_file(html)
     views = read_runs(home(), runs)
@@ -67,12 +69,17 @@ def report(
     from ttrain.store.run_views import read_run
     from ttrain.store.sweeps import find_experiment, list_experiments
 
-    if run.startswith("sweep-") and any(each.name.startswith(run) for each in list_experiments(home())):
+    if run.startswith("sweep-") and any(
+        each.name.startswith(run) for each in list_experiments(home())
+    ):
         from ttrain.experiments.verdict import Judgement
         from ttrain.store.artifacts import ArtifactStore
 
         experiment, notes = find_experiment(home(), run), list[str]()
-        name, page = experiment.name, sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
+        name, page = (
+            experiment.name,
+            sweep_page(Judgement(experiment, ArtifactStore(home())).to_json()),
+        )
     else:
         view = read_run(home(), run)
         name, page, notes = view.name, report_of(view), list(view.notes)

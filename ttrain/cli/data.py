@@ -43,7 +43,9 @@ def data_check(
         Literal["auto", "documents", "chats", "pairs"],
         option("auto: by the keys of the first good rows"),
     ] = "auto",
-    rejected: Annotated[Path | None, option("write the bad rows here: file, line, reason, text")] = None,
+    rejected: Annotated[
+        Path | None, option("write the bad rows here: file, line, reason, text")
+    ] = None,
 ) -> Output:
     """Count what a run would keep, skip and reject, with lengths, scripts and copies."""
     from ttrain.cli import data_reports
@@ -58,7 +60,9 @@ def data_check(
     "Examples:  ttrain data show shards-sft\n\nttrain data show $(ttrain artifacts path shards-sft 3f1c)/heldout --rows 10",
 )
 def data_show(
-    shards: Annotated[str, argument("a stage such as shards-sft, or a directory of shards", metavar="SHARDS")],
+    shards: Annotated[
+        str, argument("a stage such as shards-sft, or a directory of shards", metavar="SHARDS")
+    ],
     rows: Annotated[int, option("how many, from the first on", min=1)] = 3,
     row_length: Annotated[int, option("tokens of a packed row", min=8, max=2**20)] = 256,
 ) -> Output:
@@ -76,7 +80,9 @@ def data_show(
 def init(
     files: Annotated[
         list[str] | None,
-        argument("files, folders or globs; default: the data files of this directory", metavar="FILES"),
+        argument(
+            "files, folders or globs; default: the data files of this directory", metavar="FILES"
+        ),
     ] = None,
     out: Annotated[Path, option("the file to write", metavar="FILE")] = OWN_SETTINGS,
     force: Annotated[bool, option("overwrite it", "--force")] = False,
@@ -87,7 +93,9 @@ def init(
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())
     check_output_file(out)
     if out.exists() and not force:
-        raise UsageError(f"--out is {out}, which exists; add --force to overwrite it, or name another file")
+        raise UsageError(
+            f"--out is {out}, which exists; add --force to overwrite it, or name another file"
+        )
     datasets, left_out = starter.sort(found)
     if not datasets:
         reasons = "".join(f"\n{file}: {reason}" for file, reason in left_out.items())
@@ -102,6 +110,10 @@ def init(
     rows = [(file, f"data.{dataset}") for dataset, names in datasets.items() for file in names]
     lines = [f"left out: {file}: {reason}" for file, reason in left_out.items()]
     if "pretrain" not in datasets:
-        lines.append("there are no documents; without data.pretrain, set sft.start_from to a model of yours")
-    lines.append(f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}")
+        lines.append(
+            "there are no documents; without data.pretrain, set sft.start_from to a model of yours"
+        )
+    lines.append(
+        f"wrote {out}; next: {next_command.replace(' run ', ' plan ')}, then {next_command}"
+    )
     return Output(value, [Table(("file", "setting"), rows), *lines])

@@ -30,12 +30,16 @@ OVERVIEW = ("file", "kind", "rows", "kept", "skipped", "rejected", "duplicates")
 LENGTHS = ("mean", "min", "5 %", "50 %", "95 %", "max")  # in bytes
 
 
-def report_on(patterns: Sequence[str], settings: Settings, kind: str, rejected: Path | None) -> Output:
+def report_on(
+    patterns: Sequence[str], settings: Settings, kind: str, rejected: Path | None
+) -> Output:
     """The reports on files. The code is 1 if one is unusable."""
     sources = locations.expand(patterns, "FILE")
     if rejected and rejected.resolve() in [Path(source).resolve() for source in sources]:
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
-    if kind == "auto" and settings.reading.text_field != Reading().text_field:  # as only documents have
+    if (
+        kind == "auto" and settings.reading.text_field != Reading().text_field
+    ):  # as only documents have
         kind = "documents"
     with (rejected or Path(os.devnull)).open("wb") as file, bar("reading", "rows") as progress:
         reports = check(
@@ -91,7 +95,9 @@ def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Outp
     tokenizer = open_tokenizer(encoder.directory / "tokenizer.json")
     packed = inspect.rows_of(shard_set, encoder, row_length)
     counts = packed.counts()
-    shown = [inspect.show_row(packed, number, tokenizer) for number in range(min(count, len(packed)))]
+    shown = [
+        inspect.show_row(packed, number, tokenizer) for number in range(min(count, len(packed)))
+    ]
     value = {
         "shards": str(shard_set.directory),
         "tokenizer": str(encoder.directory),

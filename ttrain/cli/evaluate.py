@@ -7,7 +7,16 @@ from typing import Annotated, Any
 import orjson
 
 from ttrain.cli.chat import LoadingOptions, before_torch
-from ttrain.cli.options import AsJson, Output, Table, app, argument, check_output_file, command, option
+from ttrain.cli.options import (
+    AsJson,
+    Output,
+    Table,
+    app,
+    argument,
+    check_output_file,
+    command,
+    option,
+)
 from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
@@ -26,11 +35,19 @@ class TaskFiles:
     """The options that name files of items, one for each kind of task."""
 
     text: Annotated[list[Path] | None, _file("{text}: bits per byte")] = None
-    chats: Annotated[list[Path] | None, _file("{messages}: loss on the answers, and what they look like")] = None
-    pairs: Annotated[list[Path] | None, _file("{prompt, chosen, rejected}: which answer is likelier")] = None
-    choices: Annotated[list[Path] | None, _file("{question, choices, answer}: multiple choice")] = None
+    chats: Annotated[
+        list[Path] | None, _file("{messages}: loss on the answers, and what they look like")
+    ] = None
+    pairs: Annotated[
+        list[Path] | None, _file("{prompt, chosen, rejected}: which answer is likelier")
+    ] = None
+    choices: Annotated[list[Path] | None, _file("{question, choices, answer}: multiple choice")] = (
+        None
+    )
     last_word: Annotated[list[Path] | None, _file("{context, target}")] = None
-    generation: Annotated[list[Path] | None, _file("{question, answer}: answers in its own words")] = None
+    generation: Annotated[
+        list[Path] | None, _file("{question, answer}: answers in its own words")
+    ] = None
 
 
 @command(
@@ -50,7 +67,9 @@ def evaluate(
     *,
     files: TaskFiles,
     limit: Annotated[int | None, option("items of each task, drawn by its seed", min=1)] = None,
-    items: Annotated[Path | None, option("write every item here, as JSON Lines", metavar="FILE")] = None,
+    items: Annotated[
+        Path | None, option("write every item here, as JSON Lines", metavar="FILE")
+    ] = None,
     as_json: AsJson = False,
     loading_options: LoadingOptions,
 ) -> None:

@@ -38,10 +38,16 @@ def load_suites(named: Sequence[str], files: dict[str, list[Path] | None]) -> li
             file = user_path(path)
             if not file.is_file():
                 raise UsageError(f"{option} is {path}, which is not a file; name a JSON Lines file")
-            stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.") or "task"
+            stem = (
+                re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.partition(".")[0]).lstrip("-_.")
+                or "task"
+            )
             task = stem if stem not in tasks else f"{stem}-{len(tasks) + 1}"
             tasks[task] = {"kind": kind, "file": str(file.absolute())}
-    return [*map(suites.load, named), *([suites.of_tasks(tasks, "the command line")] if tasks else [])]
+    return [
+        *map(suites.load, named),
+        *([suites.of_tasks(tasks, "the command line")] if tasks else []),
+    ]
 
 
 def evaluate(
@@ -69,7 +75,10 @@ def evaluate(
     suites.check_distinct_tasks(loaded)
     items = run.read(loaded, heldout)
     texts = [reference.text for reference in references]
-    labels = [text if texts.count(text) == 1 else f"{text} ({number})" for number, text in enumerate(texts, 1)]
+    labels = [
+        text if texts.count(text) == 1 else f"{text} ({number})"
+        for number, text in enumerate(texts, 1)
+    ]
     outcomes: list[TaskResult] = []
     with bar("evaluating", "% of all tasks", 100) as progress:
         for number, (label, reference) in enumerate(zip(labels, references, strict=True)):
@@ -95,11 +104,15 @@ def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[Loaded
     )
     if not heldout:
         raise UsageError(f"there is no held-out data of {shown} in this store, {advice}")
-    without_template = [reference.text for reference in models if not existing.brings_template(reference.tokenizer)]
+    without_template = [
+        reference.text for reference in models if not existing.brings_template(reference.tokenizer)
+    ]
     parts = [part for part in heldout if part == BITS_PER_BYTE.records or not without_template]
     why = f"the tokenizer of {' and '.join(without_template)} has no chat template"
     if not parts:
-        raise UsageError(f"all held-out data of {shown} are {' and '.join(heldout)}, but {why}, {advice}")
+        raise UsageError(
+            f"all held-out data of {shown} are {' and '.join(heldout)}, but {why}, {advice}"
+        )
     whole, loaded = (suites.with_parts(suites.load_heldout(), some) for some in (heldout, parts))
     left_out = ", ".join(name for name in whole.suite.tasks if name not in loaded.suite.tasks)
     return loaded, [f"not asked: {left_out}, for {why}"] if left_out else []
@@ -111,6 +124,8 @@ def heldout_of(models: Sequence[Reference], store: ArtifactStore) -> dict[str, l
     records_by_part: dict[str, list[JsonDict]] = {}
     for reference in models:
         for part_name, artifact in heldout_shards(reference.artifact, store).items():
-            if part_name not in records_by_part and (records := comparable(heldout_records(artifact.path))):
+            if part_name not in records_by_part and (
+                records := comparable(heldout_records(artifact.path))
+            ):
                 records_by_part[part_name] = records
     return records_by_part

@@ -32,23 +32,36 @@ from ttrain.core.terminal import print_escaped
 def export(
     reference: Annotated[str, argument(MODEL_HELP, metavar="REF")],
     out: Annotated[Path, option("the directory to write", "--to")],
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")] = "bf16",
-    merge: Annotated[bool, option("an adapter becomes part of its base: one full model", "--merge")] = False,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], option("of the weights; fp32: as they were trained")
+    ] = "bf16",
+    merge: Annotated[
+        bool, option("an adapter becomes part of its base: one full model", "--merge")
+    ] = False,
     run: RunName = None,
     base: AdapterBase = None,
     shard_size: Annotated[str, option("largest weights file, for example 500MB")] = "5GB",
-    keep_head: Annotated[bool, option("write the second head beside the model", "--keep-head")] = False,
-    licence: Annotated[str | None, option("of the model, for its card, for example apache-2.0", "--license")] = None,
+    keep_head: Annotated[
+        bool, option("write the second head beside the model", "--keep-head")
+    ] = False,
+    licence: Annotated[
+        str | None, option("of the model, for its card, for example apache-2.0", "--license")
+    ] = None,
     gguf: Annotated[
         Path | None,
         option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
     ] = None,
     push: Annotated[
         str | None,
-        option("also upload it to this repository of the Hugging Face Hub, with HF_TOKEN", metavar="OWNER/NAME"),
+        option(
+            "also upload it to this repository of the Hugging Face Hub, with HF_TOKEN",
+            metavar="OWNER/NAME",
+        ),
     ] = None,
     public: Annotated[bool, option("with --push: a new repository is public", "--public")] = False,
-    force: Annotated[bool, option("replace the model in a directory that is not empty", "--force")] = False,
+    force: Annotated[
+        bool, option("replace the model in a directory that is not empty", "--force")
+    ] = False,
     as_json: AsJson = False,
 ) -> Output:
     """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
@@ -60,19 +73,33 @@ def export(
         work.check_repository(push)
     [model] = resolved_models([reference], base=base, run=run, stderr=as_json)
     request = work.Request(
-        dtype=dtype, merge=merge, shard_size=shard_size, keep_head=keep_head, licence=licence, gguf=gguf, force=force
+        dtype=dtype,
+        merge=merge,
+        shard_size=shard_size,
+        keep_head=keep_head,
+        licence=licence,
+        gguf=gguf,
+        force=force,
     )
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
     value = {**lookup.to_json(model), **asdict(exported), "bytes": sum(exported.files.values())}
-    lines = [f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"]
+    lines = [
+        f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"
+    ]
     lines += exported.remarks
     if push is not None:
         value["pushed"] = work.push(exported, push, public=public)
         lines.append(f"uploaded to {value['pushed']}")
     sizes = [(name, f"{size:,}") for name, size in exported.files.items()]
     if exported.kind == "model":
-        trust = ", trust_remote_code=True" if any(name.startswith("modeling_") for name in exported.files) else ""
-        lines.append(f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})')
+        trust = (
+            ", trust_remote_code=True"
+            if any(name.startswith("modeling_") for name in exported.files)
+            else ""
+        )
+        lines.append(
+            f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})'
+        )
         lines.append(f"try it:  ttrain chat {exported.directory}")
     else:
         lines.append(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')

@@ -7,7 +7,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from ttrain.cli.options import AsJson, Files, Output, Table, argument, command, command_group, option, task_settings
+from ttrain.cli.options import (
+    AsJson,
+    Files,
+    Output,
+    Table,
+    argument,
+    command,
+    command_group,
+    option,
+    task_settings,
+)
 from ttrain.cli.train import check_output
 from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
@@ -39,7 +49,9 @@ gate_app = command_group(
 def gate_train(
     experts: Annotated[
         list[str],
-        option("models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"),
+        option(
+            "models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"
+        ),
     ],
     out: Annotated[Path, option("directory of the gate")],
     overrides: Annotated[
@@ -48,7 +60,9 @@ def gate_train(
     ] = None,
     data: Annotated[
         list[str] | None,
-        option("records, as for `ttrain data check`; without it, those held out from the experts' own data"),
+        option(
+            "records, as for `ttrain data check`; without it, those held out from the experts' own data"
+        ),
     ] = None,
     config: Files = None,
     as_json: AsJson = False,
@@ -64,17 +78,28 @@ def gate_train(
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
     with closing(Display(console(stderr=as_json))) as display:
         summary = train(experts, files, task_settings(overrides, config), out, display)
-    parts = routing_parts([expert["reference"] for expert in summary["experts"]], summary["routing"])
+    parts = routing_parts(
+        [expert["reference"] for expert in summary["experts"]], summary["routing"]
+    )
     return Output(summary, [*parts, f"talk through it: ttrain chat --gate {out}"])
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
     """Each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
     rows = [
-        (name, f"{expert['loss']:.4f}", f"{expert['best_share']:.1%}", f"{expert['routed_share']:.1%}")
+        (
+            name,
+            f"{expert['loss']:.4f}",
+            f"{expert['best_share']:.1%}",
+            f"{expert['routed_share']:.1%}",
+        )
         for name, expert in zip(names, metrics["experts"], strict=True)
     ]
-    gain = "" if metrics["gain"] is None else f"{metrics['gain']:.1%} of what the best choices would gain"
+    gain = (
+        ""
+        if metrics["gain"] is None
+        else f"{metrics['gain']:.1%} of what the best choices would gain"
+    )
     most_common = f"always the most common: {metrics['majority_accuracy']:.1%}"
     routing = [
         ("held-out records", f"{metrics['records']:,}", ""),
@@ -88,12 +113,18 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
         Table(("metric", "value", ""), routing),
     ]
     if metrics["accuracy"] <= metrics["majority_accuracy"]:
-        parts.append("no more records reach their best expert than if all went to the most common one: no gain")
+        parts.append(
+            "no more records reach their best expert than if all went to the most common one: no gain"
+        )
     return parts
 
 
 def train(
-    experts: Sequence[str], data: Sequence[str], overrides: Sequence[Override], out: Path, display: Display
+    experts: Sequence[str],
+    data: Sequence[str],
+    overrides: Sequence[Override],
+    out: Path,
+    display: Display,
 ) -> JsonDict:
     """Train the gate; returns its figures. The losses of experts that an earlier attempt scored are taken.
 
@@ -109,10 +140,14 @@ def train(
 
     names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
     if len(names) < 2:
-        raise UsageError(f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two")
+        raise UsageError(
+            f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two"
+        )
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
-        raise UsageError(f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1")
+        raise UsageError(
+            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1"
+        )
     settings = settings_of_task(Gate, gate_overrides)
     out = out.absolute()
     check_output(out)
@@ -129,7 +164,12 @@ def train(
     job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
     figures = run_alone(GATE, job, runtime, out, why, display)
-    return {"out": str(out), "experts": job["experts"], "data": [redact.url(text) for text in texts], **figures}
+    return {
+        "out": str(out),
+        "experts": job["experts"],
+        "data": [redact.url(text) for text in texts],
+        **figures,
+    }
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
@@ -139,6 +179,8 @@ def heldout_files(experts: Sequence[Reference]) -> list[str]:
         shards = store.input_of(expert.artifact, "shards")
         records = sorted((shards.path / "heldout").glob("*.jsonl")) if shards else []
         if not records:
-            raise UsageError(f"{store.root} has no records held out from the data of {expert.text}; name files with --data")
+            raise UsageError(
+                f"{store.root} has no records held out from the data of {expert.text}; name files with --data"
+            )
         files |= dict.fromkeys(map(str, records))
     return list(files)

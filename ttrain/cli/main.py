@@ -60,7 +60,10 @@ MESSAGE_CHARACTERS = 10_000  # of an error: it may quote user input
 STOP = "stop them with: ttrain down"
 
 stage_app = command_group(
-    "stage", "Train", help="Run one stage alone, or list the stages.", epilog="Example:  ttrain stage run sft"
+    "stage",
+    "Train",
+    help="Run one stage alone, or list the stages.",
+    epilog="Example:  ttrain stage run sft",
 )
 config_app = command_group(
     "config",
@@ -86,7 +89,8 @@ def _version(show: bool) -> None:
 def main_options(
     debug: Annotated[bool, option("show tracebacks", "--debug")] = False,
     version: Annotated[
-        bool, option("print the versions and the home", "--version", callback=_version, is_eager=True)
+        bool,
+        option("print the versions and the home", "--version", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Options of every command."""
@@ -106,7 +110,9 @@ def stage_run(
     settings_options: SettingsOptions,
     restart: RestartOptions,
     extend: Extend = False,
-    force: Annotated[bool, option("rebuild it even if it is finished, and compare", "--force")] = False,
+    force: Annotated[
+        bool, option("rebuild it even if it is finished, and compare", "--force")
+    ] = False,
     as_json: AsJson = False,
 ) -> Output:
     """Run one stage alone, without Prefect."""
@@ -163,7 +169,10 @@ def config_show(
         for key, value in flatten(loaded.settings.model_dump(mode="json"))
         if not changed or usual.get(key) != value
     }
-    lines = [f"{key}: {json.dumps(each['value'], ensure_ascii=False)}  # {each['source']}" for key, each in shown.items()]
+    lines = [
+        f"{key}: {json.dumps(each['value'], ensure_ascii=False)}  # {each['source']}"
+        for key, each in shown.items()
+    ]
     return Output(shown, lines or ["all settings have their defaults"])
 
 
@@ -200,11 +209,17 @@ def up(
     servers.start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
     addresses = servers.running(home)
     links = tracking.links_of(home, addresses["mlflow"], runs or [])
-    pages = {name: server_records.page_with_token(home, address) for name, address in addresses.items()} | links
+    pages = {
+        name: server_records.page_with_token(home, address) for name, address in addresses.items()
+    } | links
     if opens and links:
         tracking.open_in_browser(home, links.get("url", links["table"]))
     titles = {"prefect": "Prefect", "mlflow": "MLflow"}
-    lines = [f"{titles.get(name, name):<8} {page}" for name, page in pages.items() if name != "experiment"]
+    lines = [
+        f"{titles.get(name, name):<8} {page}"
+        for name, page in pages.items()
+        if name != "experiment"
+    ]
     return Output(pages, [*lines, STOP])
 
 
@@ -214,7 +229,10 @@ def down() -> Output:
     from ttrain.flows import servers
 
     stopped = servers.down(layout.home())
-    return Output({"stopped": stopped}, [f"stopped {' and '.join(stopped)}" if stopped else "no servers were running"])
+    return Output(
+        {"stopped": stopped},
+        [f"stopped {' and '.join(stopped)}" if stopped else "no servers were running"],
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -263,8 +281,15 @@ def main(arguments: list[str] | None = None) -> None:
 def _problem(error: ClickException) -> str:
     """What is wrong with the command; of an option's value that pydantic refuses, the option, the value and the rule."""
     refused: list[JsonDict] = getattr(error.__cause__, "errors", list)()
-    if isinstance(error, BadParameter) and error.param and refused and refused[0]["type"] != "value_error":
-        return invalid_values({**item, "loc": (max(error.param.opts, key=len),)} for item in refused)
+    if (
+        isinstance(error, BadParameter)
+        and error.param
+        and refused
+        and refused[0]["type"] != "value_error"
+    ):
+        return invalid_values(
+            {**item, "loc": (max(error.param.opts, key=len),)} for item in refused
+        )
     problem = error.format_message().replace("Value error, ", "").strip().rstrip(".?")
     return f"{problem[:1].lower()}{problem[1:]}"
 
@@ -278,7 +303,9 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
     if not isinstance(error, NoSuchOption) or error.ctx is None:
         return ""
     near = similar_settings(error.option_name.lstrip("-"), [*types_by_name(Settings)])
-    if not near or not any(parameter.metavar == "KEY=VALUE" for parameter in error.ctx.command.params):
+    if not near or not any(
+        parameter.metavar == "KEY=VALUE" for parameter in error.ctx.command.params
+    ):
         return ""
     typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
     value = typed[1] if typed else "VALUE"

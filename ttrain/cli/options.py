@@ -55,7 +55,9 @@ OTHER_WORDS = {  # that other programs have for these commands
 }
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
-ADVISED_RUN = re.compile(r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)")
+ADVISED_RUN = re.compile(
+    r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
+)
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
 
@@ -81,7 +83,9 @@ class CommandGroup(_Help, TyperGroup):
         if word.startswith("-") or self.get_command(ctx, word):
             return super().resolve_command(ctx, args)
         if meant := commands_named(word, args[1:]):
-            raise UsageError(f"there is no command '{ctx.command_path} {word}'; did you mean {meant}?")
+            raise UsageError(
+                f"there is no command '{ctx.command_path} {word}'; did you mean {meant}?"
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -112,7 +116,9 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
         yield *run, "full", "--until", word
     else:
         groups: Any = get_command(app)
-        if word in groups.commands and word not in groups.commands["pipeline"].commands:  # not a short form
+        if (
+            word in groups.commands and word not in groups.commands["pipeline"].commands
+        ):  # not a short form
             yield [word]
         for name, group in groups.commands.items():
             if isinstance(group, TyperGroup) and word in group.commands:
@@ -177,8 +183,12 @@ def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
 SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
 
 
-MODEL_HELP = "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
-Files = Annotated[list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")]
+MODEL_HELP = (
+    "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
+)
+Files = Annotated[
+    list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")
+]
 Profiles = Annotated[
     list[str] | None,
     option("named settings that ship with ttrain, such as small"),
@@ -188,9 +198,14 @@ RunName = Annotated[
     option("the run whose stages are used; default: the newest finished one", metavar="RUN"),
 ]
 AsJson = Annotated[bool, option("print JSON for scripts", "--json")]
-AdapterBase = Annotated[str | None, option("the full model of an adapter from elsewhere", metavar="REF")]
+AdapterBase = Annotated[
+    str | None, option("the full model of an adapter from elsewhere", metavar="REF")
+]
 Allow = Annotated[list[str] | None, option("a setting that may differ from the checkpoint's")]
-Extend = Annotated[bool, option("for a larger training budget, continue from a shorter run's checkpoint", "--extend")]
+Extend = Annotated[
+    bool,
+    option("for a larger training budget, continue from a shorter run's checkpoint", "--extend"),
+]
 
 
 class Table(NamedTuple):
@@ -243,7 +258,9 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
     for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
             types = get_type_hints(groups[name], include_extras=True)
-            options += [(field.name, types[field.name], field.default) for field in fields(groups[name])]
+            options += [
+                (field.name, types[field.name], field.default) for field in fields(groups[name])
+            ]
         else:
             options.append((name, hints[name], parameter.default))
     if result in (Output, Output | None) and "as_json" not in hints:
@@ -258,17 +275,28 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
             output.print(as_json=values["as_json"])
 
     untyped: Any = call
-    untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")  # Typer keeps line breaks
+    untyped.__doc__ = re.sub(
+        r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or ""
+    )  # Typer keeps line breaks
     untyped.__annotations__ = {name: hint for name, hint, _ in options}
-    untyped.__signature__ = inspect.Signature([
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-        for name, hint, default in options
-    ])  # fmt: skip
+    untyped.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+            )
+            for name, hint, default in options
+        ]
+    )
     return call
 
 
 def command(
-    group: Typer, epilog: str, panel: Panel | None = None, *, name: str = "", short: Panel | None = None
+    group: Typer,
+    epilog: str,
+    panel: Panel | None = None,
+    *,
+    name: str = "",
+    short: Panel | None = None,
 ) -> Callable[[Command], Command]:
     """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
 
@@ -297,7 +325,10 @@ class SettingsOptions:
     config: Files = None
     profile: Profiles = None
     seed: Annotated[
-        int | None, option("of weights, dropout and order in all trainings", min=0, show_default="as set, else 1")
+        int | None,
+        option(
+            "of weights, dropout and order in all trainings", min=0, show_default="as set, else 1"
+        ),
     ] = None
 
     def load(self, **options: Any) -> LoadedSettings:
@@ -316,7 +347,9 @@ class SettingsOptions:
         from ttrain.lineage.lookup import base_of, with_secrets
 
         prefix = f"{ENVIRONMENT_PREFIX}RUNTIME__"
-        runtime = {key: value for key, value in os.environ.items() if key.upper().startswith(prefix)}
+        runtime = {
+            key: value for key, value in os.environ.items() if key.upper().startswith(prefix)
+        }
         return self.load(environment=runtime, base=base_of(with_secrets(run)))
 
 
@@ -361,15 +394,21 @@ class SelectionOptions:
 class RestartOptions:
     """The options that begin a training again although it has unfinished work."""
 
-    fresh: Annotated[bool, option("train from the start; unfinished work is set aside", "--fresh")] = False
+    fresh: Annotated[
+        bool, option("train from the start; unfinished work is set aside", "--fresh")
+    ] = False
     from_step: Annotated[
         int | None,
-        option("continue at this older checkpoint, with its optimizer; newer work is set aside", min=1),
+        option(
+            "continue at this older checkpoint, with its optimizer; newer work is set aside", min=1
+        ),
     ] = None
 
     def __post_init__(self) -> None:
         if self.fresh and self.from_step is not None:
-            raise UsageError(f"--fresh cannot be combined with --from-step {self.from_step}; remove one of them")
+            raise UsageError(
+                f"--fresh cannot be combined with --from-step {self.from_step}; remove one of them"
+            )
 
     def __bool__(self) -> bool:
         return self.fresh or self.from_step is not None
@@ -394,7 +433,9 @@ class RestartOptions:
 class PipelineOptions:
     """The options of the commands that run pipelines: the engine, and the labels of the run."""
 
-    engine: Annotated[Literal["prefect", "none"], option("none: run the same graph without Prefect")] = "prefect"
+    engine: Annotated[
+        Literal["prefect", "none"], option("none: run the same graph without Prefect")
+    ] = "prefect"
     note: Annotated[
         str | None,
         option("a note on the purpose of this run; shown with it", metavar="TEXT"),
@@ -408,7 +449,12 @@ class PipelineOptions:
         option("a short name of this run, for all commands that take a run", metavar="NAME"),
     ] = None
     yes: Annotated[
-        bool, option("without asking: what takes over a day or forty passes, or long for code alone", "--yes", "-y")
+        bool,
+        option(
+            "without asking: what takes over a day or forty passes, or long for code alone",
+            "--yes",
+            "-y",
+        ),
     ] = False
 
     def labels(self) -> JsonDict:
@@ -419,7 +465,11 @@ class PipelineOptions:
 
 
 def resolved_models(
-    texts: Sequence[str | None], *, base: str | None = None, run: str | None = None, stderr: bool = True
+    texts: Sequence[str | None],
+    *,
+    base: str | None = None,
+    run: str | None = None,
+    stderr: bool = True,
 ) -> list[Reference]:
     """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
     from ttrain.lineage import lookup
@@ -441,5 +491,9 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
 def check_output_file(path: Path) -> None:
     """Raise UsageError where a file cannot be written there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
-        raise UsageError(f"the file to write, {path}, {problem}; name a file in a directory that exists")
+        problem = (
+            "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"
+        )
+        raise UsageError(
+            f"the file to write, {path}, {problem}; name a file in a directory that exists"
+        )

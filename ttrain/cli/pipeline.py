@@ -96,7 +96,9 @@ def pipeline_run(
         _refuse_for_nights(stages != SelectionOptions() or bool(restart))
         _run_night(loaded, options.engine, labels)
         return
-    plan_and_run(pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages))
+    plan_and_run(
+        pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages)
+    )
 
 
 @command(
@@ -105,7 +107,9 @@ def pipeline_run(
     "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
-    stage: Annotated[str, argument("the stage to run again; what depends on it follows", metavar="STAGE")],
+    stage: Annotated[
+        str, argument("the stage to run again; what depends on it follows", metavar="STAGE")
+    ],
     settings_options: SettingsOptions,
     options: PipelineOptions,
     restart: RestartOptions,
@@ -124,7 +128,9 @@ def pipeline_rerun(
     outlast_output()
     labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
     force = frozenset({stage})
-    plan_and_run("full", loaded, options=options, labels=labels, restart=restart, extend=extend, force=force)
+    plan_and_run(
+        "full", loaded, options=options, labels=labels, restart=restart, extend=extend, force=force
+    )
 
 
 @command(
@@ -138,7 +144,9 @@ def pipeline_plan(
     pipeline: Pipeline = FULL,
     settings_options: SettingsOptions,
     options: SelectionOptions,
-    show_rules: Annotated[bool, option("also what follows from other settings, by which rule", "--rules")] = False,
+    show_rules: Annotated[
+        bool, option("also what follows from other settings, by which rule", "--rules")
+    ] = False,
 ) -> Output:
     """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
 
@@ -165,7 +173,9 @@ def pipeline_plan(
     shown = automatic.items() if show_rules else ()
     lines = [f"{key} is {json.dumps(rule.value)} by rule: {rule.reason}" for key, rule in shown]
     waiting = sum(stage.state == "run" for stage in planned)
-    lines.append(f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached")
+    lines.append(
+        f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached"
+    )
     return Output(value, [*_plan_parts(planned, estimated), *lines])
 
 
@@ -175,7 +185,11 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
     from ttrain.engine.row_counts import rules_of_rows
 
     settings = loaded.settings
-    automatic = rules.followed(dict(flatten(settings.model_dump()))) if "pretrain" in settings.trainings else {}
+    automatic = (
+        rules.followed(dict(flatten(settings.model_dump())))
+        if "pretrain" in settings.trainings
+        else {}
+    )
     return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
@@ -186,8 +200,12 @@ def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, R
 )
 def pipeline_status(
     run: Annotated[str, argument("only this run: its name, or a part of it", metavar="RUN")] = "",
-    limit: Annotated[int | None, option("how many runs, newest first; 10, with --json all", min=1)] = None,
-    watch: Annotated[bool, option("again every two seconds until no run is in progress", "--watch", "-w")] = False,
+    limit: Annotated[
+        int | None, option("how many runs, newest first; 10, with --json all", min=1)
+    ] = None,
+    watch: Annotated[
+        bool, option("again every two seconds until no run is in progress", "--watch", "-w")
+    ] = False,
     as_json: AsJson = False,
 ) -> Output:
     """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
@@ -196,7 +214,11 @@ def pipeline_status(
 
     name = need_run(home(), run)["run"] if run else ""
     while True:
-        listed = [_with_progress(one) for one in api.runs(limit=None if run else limit) if name in ("", one.name)]
+        listed = [
+            _with_progress(one)
+            for one in api.runs(limit=None if run else limit)
+            if name in ("", one.name)
+        ]
         if not watch or all(one.outcome != "running" for one in listed):
             break
         if not as_json:
@@ -250,7 +272,9 @@ def pipeline_logs(
     record = need_run(home(), run)
     name = str(record["run"])
     if stage:
-        name_syntax.need_stage(stage, [entry["name"] for entry in record["stages"]], f"the run {name}")
+        name_syntax.need_stage(
+            stage, [entry["name"] for entry in record["stages"]], f"the run {name}"
+        )
     path = home() / "runs" / f"{name}.log"
     if not path.is_file() and record["outcome"] != "running":
         raise UsageError(f"the run {name} has no log")
@@ -285,16 +309,25 @@ def _plan_night(loaded: LoadedSettings) -> Output:
     planned = plan_night(settings, store_of(home(), settings))
     frozen = planned.frozen
     frozen_files = frozen.files.items() if frozen else ()
-    files = {name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files}
+    files = {
+        name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files
+    }
     value = {
         "pipeline": NIGHTLY,
         "reason": planned.reason,
         "champion": frozen.champion.version if frozen and frozen.champion else None,
         "files": files,
-        "near_duplicates": {"similarity": planned.near_duplicates, "earlier_sets": planned.earlier_sets},
+        "near_duplicates": {
+            "similarity": planned.near_duplicates,
+            "earlier_sets": planned.earlier_sets,
+        },
         "stages": [stage.to_json() for stage in planned.stages],
     }
-    lines = [f"  data.{dataset}: {location}" for dataset in TRAININGS for location in files.get(dataset, ())]
+    lines = [
+        f"  data.{dataset}: {location}"
+        for dataset in TRAININGS
+        for location in files.get(dataset, ())
+    ]
     stages = [Table(STAGE_COLUMNS, [stage.row for stage in planned.stages])] if frozen else []
     return Output(value, [planned.reason, *lines, *stages])
 
@@ -308,7 +341,9 @@ def _refuse_for_nights(chooses_stages: bool) -> None:
         )
 
 
-def _pipeline_and_settings(word: str, settings_options: SettingsOptions) -> tuple[str, SettingsOptions]:
+def _pipeline_and_settings(
+    word: str, settings_options: SettingsOptions
+) -> tuple[str, SettingsOptions]:
     """The pipeline and the settings, where the first word may be a setting already: then it is `full`."""
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
@@ -358,10 +393,17 @@ def plan_and_run(
     from ttrain.store.results import TrainingResult
 
     execution = run_pipeline(planned, console(), RunOptions(options.engine, labels=labels))
-    trained = {name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()}
-    passes = {name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule}
+    trained = {
+        name: TrainingResult.of(artifact.result) for name, artifact in execution.artifacts.items()
+    }
+    passes = {
+        name: one.by_rule["epochs"] for name, one in trained.items() if "epochs" in one.by_rule
+    }
     overfit = [name for name, one in trained.items() if "overfit" in one.guard_warnings]
-    Output(None, next_steps(execution.record.run, planned.settings, execution.artifacts, passes, overfit)).print()
+    Output(
+        None,
+        next_steps(execution.record.run, planned.settings, execution.artifacts, passes, overfit),
+    ).print()
 
 
 def is_on_terminal() -> bool:
@@ -384,7 +426,9 @@ def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
     return [Table(STAGE_COLUMNS, planned.rows()), *filter(None, lines)]
 
 
-def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOptions) -> LoadedSettings:
+def _settings_of_earlier_run(
+    stage: str, run: str, settings_options: SettingsOptions
+) -> LoadedSettings:
     """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
     from ttrain.lineage import lookup
     from ttrain.store.run_views import need_run
@@ -394,9 +438,12 @@ def _settings_of_earlier_run(stage: str, run: str, settings_options: SettingsOpt
     earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
     loaded = settings_options.over_run(earlier_run)
     settings_text = " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}" for _, key, value in lookup.settings_of(earlier_run)
+        f"{key}={json.dumps(value, ensure_ascii=False)}"
+        for _, key, value in lookup.settings_of(earlier_run)
     )
-    print_escaped(f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}")
+    print_escaped(
+        f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}"
+    )
     return loaded
 
 
@@ -406,7 +453,11 @@ def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]
     if rows := summary.rows(record["metrics"], planned.results):
         parts.append(Table(("metric", "value", ""), rows))
     same = f" in the run {record['equals']}" if record["equals"] else ""
-    subject = f"all {len(planned)} stages of {planned.pipeline} are" if len(planned) > 1 else f"{planned[0].name} is"
+    subject = (
+        f"all {len(planned)} stages of {planned.pipeline} are"
+        if len(planned) > 1
+        else f"{planned[0].name} is"
+    )
     parts.append(f"everything is cached: {subject} unchanged{same}; nothing was run")
     return parts
 
@@ -435,13 +486,17 @@ def next_steps(
     if settings.tracking.enabled:
         page = "  curves, models and their metrics, in MLflow: ttrain up latest --open"
     lines = ["next:", page]
-    for row in [row for row in TRAINING_STAGES.values() if row.role != "adapter" and row.name in made][-1:]:
+    for row in [
+        row for row in TRAINING_STAGES.values() if row.role != "adapter" and row.name in made
+    ][-1:]:
         changed = _one_thing(settings, row.name, passes.get(row.name), row.name in overfit)
         lines[1:1] = [
             f"  talk to the {row.label} model: ttrain chat {row.name}",
             f"  its files, for transformers: ttrain export {row.name} --to out/{row.name}",
         ]
-        lines.append(f"  change one thing, rerun what it touches: ttrain pipeline rerun {row.name} --run {run} {changed}")
+        lines.append(
+            f"  change one thing, rerun what it touches: ttrain pipeline rerun {row.name} --run {run} {changed}"
+        )
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
     return lines

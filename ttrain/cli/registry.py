@@ -30,10 +30,14 @@ models_app = command_group(
 Name = Annotated[str | None, option("the pipeline's name (setting `name`), if there are several")]
 
 
-@command(models_app, "Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json")
+@command(
+    models_app, "Examples:  ttrain models list\n\nttrain models list --metric chat_loss_sft --json"
+)
 def models_list(
     name: Name = None,
-    metric: Annotated[str | None, option("the evaluation metric to show; default: bits_per_byte")] = None,
+    metric: Annotated[
+        str | None, option("the evaluation metric to show; default: bits_per_byte")
+    ] = None,
 ) -> Output:
     """List the sets, the newest first: aliases, metric, run, and the promotion decision."""
     from ttrain.config.training import BITS_PER_BYTE
@@ -83,9 +87,13 @@ def models_history(
     "ttrain models promote --previous",
 )
 def models_promote(
-    which: Annotated[str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")] = "",
+    which: Annotated[
+        str, argument("a set's version, or the run that made its models", metavar="VERSION|RUN")
+    ] = "",
     name: Name = None,
-    previous: Annotated[bool, option("the champion before; each further call goes one back", "--previous")] = False,
+    previous: Annotated[
+        bool, option("the champion before; each further call goes one back", "--previous")
+    ] = False,
 ) -> Output:
     """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
     from ttrain.store.registry import CHAMPION
@@ -112,7 +120,10 @@ KINDS = {
     "key": "an artifact",
     "stage": "the newest artifact",
 }
-ORDER_OF_SUMS = ("rows_per_device", "compile")  # settings that the order of a training's sums depends on
+ORDER_OF_SUMS = (
+    "rows_per_device",
+    "compile",
+)  # settings that the order of a training's sums depends on
 
 ModelVersion = Annotated[
     str,
@@ -171,7 +182,9 @@ def reproduce(
     recipes = work.recipes_of(behind, home())
     with closing(Display(console(stderr=as_json))) as display:
         result = work.reproduce(behind, recipes, to, display)
-    return Output(result, _result_lines(result, is_kept=to is not None), code=int(not result["equal"]))
+    return Output(
+        result, _result_lines(result, is_kept=to is not None), code=int(not result["equal"])
+    )
 
 
 def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
@@ -205,7 +218,11 @@ def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str
                 title = ""
         listed |= {f"{name} {version}": None for name, version in stage["libraries"].items()}
     kind = KINDS.get(value["kind"], "a run")
-    return [f"{value['name']}: {kind}{of_run}", Table(("stage", "", ""), rows), f"with {', '.join(listed)}"]
+    return [
+        f"{value['name']}: {kind}{of_run}",
+        Table(("stage", "", ""), rows),
+        f"with {', '.join(listed)}",
+    ]
 
 
 def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
@@ -223,10 +240,15 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
     inputs = sorted(stage["inputs"].items())
     yield "from", _known({name: short_digest(used["key"]) for name, used in inputs})
     settings = stage["settings"].items()
-    yield "settings", " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings)
+    yield (
+        "settings",
+        " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings),
+    )
     training, runtime = TrainingResult.of(result), stage["runtime"] or {}
     if training.ranks:  # the order of its sums depends on these
-        order = {name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")}
+        order = {
+            name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")
+        }
         yield "trained", _known({**order, **{name: runtime.get(name) for name in ORDER_OF_SUMS}})
     for note in stage["notes"]:
         yield "note", note
@@ -240,7 +262,16 @@ def _known(values: JsonObject) -> str:
 
 def _data_line(data: JsonObject) -> str:
     units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
-    counts = ", ".join(f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None)
+    counts = ", ".join(
+        f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None
+    )
     place = f"at {data['location']}" if data["location"] else ""
-    words = (data["part"], data["name"], "sha256", short_digest(data["sha256"]), f"({counts})" if counts else "", place)
+    words = (
+        data["part"],
+        data["name"],
+        "sha256",
+        short_digest(data["sha256"]),
+        f"({counts})" if counts else "",
+        place,
+    )
     return " ".join(filter(None, words))

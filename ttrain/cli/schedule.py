@@ -9,7 +9,15 @@ from zoneinfo import ZoneInfo
 
 from typer import Typer
 
-from ttrain.cli.options import CommandGroup, Output, SettingsOptions, Table, argument, command, option
+from ttrain.cli.options import (
+    CommandGroup,
+    Output,
+    SettingsOptions,
+    Table,
+    argument,
+    command,
+    option,
+)
 from ttrain.cli.pipeline import pipeline_app
 from ttrain.core.files import JsonDict, read_object
 from ttrain.core.terminal import escaped, outlast_output
@@ -30,14 +38,19 @@ pipeline_app.add_typer(schedule_app, name="schedule")
 Cron = Annotated[str | None, option("when: minute hour day month weekday")]
 
 
-ScheduleName = Annotated[str | None, argument("such as nightly/quickstart; not needed if there is only one", metavar="NAME")]
+ScheduleName = Annotated[
+    str | None,
+    argument("such as nightly/quickstart; not needed if there is only one", metavar="NAME"),
+]
 
 
 @dataclass(frozen=True)
 class SlotOptions:
     """The options of the commands that schedule, apart from the cron."""
 
-    timezone: Annotated[str | None, option("of the cron, such as Europe/Berlin; else this machine's")] = None
+    timezone: Annotated[
+        str | None, option("of the cron, such as Europe/Berlin; else this machine's")
+    ] = None
     pool: Annotated[str | None, option("the Prefect work pool whose workers run it")] = None
 
 
@@ -46,13 +59,20 @@ class SlotOptions:
     'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
     "ttrain pipeline schedule nightly --pool docker-pool data.pretrain=/data/docs",
 )
-def schedule_nightly(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *") -> Output:
+def schedule_nightly(
+    settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *"
+) -> Output:
     """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
     return _schedule("nightly", settings_options, slots, cron)
 
 
-@command(schedule_app, 'Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml')
-def schedule_full(settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None) -> Output:
+@command(
+    schedule_app,
+    'Example:  ttrain pipeline schedule full --cron "0 6 * * 6" name=weekly -c mine.yaml',
+)
+def schedule_full(
+    settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None
+) -> Output:
     """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
     return _schedule("full", settings_options, slots, cron)
 
@@ -74,12 +94,16 @@ def schedule_list() -> Output:
         ended = "none"
         if last:
             began = datetime.fromisoformat(last["slot"]).astimezone(ZoneInfo(schedule.timezone))
-            ended = ", ".join(filter(None, (f"{began:{SLOT_FORMAT}}: {last['outcome']}", last["message"])))
+            ended = ", ".join(
+                filter(None, (f"{began:{SLOT_FORMAT}}: {last['outcome']}", last["message"]))
+            )
         rows.append((name, when, "paused" if schedule.paused else slot, ended))
     if not rows:
         return Output(values, ["nothing is scheduled; try `ttrain pipeline schedule nightly`"])
     shown = Table(("schedule", "cron", "next", "last"), rows)
-    advice = "no process serves them: keep `ttrain pipeline serve` running, which starts what is due"
+    advice = (
+        "no process serves them: keep `ttrain pipeline serve` running, which starts what is due"
+    )
     return Output(values, [shown] if pid else [shown, advice])
 
 
@@ -111,22 +135,30 @@ def schedule_remove(which: ScheduleName = None) -> Output:
     name="serve",
 )
 def serve(
-    unit: Annotated[Literal["systemd"] | None, option("print a service unit that keeps it running")] = None,
+    unit: Annotated[
+        Literal["systemd"] | None, option("print a service unit that keeps it running")
+    ] = None,
 ) -> None:
     """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
     from ttrain.flows import servers
 
-    os.environ.update(servers.prefect_environment(usable_home()))  # which Prefect reads when imported
+    os.environ.update(
+        servers.prefect_environment(usable_home())
+    )  # which Prefect reads when imported
     from ttrain.flows import deploy, serve
 
     if unit is not None:
         print(deploy.unit(usable_home()), end="")
         return
     outlast_output()
-    serve.serve(usable_home(), lambda text: print(timed_lines(escaped(text, kept="\n")), flush=True))
+    serve.serve(
+        usable_home(), lambda text: print(timed_lines(escaped(text, kept="\n")), flush=True)
+    )
 
 
-def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None) -> Output:
+def _schedule(
+    kind: str, settings_options: SettingsOptions, options: SlotOptions, cron: str | None
+) -> Output:
     from ttrain.engine.provenance import with_absolute_paths
     from ttrain.flows import deploy
     from ttrain.flows.night_plan import check
@@ -139,7 +171,9 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     deploy.check_cron(cron, timezone)
     if settings.nightly.timezone is None:  # the deadline is by the clock of the schedule
         settings = settings.replaced({"nightly": {"timezone": timezone}})
-    schedule = deploy.Schedule(kind, settings.name, cron, timezone, settings.model_dump(), options.pool)
+    schedule = deploy.Schedule(
+        kind, settings.name, cron, timezone, settings.model_dump(), options.pool
+    )
     before = deploy.read_all(home).get(schedule.full_name)
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
@@ -149,10 +183,17 @@ def _schedule(kind: str, settings_options: SettingsOptions, options: SlotOptions
     pid = deploy.served_by(home)
     lines = [
         f"{verb}: {name}",
-        f"next: {times} ({timezone})" if slots else "no cron: start it in Prefect's UI (`ttrain up`)",
-        f"process {pid} serves it" if pid else "to run what is due, keep this running: ttrain pipeline serve",
+        f"next: {times} ({timezone})"
+        if slots
+        else "no cron: start it in Prefect's UI (`ttrain up`)",
+        f"process {pid} serves it"
+        if pid
+        else "to run what is due, keep this running: ttrain pipeline serve",
     ]
-    return Output({"schedule": name, "changed": bool(before), "next": [slot.isoformat() for slot in slots]}, lines)
+    return Output(
+        {"schedule": name, "changed": bool(before), "next": [slot.isoformat() for slot in slots]},
+        lines,
+    )
 
 
 def _state(name: str, state: str) -> Output:

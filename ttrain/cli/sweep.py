@@ -51,7 +51,9 @@ EPILOG = (
     "ttrain sweep changes.yaml -c my.yaml"
 )
 DIFFERENCES = (0.1, 0.03, 0.01)  # of which the plan says how many seeds they need
-Name = Annotated[str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")]
+Name = Annotated[
+    str, argument("its name, or a part of it", metavar="SWEEP", show_default="the latest")
+]
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,32 @@ class SweepOptions:
 
     trials: Annotated[
         int | None,
-        option("settings that are drawn of ranges", "--trials", "-n", min=1, show_default="all that are listed, else 8"),
+        option(
+            "settings that are drawn of ranges",
+            "--trials",
+            "-n",
+            min=1,
+            show_default="all that are listed, else 8",
+        ),
     ] = None
     seeds: Annotated[int, option("seeds of each setting, the same for all", min=1)] = 5
     rounds: Annotated[
-        bool, option("stop what is clearly worse, and decide the best on fresh seeds", "--rounds/--no-rounds")
+        bool,
+        option(
+            "stop what is clearly worse, and decide the best on fresh seeds", "--rounds/--no-rounds"
+        ),
     ] = True
-    sampler: Annotated[Literal["spread", "tpe"], option("of ranges; tpe learns from the settings so far")] = "spread"
-    metric: Annotated[str, option("the metric to compare by", show_default="that of the last model they train")] = ""
+    sampler: Annotated[
+        Literal["spread", "tpe"], option("of ranges; tpe learns from the settings so far")
+    ] = "spread"
+    metric: Annotated[
+        str, option("the metric to compare by", show_default="that of the last model they train")
+    ] = ""
     maximize: Annotated[
         bool | None,
-        option("whether more is better", "--maximize/--minimize", show_default="by the metric's name"),
+        option(
+            "whether more is better", "--maximize/--minimize", show_default="by the metric's name"
+        ),
     ] = None
 
 
@@ -88,7 +105,9 @@ def sweep_full(
     profile: Profiles = None,
     *,
     options: SweepOptions,
-    plan: Annotated[bool, option("show what would run, and what the noise allows; run nothing", "--plan")] = False,
+    plan: Annotated[
+        bool, option("show what would run, and what the noise allows; run nothing", "--plan")
+    ] = False,
     as_json: AsJson = False,
 ) -> Output:
     """Compare the present settings, the baseline, with others over common seeds; its pipeline, `full`, may be left out.
@@ -104,7 +123,11 @@ def sweep_full(
     from ttrain.flows.full import full
     from ttrain.tracking.artifact_source import store_of
 
-    files = [Path(word) for word in overrides or () if word.endswith((".yaml", ".yml")) and "=" not in word]
+    files = [
+        Path(word)
+        for word in overrides or ()
+        if word.endswith((".yaml", ".yml")) and "=" not in word
+    ]
     settings = [word for word in overrides or () if Path(word) not in files]
     given = layers(settings, config or (), profile or (), os.environ)
     wanted = request.request_of(full, given, request.Options(**asdict(options)), files)
@@ -114,7 +137,10 @@ def sweep_full(
     outlast_output()
     store = store_of(usable_home(), wanted.baseline)
     experiment = wanted.experiment(store)
-    arguments = [*(f"--profile={name}" for name in profile or ()), *(f"--config={path}" for path in config or ())]
+    arguments = [
+        *(f"--profile={name}" for name in profile or ()),
+        *(f"--config={path}" for path in config or ()),
+    ]
     plain = {item.key for item in wanted.overrides if item.origin == COMMAND_LINE}
     arguments += [word for word in settings if word.partition("=")[0].strip() in plain]
     experiment.extend(options.seeds)
@@ -136,9 +162,14 @@ def _opening(wanted: Request, name: str) -> str:
 
     settings = counted(wanted.draws or len(wanted.changes) - 1, "setting")
     seeds, measure = counted(wanted.options.seeds, "seed"), wanted.measure
-    lines = [f"{name}: {settings} against the baseline, {seeds}, to {measure.direction} {measure.metric}", _stages(wanted)]
+    lines = [
+        f"{name}: {settings} against the baseline, {seeds}, to {measure.direction} {measure.metric}",
+        _stages(wanted),
+    ]
     if heldout := changes_heldout(sorted(wanted.varied), wanted.graph()):
-        lines.append(f"warning: {', '.join(heldout)} may change which records are held out: losses are then of other text")
+        lines.append(
+            f"warning: {', '.join(heldout)} may change which records are held out: losses are then of other text"
+        )
     return "\n  ".join(lines)
 
 
@@ -152,7 +183,9 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
     from ttrain.engine.estimate import estimate
 
     noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
-    seconds = estimate(wanted.plan(wanted.changes[-1], 0, store)).seconds  # no trial has seed 0, so nothing is cached
+    seconds = estimate(
+        wanted.plan(wanted.changes[-1], 0, store)
+    ).seconds  # no trial has seed 0, so nothing is cached
     needs = {size: noise.seeds_for(size) for size in DIFFERENCES} if noise else {}
     value = {
         "metric": wanted.measure.metric,
@@ -168,12 +201,18 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
     lines = [_stages(wanted), f"compared by: {wanted.measure.metric} ({wanted.measure.direction})"]
     if seconds:
         lines.append(f"a trial takes about {format_duration(seconds)} here")
-    known = f"differ by ± {noise.spread:.3g} (one standard deviation)" if noise else "were not compared yet"
+    known = (
+        f"differ by ± {noise.spread:.3g} (one standard deviation)"
+        if noise
+        else "were not compared yet"
+    )
     lines.append(f"seeds of the baseline {known} in this home")
     for size, seeds in needs.items():
         time = f", about {format_duration(2 * seeds * seconds)}" if seeds and seconds else ""
         lines.append(f"  a difference of {size} takes {seeds or 'more than 1,000'} seeds{time}")
-    return Output(value, [Table(("setting",), [(change.name,) for change in wanted.changes]), *lines])
+    return Output(
+        value, [Table(("setting",), [(change.name,) for change in wanted.changes]), *lines]
+    )
 
 
 @command(
@@ -200,7 +239,10 @@ def _shown(experiment: Experiment) -> Output:
     run = None
     if best := judgement.best:
         values = judgement.changes[judgement.verdicts.index(best)].values
-        words = [*(experiment["arguments"] or []), *(assignment(key, value) for key, value in values.items())]
+        words = [
+            *(experiment["arguments"] or []),
+            *(assignment(key, value) for key, value in values.items()),
+        ]
         run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
         lines.append(f"to run it in full: {run}")
     rows = [row.row for row in judgement.verdicts]

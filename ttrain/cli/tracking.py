@@ -30,8 +30,12 @@ track_app = command_group(
     "Examples:  ttrain track push\n\nttrain track push --all\n\nttrain track push full-20261121-160222-1a2b4 --json",
 )
 def track_push(
-    run: Annotated[str | None, argument("a run, as `ttrain pipeline status` lists it", metavar="RUN")] = None,
-    everything: Annotated[bool, option("also the runs that have not changed since their last push", "--all")] = False,
+    run: Annotated[
+        str | None, argument("a run, as `ttrain pipeline status` lists it", metavar="RUN")
+    ] = None,
+    everything: Annotated[
+        bool, option("also the runs that have not changed since their last push", "--all")
+    ] = False,
 ) -> Output:
     """Push runs to MLflow: without RUN, all that changed since their last push. What MLflow has is not sent again.
 
@@ -49,7 +53,9 @@ def track_push(
     screen = console(stderr=True)
     pushed = pusher.push(root, names, lambda name: print_plain(screen, name))
     failed = [f"{one.run}: {one.why}" for one in pushed if one.why]
-    total = f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (f", {len(failed)} failed" if failed else "")
+    total = f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (
+        f", {len(failed)} failed" if failed else ""
+    )
     if not pushed:
         total = "MLflow is up to date: no run has changed since its last push"
     values = [{**asdict(one), "pushed": not one.why} for one in pushed]
@@ -76,7 +82,9 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
         raise UsageError(failed[0])
     links = addresses_of(root, chosen)
     experiment = links.pop("experiment")
-    shown = {name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()}
+    shown = {
+        name: page_with_token(root, f"{address.rstrip('/')}/{page}") for name, page in links.items()
+    }
     return {**shown, "experiment": experiment}
 
 
@@ -84,9 +92,13 @@ def open_in_browser(root: Path, url: str) -> None:
     """Open a page; says so on standard error where no browser can be opened."""
     import webbrowser
 
-    has_screen = sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    has_screen = sys.platform != "linux" or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    )
     with contextlib.suppress(webbrowser.Error):
-        if has_screen and webbrowser.open(redirect_page(root, url)):  # else the browser would take over the terminal
+        if has_screen and webbrowser.open(
+            redirect_page(root, url)
+        ):  # else the browser would take over the terminal
             return
     print("no browser could be opened here; open the address yourself", file=sys.stderr)
 

@@ -31,7 +31,17 @@ TASK_HELP = "name of an installed task, such as regression, or module:Class"
 
 READ_BY_C = ("GLIBC_", "GOMP_")  # variables that are read when OpenMP is loaded, or a rank starts
 NAME_WIDTH = 22
-FIGURES = ("steps", "epochs", "loss", "validation_loss", "rows", "parameters", "precision", "device", "train_seconds")
+FIGURES = (
+    "steps",
+    "epochs",
+    "loss",
+    "validation_loss",
+    "rows",
+    "parameters",
+    "precision",
+    "device",
+    "train_seconds",
+)
 
 
 @command(
@@ -48,7 +58,9 @@ def train(
         argument("settings of the task, or runtime.*, as key=value", metavar="KEY=VALUE"),
     ] = None,
     config: Files = None,
-    out: Annotated[Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")] = None,
+    out: Annotated[
+        Path | None, option("where model, checkpoints and curves go; else under TTRAIN_HOME")
+    ] = None,
     allow: Allow = None,
     as_json: AsJson = False,
 ) -> Output:
@@ -60,10 +72,14 @@ def train(
 
     outlast_output()
     if name is None or "=" in name:
-        raise UsageError(f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}")
+        raise UsageError(
+            f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}"
+        )
     if Path(name).suffix in (".yaml", ".yml"):
         file = shlex.quote(name)
-        raise UsageError(f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`")
+        raise UsageError(
+            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`"
+        )
     runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)
     directory = (out or usable_home() / "tasks" / name.replace(":", ".")).absolute()
@@ -91,7 +107,9 @@ def check_output(out: Path) -> None:
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     is_of_artifact = any((above / MANIFEST).exists() for above in (out, *out.parents))
     if is_of_artifact or not (is_free or (out / WORK).is_dir()):
-        raise UsageError(f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training")
+        raise UsageError(
+            f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training"
+        )
 
 
 @command(
@@ -102,7 +120,8 @@ def check_output(out: Path) -> None:
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[
-        str | None, option("the training stage to check, such as sft; default: the first", metavar="STAGE")
+        str | None,
+        option("the training stage to check, such as sft; default: the first", metavar="STAGE"),
     ] = None,
     as_json: AsJson = False,
 ) -> Output:
@@ -134,7 +153,9 @@ def doctor(
         findings[name] = finding
         if not as_json:
             fix = "" if finding.ok else f"; fix: {finding.fix}"
-            print_escaped(f"{'ok ' if finding.ok else 'BAD'} {name:{NAME_WIDTH}}{finding.measured}{fix}")
+            print_escaped(
+                f"{'ok ' if finding.ok else 'BAD'} {name:{NAME_WIDTH}}{finding.measured}{fix}"
+            )
     failures = [name for name, finding in findings.items() if not finding.ok]
     verdict = f"all {len(findings)} checks are ok"
     if failures:
@@ -143,4 +164,6 @@ def doctor(
     checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
     estimated = estimate(plan)
     report = {"checks": checks, "estimate": estimated.to_json()}
-    return Output(report, [*estimated.lines(), *estimated.remarks(), last], code=int(bool(failures)))
+    return Output(
+        report, [*estimated.lines(), *estimated.remarks(), last], code=int(bool(failures))
+    )

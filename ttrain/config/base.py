@@ -37,9 +37,13 @@ class Section(BaseModel):
     """A frozen group of settings; an unknown key is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, defer_build=True,
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        defer_build=True,
         coerce_numbers_to_str=True,
-    )  # fmt: skip
+    )
 
     def replaced(self, changes: JsonObject) -> Self:
         """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
@@ -172,7 +176,9 @@ def _time_of_day(value: str) -> str:
     try:
         return f"{datetime.strptime(value, '%H:%M'):%H:%M}"
     except ValueError:
-        raise ValueError("must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30") from None
+        raise ValueError(
+            "must be a time of day as hour:minute, from 00:00 to 23:59, such as 06:30"
+        ) from None
 
 
 TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
@@ -184,7 +190,9 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         return tuple(_rebuilt(kind, entry) for entry in value)
     if not isinstance(value, dict):
         return value
-    sections = [each for form in (kind, *get_args(kind)) for each in sections_of(form)]  # also of a tuple of sections
+    sections = [
+        each for form in (kind, *get_args(kind)) for each in sections_of(form)
+    ]  # also of a tuple of sections
     return sections[0].rebuilt(value) if sections else value
 
 

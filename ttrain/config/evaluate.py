@@ -25,7 +25,11 @@ class Suites(Section):
     @model_validator(mode="before")
     @classmethod
     def _for_all(cls, suites: Any) -> Any:
-        return suites if isinstance(suites, Mapping | Suites) else dict.fromkeys(cls.model_fields, suites)
+        return (
+            suites
+            if isinstance(suites, Mapping | Suites)
+            else dict.fromkeys(cls.model_fields, suites)
+        )
 
     def of(self, model: str) -> tuple[str, ...]:
         """The suites of a model."""
@@ -37,8 +41,12 @@ class Windows(Section):
     """Text that is scored in windows."""
 
     prefix: ClassVar[str] = ""  # of these settings' names, in messages
-    row_length: int = setting(256, "tokens that the model sees at once; less where it accepts fewer", ge=8)
-    stride: int = setting(128, "each window scores its last `stride` tokens, so that all have context", ge=1)
+    row_length: int = setting(
+        256, "tokens that the model sees at once; less where it accepts fewer", ge=8
+    )
+    stride: int = setting(
+        128, "each window scores its last `stride` tokens, so that all have context", ge=1
+    )
 
     def _check(self) -> None:
         need(
@@ -53,7 +61,9 @@ class Evaluate(Windows):
 
     prefix: ClassVar[str] = "evaluate."
     max_bytes: int = setting(
-        1_000_000, "held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it", ge=1000
+        1_000_000,
+        "held-out text that is scored, in UTF-8 bytes; of each night's a tenth of it",
+        ge=1000,
     )
     max_chats: int = setting(500, "held-out chats that are scored", ge=1)
     new_tokens: int = setting(48, "length of a sample; 0: no samples", ge=0)
@@ -66,19 +76,29 @@ class Evaluate(Windows):
     seed: Seed = setting(1, "of the resampling behind the intervals")
     suites: Suites = Suites()
     confidence: float = setting(0.95, "of the intervals", gt=0.5, lt=1)
-    resamples: int = setting(2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0)
+    resamples: int = setting(
+        2000, "of the bootstrap; 0: no intervals but those of accuracies", ge=0
+    )
 
 
 class Gate(Windows):
     """What `ttrain gate train` reads, how it scores the experts, and the router that it trains."""
 
-    text_field: str = setting("text", "a document's key; with the default also content, body, paragraphs")
+    text_field: str = setting(
+        "text", "a document's key; with the default also content, body, paragraphs"
+    )
     limit: Count | None = setting(None, "records to use, any of them; empty: all", ge=2)
-    rejected_fraction: float = setting(0.01, "more bad rows than this share end the training", ge=0, le=1)
+    rejected_fraction: float = setting(
+        0.01, "more bad rows than this share end the training", ge=0, le=1
+    )
     heldout_fraction: float = setting(0.2, "share of records held out by content hash", gt=0, lt=1)
     characters: int = setting(1024, "of a text that the router reads, from its beginning", ge=16)
-    ngram_characters: int = setting(4, "the router sees all runs of 1 to so many characters", ge=1, le=8)
-    buckets: int = setting(1 << 14, "embeddings, over which those runs are spread by their hash", ge=16)
+    ngram_characters: int = setting(
+        4, "the router sees all runs of 1 to so many characters", ge=1, le=8
+    )
+    buckets: int = setting(
+        1 << 14, "embeddings, over which those runs are spread by their hash", ge=16
+    )
     embedding_size: int = Field(64, ge=1)
     hidden: int = setting(64, "width of the hidden layer", ge=1)
     epochs: float = setting(20.0, "passes over the records", gt=0)
@@ -106,12 +126,18 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of names of metrics
+TaskName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+]  # a part of names of metrics
 
 HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
 # By kind of task: what stands for a file, and which held-out part it is.
-HELDOUT_PARTS: dict[str, dict[str, str]] = {"text": {HELDOUT: "documents"}, "chats": {}, "pairs": {}}
+HELDOUT_PARTS: dict[str, dict[str, str]] = {
+    "text": {HELDOUT: "documents"},
+    "chats": {},
+    "pairs": {},
+}
 for _row in TRAINING_STAGES.values():
     if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
@@ -131,7 +157,9 @@ class Shots(TaskBase):
     """A task whose items may stand after worked examples."""
 
     shots: int = setting(0, "worked examples before each item", ge=0, le=64)
-    shots_file: str | None = setting(None, "where they come from; empty: the head of the task's own file")
+    shots_file: str | None = setting(
+        None, "where they come from; empty: the head of the task's own file"
+    )
     shots_separator: str = setting("\n\n", "between examples")
 
     def _check(self) -> None:
@@ -149,7 +177,9 @@ class TextTask(WindowsTask):
     """Bits per byte and perplexity of documents, {"text"}."""
 
     kind: Literal["text"] = "text"
-    file: str = setting(HELDOUT, "JSON Lines with `text`; heldout: the documents held out from pretraining")
+    file: str = setting(
+        HELDOUT, "JSON Lines with `text`; heldout: the documents held out from pretraining"
+    )
     text_field: str = Field("text", min_length=1)
     max_bytes: int | None = setting(None, "text that is scored, in UTF-8 bytes; empty: all", ge=1)
     by: Annotated[tuple[str, ...], Listed] = setting(
@@ -161,9 +191,15 @@ class ChatsTask(WindowsTask):
     """Loss on the assistant's tokens of chats, and what its own answers look like."""
 
     kind: Literal["chats"] = "chats"
-    file: str = setting("chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora")
-    new_tokens: int = setting(64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096)
-    answers: int = setting(2, "of each chat that are judged, the last ones; 0: the loss alone", ge=0, le=64)
+    file: str = setting(
+        "chats", "JSON Lines with chats; chats, domain: those held out from sft, from lora"
+    )
+    new_tokens: int = setting(
+        64, "length of an answer that is judged; 0: the loss alone", ge=0, le=4096
+    )
+    answers: int = setting(
+        2, "of each chat that are judged, the last ones; 0: the loss alone", ge=0, le=64
+    )
 
 
 class PairsTask(WindowsTask):
@@ -179,11 +215,13 @@ class ChoicesTask(Shots):
     kind: Literal["choices"] = "choices"
     file: str
     normalise: Literal["none", "characters", "bytes", "tokens"] = setting(
-        "none", "what the log-likelihood of a choice is divided by in the figure that stands for the task"
+        "none",
+        "what the log-likelihood of a choice is divided by in the figure that stands for the task",
     )
     template: str = setting("{question}", "what stands before a choice", pattern=r"\{question\}")
     delimiter: str | None = setting(
-        None, "between question and choice; empty: a space, where neither brings one and the script has them"
+        None,
+        "between question and choice; empty: a space, where neither brings one and the script has them",
     )
 
 
@@ -200,12 +238,15 @@ class GenerationTask(Shots):
     kind: Literal["generation"] = "generation"
     file: str
     match: Literal["auto", "exact", "numeric"] = setting(
-        "auto", "what is compared; auto: numbers, where every right answer of the file is one, else the text"
+        "auto",
+        "what is compared; auto: numbers, where every right answer of the file is one, else the text",
     )
     new_tokens: int = Field(256, ge=1, le=32768)
     chat: bool = setting(False, "ask through the chat template")
     template: str = setting("Question: {question}\nAnswer:", "what is asked where chat is false")
-    stop: Annotated[tuple[str, ...], Listed] = setting(("\n\n", "Question:"), "texts that end an answer where chat is false")
+    stop: Annotated[tuple[str, ...], Listed] = setting(
+        ("\n\n", "Question:"), "texts that end an answer where chat is false"
+    )
 
 
 class HarnessTask(TaskBase):
@@ -216,7 +257,9 @@ class HarnessTask(TaskBase):
     shots: int | None = setting(None, "worked examples; empty: as the task says", ge=0, le=64)
 
 
-RecordsTask = TextTask | ChatsTask | PairsTask  # the tokens of records are scored, of a file or of a held-out part
+RecordsTask = (
+    TextTask | ChatsTask | PairsTask
+)  # the tokens of records are scored, of a file or of a held-out part
 Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
 KINDS = [task.model_fields["kind"].default for task in get_args(Task)]

@@ -60,7 +60,9 @@ def load(
 
     `base`: what the settings of an earlier run have that is not a default.
     """
-    return settings_of(layers(overrides, files, profiles, os.environ if environment is None else environment), base)
+    return settings_of(
+        layers(overrides, files, profiles, os.environ if environment is None else environment), base
+    )
 
 
 # --- where values are set
@@ -79,18 +81,35 @@ def layers(
     may be TinySeek's `model_config.json`, some of whose names are also settings of tasks.
     """
     if unknown := [name for name in profiles if name not in profile_names()]:
-        raise UsageError(f"there is no profile '{one_line(unknown[0])}'; there are {', '.join(profile_names())}")
-    trees = [(f"profile {name}", read_yaml(configs_directory() / "profiles" / f"{name}.yaml")) for name in profiles]
+        raise UsageError(
+            f"there is no profile '{one_line(unknown[0])}'; there are {', '.join(profile_names())}"
+        )
+    trees = [
+        (f"profile {name}", read_yaml(configs_directory() / "profiles" / f"{name}.yaml"))
+        for name in profiles
+    ]
     for path in files:
         tree = read_yaml(path)
-        trees.append((str(path), other_names.from_tinyseek(tree, str(path)) if root is Settings else tree))
-    trees += [(variable, _of_variable(variable, environment[variable])) for variable in sorted(environment)]
+        trees.append(
+            (str(path), other_names.from_tinyseek(tree, str(path)) if root is Settings else tree)
+        )
+    trees += [
+        (variable, _of_variable(variable, environment[variable]))
+        for variable in sorted(environment)
+    ]
     if isinstance(overrides, Mapping):
-        paths_as_texts = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
+        paths_as_texts = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in overrides.items()
+        }
         trees.append(("overrides", paths_as_texts))
     else:
         trees += [(COMMAND_LINE, _assignment(text)) for text in overrides]
-    flat = [Override(origin, key, value) for origin, tree in trees for key, value in _leaves(tree, origin)]
+    flat = [
+        Override(origin, key, value)
+        for origin, tree in trees
+        for key, value in _leaves(tree, origin)
+    ]
     return with_types(root, flat) if root else flat
 
 
@@ -100,7 +119,9 @@ def _of_variable(variable: str, value: str) -> JsonObject:
     if variable.startswith(ENVIRONMENT_PREFIX):
         return {name[1:].lower().replace("__", "."): value}
     if name != variable and "__" in name:
-        raise UsageError(f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}")
+        raise UsageError(
+            f"{variable} is set, but settings begin with TTRAIN__; write {ENVIRONMENT_PREFIX}{name}"
+        )
     return {}
 
 
@@ -118,7 +139,9 @@ def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
     leaves = list(flatten(tree))
     keys = [key for key, _ in leaves]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise UsageError(f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one")
+        raise UsageError(
+            f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one"
+        )
     return leaves
 
 
@@ -130,8 +153,12 @@ def read_yaml(path: Path) -> JsonObject:
         raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
     except (InvalidYaml, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
-    if tree is not None and not (isinstance(tree, dict) and all(isinstance(key, str) for key in tree)):
-        raise UsageError(f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'")
+    if tree is not None and not (
+        isinstance(tree, dict) and all(isinstance(key, str) for key in tree)
+    ):
+        raise UsageError(
+            f"{path} must hold a mapping of settings at its top level, such as 'sft: {{epochs: 2}}'"
+        )
     return tree or {}
 
 
@@ -163,7 +190,11 @@ def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Overr
     typed: list[Override] = []
     for origin, key, value in overrides:
         kind = type_of(root, key)
-        if kind is not None and isinstance(value, str) and origin.startswith((COMMAND_LINE, ENVIRONMENT_PREFIX)):
+        if (
+            kind is not None
+            and isinstance(value, str)
+            and origin.startswith((COMMAND_LINE, ENVIRONMENT_PREFIX))
+        ):
             try:
                 value = yaml_text.read(value, kind)
             except InvalidYaml as error:
@@ -204,7 +235,9 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
         if key in automatic:
             assign(changes, key, value)
             sources[key] = "" if value == defaults[key] else origin
-    return LoadedSettings(settings.replaced(changes), {key: source for key, source in sources.items() if source})
+    return LoadedSettings(
+        settings.replaced(changes), {key: source for key, source in sources.items() if source}
+    )
 
 
 def _with_preset(overrides: list[Override]) -> list[Override]:
@@ -216,7 +249,9 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
     first = _first_of_layer(overrides, origin)
     sizes = {} if name is None else sizes_of(name)
     of_preset = [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes.items()]
-    return [item for item in (*overrides[:first], *of_preset, *overrides[first:]) if item.key != PRESET]
+    return [
+        item for item in (*overrides[:first], *of_preset, *overrides[first:]) if item.key != PRESET
+    ]
 
 
 def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[Override]:
@@ -226,7 +261,10 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
     has data. An existing model brings its tokenizer.
     """
     values = {item.key: item.value for item in (*base, *overrides)}
-    sources = {name: _sources(values.get(f"data.{name}", Data.model_fields[name].default)) for name in TRAININGS}
+    sources = {
+        name: _sources(values.get(f"data.{name}", Data.model_fields[name].default))
+        for name in TRAININGS
+    }
     named = [name for name in TRAININGS if f"data.{name}" in values]
     own = next((name for name in named if sources[name] not in ([], [PYTHON_DOCS])), None)
     for name in TRAININGS:
@@ -238,7 +276,10 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
     for name, row in TRAINING_STAGES.items():
         key, usual = f"{name}.start_from", row.settings.model_fields["start_from"].default
         starts[name] = str(values.get(key, usual))
-        nearest = next((start for start in row.starts if start in present), row.starts[-1] if row.starts else usual)
+        nearest = next(
+            (start for start in row.starts if start in present),
+            row.starts[-1] if row.starts else usual,
+        )
         if name in present and key not in values and nearest != usual:
             starts[name] = nearest
             yield Override(rules.AUTO, key, nearest)
@@ -265,12 +306,16 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     It describes new models only. Values of it in a weaker layer, such as a profile, are replaced by the start.
     """
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
-    first = 0 if origin is None else _first_of_layer(overrides, origin)  # the base is weaker than all of them
+    first = (
+        0 if origin is None else _first_of_layer(overrides, origin)
+    )  # the base is weaker than all of them
     keeps_head = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
         for source, key, value in overrides[first:]
-        if key.startswith("model.") and value is not None and not (keeps_head and key.startswith("model.multi_token."))
+        if key.startswith("model.")
+        and value is not None
+        and not (keeps_head and key.startswith("model.multi_token."))
     ]
     if meant:
         raise UsageError(
@@ -305,14 +350,17 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         is_budget = item.value is not None and other in keys
         if is_budget and (other not in given or given[other].origin != item.origin):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
-    tree = _defaults(root)  # so that one field of a section leaves the stage's own defaults of the others
+    tree = _defaults(
+        root
+    )  # so that one field of a section leaves the stage's own defaults of the others
     for item in given.values():
         assign(tree, item.key, item.value)
     sources = {key: item.origin for key, item in given.items()}
     wrong = {
         key: f"{key} is {shown(item.value)} (from {item.origin}) but must be a number"
         for key, item in given.items()
-        if isinstance(item.value, bool) and takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
+        if isinstance(item.value, bool)
+        and takes_numbers(type_of(root, key))  # pydantic reads it as 1 or 0
     }
     try:
         settings = root.model_validate(tree)
@@ -334,9 +382,13 @@ def _wrong_settings(
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
-        is_known = item["type"] != "extra_forbidden" and (name in sources or item["type"] == "missing")
+        is_known = item["type"] != "extra_forbidden" and (
+            name in sources or item["type"] == "missing"
+        )
         if item["type"] == "value_error" and not rule.startswith("must "):
-            lines[name] = one_line(f"{name}: {rule}" if name and not rule.startswith(name) else rule)
+            lines[name] = one_line(
+                f"{name}: {rule}" if name and not rule.startswith(name) else rule
+            )
         elif below and not is_known:
             for key in below:
                 meant = other_names.suggestion(key, names) or known

@@ -10,19 +10,31 @@ from ttrain.config.base import Section, Seed, Share, need, setting
 class Optim(Section):
     """AdamW, Adam, or Muon for the hidden matrices and AdamW for the rest."""
 
-    kind: Literal["muon", "adamw", "adam"] = setting("adamw", "muon: of the hidden matrices; AdamW of the rest")
+    kind: Literal["muon", "adamw", "adam"] = setting(
+        "adamw", "muon: of the hidden matrices; AdamW of the rest"
+    )
     lr: float = setting(4e-3, "peak learning rate; where kind=muon, of what AdamW trains", gt=0)
     muon_lr: float = setting(0.02, "peak learning rate of Muon, where kind=muon", gt=0)
-    embedding_lr: float | None = setting(None, "peak learning rate of the embedding; empty: lr", gt=0)
-    head_lr: float | None = setting(
-        None, "peak learning rate of the output head, also of one that is the embedding; empty: lr", gt=0
+    embedding_lr: float | None = setting(
+        None, "peak learning rate of the embedding; empty: lr", gt=0
     )
-    betas: tuple[Share, Share] = setting((0.9, 0.95), "of AdamW and Adam: decay of the two means, a step")
+    head_lr: float | None = setting(
+        None,
+        "peak learning rate of the output head, also of one that is the embedding; empty: lr",
+        gt=0,
+    )
+    betas: tuple[Share, Share] = setting(
+        (0.9, 0.95), "of AdamW and Adam: decay of the two means, a step"
+    )
     eps: float = setting(1e-8, "of AdamW, added to the denominator", gt=0)
     weight_decay: float = setting(
-        0.1, "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient", ge=0
+        0.1,
+        "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient",
+        ge=0,
     )
-    clip: float | None = setting(1.0, "largest gradient norm, over all parameters; empty: any", gt=0)
+    clip: float | None = setting(
+        1.0, "largest gradient norm, over all parameters; empty: any", gt=0
+    )
 
     @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
     @classmethod
@@ -41,19 +53,28 @@ class Schedule(Section):
     `decay_rate` every `decay_steps` steps, however long the run. constant: no decay. An `average` can stand for the decay.
     """
 
-    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = setting(
-        "linear",
-        "how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
-        "and nights continue the constant part",
+    kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = (
+        setting(
+            "linear",
+            "how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
+            "and nights continue the constant part",
+        )
     )
     warmup_steps: int | None = setting(None, "empty: 10, but none where kind=minimind", ge=0)
     hold_steps: int = setting(0, "steps at the peak after the warm-up, before any decay", ge=0)
     decay_fraction: float = setting(
-        0.5, "share of the steps, at the end, in which `linear`, `wsd` and `infinite` decay", ge=0, le=1
+        0.5,
+        "share of the steps, at the end, in which `linear`, `wsd` and `infinite` decay",
+        ge=0,
+        le=1,
     )
-    decay_rate: float = setting(0.5, "of `exponential`: what remains after `decay_steps`", gt=0, le=1)
+    decay_rate: float = setting(
+        0.5, "of `exponential`: what remains after `decay_steps`", gt=0, le=1
+    )
     decay_steps: int = setting(1000, "of `exponential`", ge=1)
-    floor: float = setting(0.0, "final learning rate as a share of the peak; of `minimind` it is 0.1", ge=0, le=1)
+    floor: float = setting(
+        0.0, "final learning rate as a share of the peak; of `minimind` it is 0.1", ge=0, le=1
+    )
     average: float | None = setting(
         None,
         "half-life of a moving average of the weights (EMA), which is the model, as a share of the steps, at "
@@ -78,7 +99,9 @@ class Schedule(Section):
 class EarlyStopping(Section):
     """Ends a training whose validation loss no longer falls. The best weights are kept, also of one that reaches its end."""
 
-    patience: int = setting(3, "validations without a better loss, one after the other, that end it", ge=1)
+    patience: int = setting(
+        3, "validations without a better loss, one after the other, that end it", ge=1
+    )
     min_delta: float = setting(0.0, "a loss is better if it is lower by more than this", ge=0)
 
 
@@ -97,10 +120,12 @@ class Loop(Section):
         None, "empty: train to the end; needs validate_every_steps or validate_every_epochs"
     )
     nonfinite: Literal["stop", "skip", "raise"] = setting(
-        "stop", "a loss or gradient that is not finite: save and end, leave the step out, or end at once"
+        "stop",
+        "a loss or gradient that is not finite: save and end, leave the step out, or end at once",
     )
     precision: Precision = setting(
-        "auto", "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls"
+        "auto",
+        "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls",
     )
     seed: Seed = setting(1, "of weights, dropout and the order of rows")
     optim: Optim = Optim()

@@ -10,7 +10,10 @@ from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 
-TURNING_KINDS = ("llama", "qwen3")  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
+TURNING_KINDS = (
+    "llama",
+    "qwen3",
+)  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
 
 
 class Moe(Section):
@@ -20,13 +23,19 @@ class Moe(Section):
     top_k: int = setting(2, "routed experts that each token visits", ge=1)
     shared_experts: int = setting(0, "experts that every token visits besides", ge=0)
     expert_size: int | None = setting(
-        None, "inner width of an expert; empty: as many active parameters as the dense layer has", ge=8
+        None,
+        "inner width of an expert; empty: as many active parameters as the dense layer has",
+        ge=8,
     )
     dense_layers: int = setting(0, "first layers that stay dense", ge=0)
-    balance: float = setting(0.01, "weight of the balance loss of each row (arXiv:2412.19437, eq. 17)", ge=0)
+    balance: float = setting(
+        0.01, "weight of the balance loss of each row (arXiv:2412.19437, eq. 17)", ge=0
+    )
     z_loss: float = setting(0.0, "weight of the router z-loss (arXiv:2202.08906, eq. 5)", ge=0)
     bias_rate: float = setting(
-        0.0, "balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)", ge=0
+        0.0,
+        "balancing without a loss: a bias per expert moves so far a step (arXiv:2408.15664)",
+        ge=0,
     )
 
     # What the model's own config calls them, so that stages which start from its weights go on in the same way.
@@ -47,22 +56,31 @@ class MultiToken(Section):
     """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
 
     weight: float = setting(0.3, "of the second head's loss", gt=0)
-    keep_head: bool = setting(True, "keep its weights beside the model, for SFT to train further; never inside it")
+    keep_head: bool = setting(
+        True, "keep its weights beside the model, for SFT to train further; never inside it"
+    )
 
 
 class Model(Section):
     """A Hugging Face architecture, by its sizes."""
 
-    preset: str | None = setting(None, "sizes by name, see docs/models.md; settings beside win", exclude=True)
-    kind: str = setting("qwen3", "qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture")
+    preset: str | None = setting(
+        None, "sizes by name, see docs/models.md; settings beside win", exclude=True
+    )
+    kind: str = setting(
+        "qwen3", "qwen3, llama, moyun, tinyseek, or the model_type of any causal architecture"
+    )
     hidden_size: int = setting(128, "width of the hidden states", ge=8)
     layers: int = setting(4, "transformer blocks", ge=1)
     heads: int = setting(2, "attention heads of a layer", ge=1)
     kv_heads: int | None = setting(None, "grouped-query attention; empty: as many as `heads`", ge=1)
-    intermediate_size: int | None = setting(None, "empty: 8/3 of hidden_size, rounded up to 32", ge=8)
+    intermediate_size: int | None = setting(
+        None, "empty: 8/3 of hidden_size, rounded up to 32", ge=8
+    )
     max_length: int = setting(1024, "positions the model accepts, in tokens", ge=16)
     tie_embeddings: bool = setting(
-        True, "output head and embedding share their weights; auto: where the head is large for the model"
+        True,
+        "output head and embedding share their weights; auto: where the head is large for the model",
     )
     rope_theta: float = setting(10_000.0, "base of the rotary positions", gt=0)
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
@@ -71,12 +89,19 @@ class Model(Section):
     rope_factor: float = setting(1.0, "of `rope_type`: times as many positions", ge=1)
     init_std: float = setting(0.02, "standard deviation of the first weights", gt=0)
     scaled_residuals: bool = setting(
-        False, "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does"
+        False,
+        "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does",
     )
-    dropout: float = setting(0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
-    fields: dict[str, JsonValue] = setting({}, "more fields of the architecture's config, as model.fields.NAME=value")
+    dropout: float = setting(
+        0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1
+    )
+    fields: dict[str, JsonValue] = setting(
+        {}, "more fields of the architecture's config, as model.fields.NAME=value"
+    )
     moe: Moe | None = setting(None, "mixture of experts; empty: dense")
-    multi_token: MultiToken | None = setting(None, "a second head for the token after the next; empty: none")
+    multi_token: MultiToken | None = setting(
+        None, "a second head for the token after the next; empty: none"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -84,7 +109,10 @@ class Model(Section):
         """Fill in the preset of a `Model` made in Python; the loader does it itself, as it knows the layers."""
         if not isinstance(settings, Mapping) or settings.get("preset") is None:
             return settings
-        return {**sizes_of(settings["preset"]), **{key: value for key, value in settings.items() if key != "preset"}}
+        return {
+            **sizes_of(settings["preset"]),
+            **{key: value for key, value in settings.items() if key != "preset"},
+        }
 
     def _check(self) -> None:
         need(
@@ -92,7 +120,9 @@ class Model(Section):
             f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
             f"set model.rope_type, for example to yarn",
         )
-        pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields  # each head turns its numbers in pairs
+        pairs = (
+            self.kind in TURNING_KINDS and "head_dim" not in self.fields
+        )  # each head turns its numbers in pairs
         multiple = 2 * self.heads if pairs else self.heads
         size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
         need(
@@ -132,4 +162,8 @@ def sizes_of(name: object) -> dict[str, Any]:
     sizes = PRESETS.get(str(name).lower())
     if sizes is None:
         raise UsageError(f"model.preset is {shown(name)} but must be one of: {', '.join(PRESETS)}")
-    return {**dict(zip(COLUMNS, sizes, strict=True)), "intermediate_size": None, "tie_embeddings": True}
+    return {
+        **dict(zip(COLUMNS, sizes, strict=True)),
+        "intermediate_size": None,
+        "tie_embeddings": True,
+    }

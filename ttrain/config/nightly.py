@@ -12,7 +12,9 @@ from pydantic import Field, field_serializer, field_validator
 from ttrain.config.base import Count, Listed, Section, Seed, TimeOfDay, TimeZone, need, setting
 from ttrain.config.training import BITS_PER_BYTE
 
-FEWEST_RECORDS = 20  # held-out records below which no model is called better: see `ttrain.evaluate.task_result`
+FEWEST_RECORDS = (
+    20  # held-out records below which no model is called better: see `ttrain.evaluate.task_result`
+)
 Event = Literal["failed", "completed", "promoted", "kept", "skipped", "unfinished"]
 HIDDEN = "/***"  # stands for what follows a webhook's host
 
@@ -21,13 +23,20 @@ class Nightly(Section):
     """What a night trains."""
 
     start_from: Literal["champion", "scratch"] = setting(
-        "champion", "pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays"
+        "champion",
+        "pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays",
     )
-    data: Literal["new", "all"] = setting("new", "documents that the champion has not learnt, or all of them")
+    data: Literal["new", "all"] = setting(
+        "new", "documents that the champion has not learnt, or all of them"
+    )
     tokens: Count | None = setting(
-        None, "budget of a night that continues the champion's base; empty, as epochs: that of pretrain", ge=1
+        None,
+        "budget of a night that continues the champion's base; empty, as epochs: that of pretrain",
+        ge=1,
     )
-    epochs: float | None = setting(None, "the same in passes over the night's documents, which are new ones", gt=0)
+    epochs: float | None = setting(
+        None, "the same in passes over the night's documents, which are new ones", gt=0
+    )
     rate: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         0.5,
         "of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
@@ -40,7 +49,8 @@ class Nightly(Section):
         lt=1,
     )
     again: bool = setting(
-        True, "documents of a night that was not promoted are read once more, beside newer ones; false: never"
+        True,
+        "documents of a night that was not promoted are read once more, beside newer ones; false: never",
     )
     chats: Literal["all", "new"] = setting(
         "all", "chats that SFT learns: all, or those of new files beside `replay` of learnt ones"
@@ -55,8 +65,12 @@ class Nightly(Section):
     )
     deadline: TimeOfDay | None = setting(None, "hour:minute when a night saves its state and stops")
     deadline_hours: float | None = setting(None, "the same, so long after the night began", gt=0)
-    timezone: TimeZone | None = setting(None, "of the deadline, such as Europe/Berlin; empty: the machine's own")
-    attempts: int = setting(2, "nights in which the same list of files may fail before it is given up", ge=1)
+    timezone: TimeZone | None = setting(
+        None, "of the deadline, such as Europe/Berlin; empty: the machine's own"
+    )
+    attempts: int = setting(
+        2, "nights in which the same list of files may fail before it is given up", ge=1
+    )
 
     def _check(self) -> None:
         need(
@@ -72,14 +86,23 @@ class Nightly(Section):
 class Promotion(Section):
     """When a challenger becomes champion."""
 
-    metric: str = setting(BITS_PER_BYTE.name, "of the evaluation, on the same held-out data", min_length=1)
-    higher_is_better: bool = setting(False, "where the evaluation does not know; of a suite's figures it does")
+    metric: str = setting(
+        BITS_PER_BYTE.name, "of the evaluation, on the same held-out data", min_length=1
+    )
+    higher_is_better: bool = setting(
+        False, "where the evaluation does not know; of a suite's figures it does"
+    )
     margin: float = setting(0.0, "the challenger must be better by more than this", ge=0)
     confidence: float = setting(
-        0.95, "of the paired bootstrap interval, whose lower end must exceed the margin", gt=0.5, lt=1
+        0.95,
+        "of the paired bootstrap interval, whose lower end must exceed the margin",
+        gt=0.5,
+        lt=1,
     )
     resamples: int = setting(2000, "of the bootstrap; 0: the figures alone decide", ge=0)
-    min_samples: int = setting(FEWEST_RECORDS, "held-out records below which no challenger is promoted", ge=2)
+    min_samples: int = setting(
+        FEWEST_RECORDS, "held-out records below which no challenger is promoted", ge=2
+    )
     seed: Seed = setting(1, "of the paired resampling")
     forgetting: float | None = setting(
         0.03,
@@ -102,10 +125,12 @@ class Notify(Section):
         (), "program and arguments, no shell; the message is JSON on stdin"
     )
     webhook: str | None = setting(
-        None, "URL to which the message is posted as JSON; shown and recorded without its path, which can be secret"
+        None,
+        "URL to which the message is posted as JSON; shown and recorded without its path, which can be secret",
     )
     webhook_file: str | None = setting(
-        None, "file that holds this URL; for nights of a schedule, which keeps settings as they are shown"
+        None,
+        "file that holds this URL; for nights of a schedule, which keeps settings as they are shown",
     )
     on: Annotated[tuple[Event, ...], Listed] = setting(
         ("failed", "completed", "promoted", "skipped"),

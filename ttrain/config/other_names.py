@@ -73,4 +73,7 @@ def from_tinyseek(tree: JsonObject, origin: str) -> JsonObject:
             f"'{yaml_text.one_line(others[0])}' (from {origin}) is not a name of TinySeek's model_config.json; {hint} "
             f"settings of ttrain go into a file of their own: -c {origin} -c OTHER.yaml"
         )
-    return {"model.kind": "tinyseek", **{known[name]: value for name, value in tree.items() if known[name]}}
+    return {
+        "model.kind": "tinyseek",
+        **{known[name]: value for name, value in tree.items() if known[name]},
+    }

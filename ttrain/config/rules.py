@@ -12,14 +12,22 @@ from typing import Any, Final
 
 AUTO: Final = "auto"
 
-BUDGET, WIDTH, BATCH = 1_000_000, 128, 2048  # tokens, width and batch at which the defaults were measured
+BUDGET, WIDTH, BATCH = (
+    1_000_000,
+    128,
+    2048,
+)  # tokens, width and batch at which the defaults were measured
 SMALLEST_BATCH = 1024
-TOKENS_PER_PARAMETER = 2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less
+TOKENS_PER_PARAMETER = (
+    2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less
+)
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
 OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # of AdamW beside Muon, and alone
-LARGEST_HEAD = 0.25  # of the parameters of the layers; a larger output head is tied to the embedding
+LARGEST_HEAD = (
+    0.25  # of the parameters of the layers; a larger output head is tied to the embedding
+)
 
 # Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than the first, and the passes
 # become more where they have fewer than the second. On four of five sets of 40 to 100 chats the loss on held-out chats was
@@ -34,7 +42,10 @@ TOKENS, USEFUL_PASSES = 1_800_000, 5
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
-OF_EXISTING = {**dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)), BETAS_KEY: USUAL_BETAS}
+OF_EXISTING = {
+    **dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)),
+    BETAS_KEY: USUAL_BETAS,
+}
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
 START, NEW = "pretrain.start_from", "none"
 
@@ -54,7 +65,9 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     share = values["tokenizer.vocab_size"] * width / parameters
     tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
     budget = tokens or TOKENS_PER_PARAMETER * parameters
-    batch = whole_rows(max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"])
+    batch = whole_rows(
+        max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"]
+    )
     large = (
         f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, and may have "
         f"{LARGEST_HEAD} at most"
@@ -74,7 +87,11 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
         rule = Rule(rate, f"{rate:g}, at all sizes")
         if name in OF_WIDTH:
             scaled = float(f"{rate * math.sqrt(WIDTH / width):.3g}")
-            rule = Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5") if muon else Rule(None, f"as lr, {alone}")
+            rule = (
+                Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5")
+                if muon
+                else Rule(None, f"as lr, {alone}")
+            )
         rules[f"{OPTIM}{name}"] = rule
     return rules
 
@@ -91,7 +108,11 @@ def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
     """The rules whose value the settings have; {} where pretraining makes no new model."""
-    return {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]} if values[START] == NEW else {}
+    return (
+        {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]}
+        if values[START] == NEW
+        else {}
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttrain.config.base import Listed, Location, Section, TimeOfDay, TimeZone, as_tuple, need, setting
+from ttrain.config.base import (
+    Listed,
+    Location,
+    Section,
+    TimeOfDay,
+    TimeZone,
+    as_tuple,
+    need,
+    setting,
+)
 
 
 class Night(Section):
@@ -14,36 +23,57 @@ class Night(Section):
     start: TimeOfDay = setting("22:00", "hour:minute; included")
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
-    memory_share: float | None = setting(None, "of a GPU; a rank keeps what it has used before", gt=0, le=1)
+    memory_share: float | None = setting(
+        None, "of a GPU; a rank keeps what it has used before", gt=0, le=1
+    )
 
 
 class Runtime(Section):
     """How fast and where it runs. Nothing here changes a key."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "auto: cuda, then mps, then cpu")
-    devices: int = setting(1, "ranks of a training stage, and of the evaluation, on this machine", ge=1)
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting(
+        "auto", "auto: cuda, then mps, then cpu"
+    )
+    devices: int = setting(
+        1, "ranks of a training stage, and of the evaluation, on this machine", ge=1
+    )
     gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Listed] = setting(
-        (), "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves"
+        (),
+        "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves",
     )
     nodes: int = setting(1, "machines that train together; all need the same TTRAIN_HOME", ge=1)
     node_rank: int = setting(0, "which of them this one is; 0 publishes", ge=0)
-    rendezvous: str | None = setting(None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$")
-    rank_timeout_seconds: float = setting(
-        600.0, "a rank that waits for another for so long ends the stage: torch's timeout of collectives", gt=0
+    rendezvous: str | None = setting(
+        None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$"
     )
-    threads: int | None = setting(None, "threads of a rank; empty: the cores divided by the ranks", ge=1)
+    rank_timeout_seconds: float = setting(
+        600.0,
+        "a rank that waits for another for so long ends the stage: torch's timeout of collectives",
+        gt=0,
+    )
+    threads: int | None = setting(
+        None, "threads of a rank; empty: the cores divided by the ranks", ge=1
+    )
     rows_per_device: int = setting(16, "rows of one micro-batch on one rank", ge=1)
     memory_limit_gb: float | None = setting(
-        None, "of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage", gt=0
+        None,
+        "of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage",
+        gt=0,
     )
     night: Night | None = setting(None, "hours in which less of the machine is taken; empty: none")
-    parallel: Literal["ddp", "fsdp"] = setting("ddp", "ranks hold whole models, or shards of one (FSDP2)")
-    deterministic: bool = setting(True, "the same run gives the same bits; false: the fastest kernels")
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp", "ranks hold whole models, or shards of one (FSDP2)"
+    )
+    deterministic: bool = setting(
+        True, "the same run gives the same bits; false: the fastest kernels"
+    )
     compile: bool | None = setting(
-        None, "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width"
+        None,
+        "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width",
     )
     attention: Literal["auto", "records", "masked"] = setting(
-        "auto", "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records"
+        "auto",
+        "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records",
     )
     tune: Literal["off", "auto"] = setting(
         "off",
@@ -51,10 +81,13 @@ class Runtime(Section):
         "and remember it",
     )
     loss_chunk_tokens: int | None = setting(
-        None, "tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch", ge=0
+        None,
+        "tokens whose logits are in memory at once; empty: chosen, 0: all of a micro-batch",
+        ge=0,
     )
     gradient_checkpointing: bool = setting(
-        False, "keep only what goes into each layer, and compute it again for the gradient: a third slower"
+        False,
+        "keep only what goes into each layer, and compute it again for the gradient: a third slower",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info",
@@ -63,18 +96,30 @@ class Runtime(Section):
     )
     log_every_steps: int = setting(10, "steps between two points of the curves", ge=1)
     quick_validations: int = setting(
-        8, "while a stage trains, on a few held-out rows, where a stage validates at its end only; 0: none", ge=0
+        8,
+        "while a stage trains, on a few held-out rows, where a stage validates at its end only; 0: none",
+        ge=0,
     )
     system_metrics_seconds: int = setting(
-        10, "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none", ge=0
+        10,
+        "between samples of what the machine does: CPU, memory, disk, network, GPUs; 0: none",
+        ge=0,
     )
-    sample_every_steps: int = setting(0, "steps between texts that the model writes for you; 0: none", ge=0)
+    sample_every_steps: int = setting(
+        0, "steps between texts that the model writes for you; 0: none", ge=0
+    )
     sample_prompts: Annotated[tuple[str, ...] | None, Listed] = setting(
-        None, "beginnings of documents, or what a user asks; empty: two of the rows that the stage holds out", min_length=1
+        None,
+        "beginnings of documents, or what a user asks; empty: two of the rows that the stage holds out",
+        min_length=1,
     )
-    eval_every_steps: int = setting(0, "steps between evaluations on a small suite, the last step among them; 0: none", ge=0)
+    eval_every_steps: int = setting(
+        0, "steps between evaluations on a small suite, the last step among them; 0: none", ge=0
+    )
     eval_suite: Location | None = setting(
-        None, "the suite: a name or a YAML file; empty: what the stage itself holds out", min_length=1
+        None,
+        "the suite: a name or a YAML file; empty: what the stage itself holds out",
+        min_length=1,
     )
     eval_limit: int = setting(32, "items of each of its tasks, which bounds the time", ge=1)
     checkpoint_every_steps: int = setting(100, "steps between two checkpoints", ge=1)
@@ -83,15 +128,24 @@ class Runtime(Section):
     )
     keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
-    guards: Literal["warn", "off"] = setting("warn", "look out for spikes of the loss and overfitting")
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)] = setting(
-        (), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab"
+    guards: Literal["warn", "off"] = setting(
+        "warn", "look out for spikes of the loss and overfitting"
     )
+    loggers: Annotated[
+        tuple[Literal["tensorboard", "wandb", "swanlab"], ...], BeforeValidator(as_tuple)
+    ] = setting((), "where the curves go beside MLflow; each needs its extra: tb, wandb, swanlab")
     workers: int | None = setting(None, "processes that make shards; empty: the cores", ge=1)
-    sharding: Literal["processes", "dask"] = setting("processes", "where shards are made; dask: on its cluster")
-    dask_address: str | None = setting(None, "scheduler of the Dask cluster; empty: a local one of `workers`")
+    sharding: Literal["processes", "dask"] = setting(
+        "processes", "where shards are made; dask: on its cluster"
+    )
+    dask_address: str | None = setting(
+        None, "scheduler of the Dask cluster; empty: a local one of `workers`"
+    )
     retries: int = setting(
-        0, "how often Prefect runs a failed stage again; a mistake of settings or data fails at once", ge=0, le=50
+        0,
+        "how often Prefect runs a failed stage again; a mistake of settings or data fails at once",
+        ge=0,
+        le=50,
     )
     timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
 

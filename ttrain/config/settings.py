@@ -42,7 +42,11 @@ SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
 def by_weight(name: str) -> tuple[int, str]:
     """Sort key of a setting: those that shape the models first, in the order of the pipeline; those of the machine last."""
     group = name.partition(".")[0]
-    return (SHAPING.index(group) if group in SHAPING else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))), name
+    return (
+        SHAPING.index(group)
+        if group in SHAPING
+        else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))
+    ), name
 
 
 # Sections and settings that name code, a command, a file with code, or a machine that sends code: who may start a flow run
@@ -61,7 +65,9 @@ NAMES_CODE = (
 class Settings(Section):
     """The whole tree."""
 
-    name: str = setting("quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = setting(
+        "quickstart", "prefix of registered models", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+    )
     data: Data = Data()
     python_docs: PythonDocs = PythonDocs()
     reading: Reading = Reading()
@@ -111,7 +117,11 @@ class Settings(Section):
     def reads(self, dataset: str) -> bool:
         """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
         if dataset == "tokenizer":
-            return self.tokenizer.existing is None or bool(self.data.tokenizer) or "pretrain" in self.trainings
+            return (
+                self.tokenizer.existing is None
+                or bool(self.data.tokenizer)
+                or "pretrain" in self.trainings
+            )
         return dataset in self.trainings
 
     def reads_python_docs(self, dataset: str) -> bool:
@@ -132,7 +142,8 @@ class Settings(Section):
         for name in self.trainings:
             later = next((key for key in self.trainings if self.starts[key] == name), name)
             need(
-                self.exists(name) or not TRAINING_STAGES[name].starts,  # of the first one the plan says it
+                self.exists(name)
+                or not TRAINING_STAGES[name].starts,  # of the first one the plan says it
                 f"{later}.start_from is {name} but data.{name} names no files, without which there is no stage {name}; "
                 f"set data.{name}, or {later}.start_from={self.starts[name]}",
             )
@@ -153,7 +164,9 @@ class Settings(Section):
             f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {model}, whose "
             f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out",
         )
-        for name in (*self.present, "evaluate") if model is None else ():  # else the plan looks at that model
+        for name in (
+            (*self.present, "evaluate") if model is None else ()
+        ):  # else the plan looks at that model
             length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(

@@ -24,7 +24,9 @@ class Training(Loop):
 
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning()  # what `auto` makes of the rows
 
-    tokens: Tokens | Auto | None = setting(None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`")
+    tokens: Tokens | Auto | None = setting(
+        None, "budget in tokens, such as 1_000_000 or 1M; one of `tokens` and `epochs`"
+    )
     epochs: Passes | Auto | None = setting(None, "budget in passes over the rows")
     tokens_per_step: Tokens | Auto = setting(4096, "tokens of one optimizer step, over all ranks")
     row_length: int = setting(256, "tokens of one packed row", ge=8)
@@ -33,29 +35,44 @@ class Training(Loop):
         "records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
         "batches only as wide as their longest",
     )
-    stride: int | None = setting(None, "places between the rows of documents; empty: row_length, no overlap", ge=1)
+    stride: int | None = setting(
+        None, "places between the rows of documents; empty: row_length, no overlap", ge=1
+    )
     order: Literal["shuffled", "length-grouped"] = setting(
         "shuffled", "length-grouped: rows of about the same length come in the same step"
     )
     mask_intervals: tuple[tuple[Marker, Marker], ...] = setting(
-        (), "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt"
+        (),
+        "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt",
     )
-    dropped_fraction: float = setting(0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1)
+    dropped_fraction: float = setting(
+        0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1
+    )
 
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
         batch = self.by_rows.batch(rows, self.row_length)
-        settings = self.replaced({"tokens_per_step": batch}) if self.tokens_per_step == rules.AUTO else self
+        settings = (
+            self.replaced({"tokens_per_step": batch})
+            if self.tokens_per_step == rules.AUTO
+            else self
+        )
         by_rule = {
             "tokens": rules.budget(rows * self.row_length),
             "epochs": self.by_rows.passes(rows, settings.rows_per_step),
         }
-        return settings.replaced({name: value for name, value in by_rule.items() if getattr(self, name) == rules.AUTO})
+        return settings.replaced(
+            {name: value for name, value in by_rule.items() if getattr(self, name) == rules.AUTO}
+        )
 
     @property
     def automatic(self) -> tuple[str, ...]:
         """The settings that the rows decide."""
-        return tuple(name for name in ("tokens", "tokens_per_step", "epochs") if getattr(self, name) == rules.AUTO)
+        return tuple(
+            name
+            for name in ("tokens", "tokens_per_step", "epochs")
+            if getattr(self, name) == rules.AUTO
+        )
 
     def _check(self) -> None:
         super()._check()
@@ -85,7 +102,10 @@ class Training(Loop):
             f"order is {self.order} but packing is {self.packing}, which makes all rows equally long; set packing=none",
         )
         for opens, closes in self.mask_intervals:
-            need(opens != closes, f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike")
+            need(
+                opens != closes,
+                f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike",
+            )
 
     @field_validator("start_from", check_fields=False)
     @classmethod
@@ -134,7 +154,9 @@ class TaskConfig(Loop):
 
     epochs: float = setting(10.0, "passes over the rows", gt=0)
     rows_per_step: int = setting(64, "rows of one optimizer step, over all ranks", ge=1)
-    precision: Precision = setting("fp32", "as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so")
+    precision: Precision = setting(
+        "fp32", "as of PyTorch itself; auto: bf16 or fp16 where the chip is faster so"
+    )
 
     @property
     def step_tokens(self) -> int:
@@ -146,7 +168,9 @@ class TaskJob(Section):
     """What `ttrain train` passes to its process, which alone knows the task's own settings."""
 
     task: str
-    given: tuple[tuple[str, str, Any], ...]  # (origin, key, value) of the settings, the weakest first
+    given: tuple[
+        tuple[str, str, Any], ...
+    ]  # (origin, key, value) of the settings, the weakest first
     allow: tuple[str, ...]
 
 
@@ -157,7 +181,9 @@ Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of
 class Pretrain(Training):
     """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
 
-    start_from: Location = setting(NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1)
+    start_from: Location = setting(
+        NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1
+    )
     tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
     epochs: Passes | None = setting(None, "budget in passes over the rows")
     tokens_per_step: Tokens | Auto = setting(
@@ -181,9 +207,13 @@ class Sft(FineTune):
     """Fine-tuning on chats; the loss counts the assistant's tokens."""
 
     start_from: Location = setting(
-        "pretrain", "pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
+        "pretrain",
+        "pretrain, none, a Hugging Face directory, or owner/name[@revision]",
+        min_length=1,
     )
-    learn_reasoning: bool = setting(True, "whether the `reasoning_content` of answers is trained on, in pairs too")
+    learn_reasoning: bool = setting(
+        True, "whether the `reasoning_content` of answers is trained on, in pairs too"
+    )
     optim: Optim = Optim(lr=1e-3, weight_decay=0.0)
 
 
@@ -192,14 +222,18 @@ class Adapted(FineTune):
 
     rank: int = setting(16, "of the adapter", ge=1)
     alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
-    dropout: float = setting(0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1)
+    dropout: float = setting(
+        0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1
+    )
     targets: Targets = setting(
         ("all-linear",),
         "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
         min_length=1,
     )
     start_from: Location = setting(
-        "sft", "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]", min_length=1
+        "sft",
+        "sft, pretrain, none, a Hugging Face directory, or owner/name[@revision]",
+        min_length=1,
     )
 
 
@@ -213,18 +247,27 @@ class Dpo(Adapted):
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
         "dpo", "simpo and orpo need no reference model; kto reads single rated answers, too"
     )
-    beta: float = setting(0.1, "how far the model may leave the reference: the smaller, the farther", gt=0)
-    label_smoothing: float = setting(0.1, "of cdpo: share of pairs that are labelled the wrong way", ge=0, lt=0.5)
-    margin: float = setting(0.5, "of simpo: the reward by which the chosen answer should lead (gamma)", ge=0)
+    beta: float = setting(
+        0.1, "how far the model may leave the reference: the smaller, the farther", gt=0
+    )
+    label_smoothing: float = setting(
+        0.1, "of cdpo: share of pairs that are labelled the wrong way", ge=0, lt=0.5
+    )
+    margin: float = setting(
+        0.5, "of simpo: the reward by which the chosen answer should lead (gamma)", ge=0
+    )
     length_normalized: bool = setting(
         False, "divide log-probabilities by the answer's tokens; ipo, simpo and orpo always do"
     )
     desirable_weight: float = setting(1.0, "of kto: weight of the good answers", ge=0)
     undesirable_weight: float = setting(1.0, "of kto: weight of the bad answers", ge=0)
-    sft_weight: float = setting(0.0, "weight of the chosen answers' own loss a token; orpo has it always", ge=0)
+    sft_weight: float = setting(
+        0.0, "weight of the chosen answers' own loss a token; orpo has it always", ge=0
+    )
     optim: Optim = Optim(lr=2e-4, weight_decay=0.0)
     adapter: Literal["none", "lora", "dora"] = setting(
-        "none", "none: train all weights; else an adapter, which is merged into the model at the end"
+        "none",
+        "none: train all weights; else an adapter, which is merged into the model at the end",
     )
 
     @property
@@ -246,10 +289,14 @@ class Lora(Adapted):
     lora: arXiv:2106.09685. dora: arXiv:2402.09353. prefix: arXiv:2101.00190.
     """
 
-    kind: Literal["lora", "dora", "prefix"] = setting("lora", "what is trained: see docs/adapters.md")
+    kind: Literal["lora", "dora", "prefix"] = setting(
+        "lora", "what is trained: see docs/adapters.md"
+    )
     by_rows: ClassVar[rules.FineTuning] = rules.FineTuning(tokens_per_step=2048, epochs=2.0)
     optim: Optim = Optim(lr=5e-3, weight_decay=0.0)
-    virtual_tokens: int = setting(8, "of prefix: positions that the adapter puts before every record", ge=1)
+    virtual_tokens: int = setting(
+        8, "of prefix: positions that the adapter puts before every record", ge=1
+    )
     quantize: Literal["none", "nf4", "int8"] = setting(
         "none", "how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
@@ -266,7 +313,10 @@ def adapter_of(stage: str, settings: Any) -> Lora | None:
     """The adapter that a training stage trains, as settings of `lora`; None where it trains all weights or is none."""
     section = getattr(settings, stage, None)
     if isinstance(section, Dpo) and section.adapter != "none":
-        shared = {name: getattr(section, name) for name in ("rank", "alpha", "dropout", "targets", "seed", "start_from")}
+        shared = {
+            name: getattr(section, name)
+            for name in ("rank", "alpha", "dropout", "targets", "seed", "start_from")
+        }
         return Lora().replaced({"kind": section.adapter, **shared})
     return section if isinstance(section, Lora) else None
 
@@ -304,7 +354,12 @@ class PrimaryMetric:
 BITS_PER_BYTE = PrimaryMetric("bits_per_byte", "base", "bits per byte", "documents")
 CHAT_LOSS = PrimaryMetric("chat_loss_sft", "sft", "chats loss", "chats")
 PREFERENCE_ACCURACY = PrimaryMetric(
-    "preference_accuracy/dpo", "dpo", "preference accuracy", "pairs", higher_is_better=True, separator="/"
+    "preference_accuracy/dpo",
+    "dpo",
+    "preference accuracy",
+    "pairs",
+    higher_is_better=True,
+    separator="/",
 )
 DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
@@ -318,7 +373,9 @@ class TrainingStage:
 
     settings: type[Training]
     label: str  # on pages and charts
-    role: Literal["base", "chat", "adapter"]  # a base model, one that chats, or an adapter on a model
+    role: Literal[
+        "base", "chat", "adapter"
+    ]  # a base model, one that chats, or an adapter on a model
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
     metric: PrimaryMetric  # by which its model is judged
     about: str  # what it does
@@ -352,27 +409,45 @@ class TrainingStage:
 # In the order in which one goes on from another.
 ROWS = (
     TrainingStage(
-        Pretrain, "pretraining", "base", "documents", BITS_PER_BYTE,
+        Pretrain,
+        "pretraining",
+        "base",
+        "documents",
+        BITS_PER_BYTE,
         "Train a new model, or that of pretrain.start_from, on documents",
     ),
     TrainingStage(
-        Sft, "SFT", "chat", "chats", CHAT_LOSS,
+        Sft,
+        "SFT",
+        "chat",
+        "chats",
+        CHAT_LOSS,
         "Fine-tune the pretrained model, or that of sft.start_from, on chats",
     ),
     TrainingStage(
-        Dpo, "DPO", "chat", "pairs", PREFERENCE_ACCURACY,
+        Dpo,
+        "DPO",
+        "chat",
+        "pairs",
+        PREFERENCE_ACCURACY,
         "Tune the fine-tuned model, or that of dpo.start_from, on pairs of answers",
     ),
     TrainingStage(
-        Lora, "LoRA", "adapter", "chats", DOMAIN_LOSS,
+        Lora,
+        "LoRA",
+        "adapter",
+        "chats",
+        DOMAIN_LOSS,
         "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain",
     ),
-)  # fmt: skip
+)
 TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
-SEEDS = tuple(f"{name}.seed" for name in TRAINING_STAGES)  # of weights, dropout, the order of rows, and replayed samples
+SEEDS = tuple(
+    f"{name}.seed" for name in TRAINING_STAGES
+)  # of weights, dropout, the order of rows, and replayed samples
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 

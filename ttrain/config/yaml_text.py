@@ -35,14 +35,18 @@ class Loader(SAFE):  # type: ignore[misc]
 
     # Without `on` and `off`, the only ones that begin with an o
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: resolvers for first, resolvers in SAFE.yaml_implicit_resolvers.items() if first not in ("o", "O")
+        first: resolvers
+        for first, resolvers in SAFE.yaml_implicit_resolvers.items()
+        if first not in ("o", "O")
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         keys = [key.value for key, _ in node.value]
         for key, _ in node.value:
             if keys.count(key.value) > 1:
-                raise ConstructorError(problem=f"{shown(key.value)} is given twice", problem_mark=key.start_mark)
+                raise ConstructorError(
+                    problem=f"{shown(key.value)} is given twice", problem_mark=key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> Any:
@@ -98,7 +102,9 @@ def read(text: str, kind: Any) -> Any:
 
 def read_list(text: str, kind: Any) -> list[Any]:
     """The entries of a list between brackets, each read as a setting of this type. Raises InvalidYaml."""
-    return [read(entry, kind) if isinstance(entry, str) else entry for entry in _whole(text, WordLoader)]
+    return [
+        read(entry, kind) if isinstance(entry, str) else entry for entry in _whole(text, WordLoader)
+    ]
 
 
 def _whole(text: str, loader: Any = Loader) -> Any:
@@ -112,9 +118,19 @@ def _whole(text: str, loader: Any = Loader) -> Any:
 
 def shown(value: object) -> str:
     """A value in a message: as Python writes it, lists as a file has them, without the secrets of URLs, and shortened."""
-    whole = str(value).lower() if isinstance(value, bool) else repr([*value] if isinstance(value, tuple) else value)
-    text = redact.text(whole[: 16 * VALUE_CHARACTERS])  # before it is cut: a URL ends in what makes it one with a user
-    return text if len(text) <= VALUE_CHARACTERS else f"{text[:VALUE_CHARACTERS]}... ({len(whole):,} characters)"
+    whole = (
+        str(value).lower()
+        if isinstance(value, bool)
+        else repr([*value] if isinstance(value, tuple) else value)
+    )
+    text = redact.text(
+        whole[: 16 * VALUE_CHARACTERS]
+    )  # before it is cut: a URL ends in what makes it one with a user
+    return (
+        text
+        if len(text) <= VALUE_CHARACTERS
+        else f"{text[:VALUE_CHARACTERS]}... ({len(whole):,} characters)"
+    )
 
 
 def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:

@@ -62,7 +62,9 @@ def read_json(path: Path) -> Any:
         return None
 
 
-INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")  # a `temporary_path` and its process, which was killed before the rename
+INTERRUPTED_WRITE = re.compile(
+    r"\..+\.(\d+)\.tmp"
+)  # a `temporary_path` and its process, which was killed before the rename
 
 
 class Taken(Exception):
@@ -95,7 +97,9 @@ def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterat
 
 def write_json(path: Path, value: object, mode: int = 0o666) -> None:
     """Write JSON so that a reader sees the old file or the whole new one; `mode` as in `write_bytes`."""
-    write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode)
+    write_bytes(
+        path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode
+    )
 
 
 def temporary_path(path: Path) -> Path:
@@ -111,7 +115,9 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
     file: whoever has the old one open, as others once could, does not read the new bytes.
     """
     temporary = temporary_path(path)
-    temporary.unlink(missing_ok=True)  # of a process of the same number that was killed: its mode would stay
+    temporary.unlink(
+        missing_ok=True
+    )  # of a process of the same number that was killed: its mode would stay
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -120,7 +126,9 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # what a full disk says of a descriptor names no file
+        error.filename = error.filename or str(
+            path
+        )  # what a full disk says of a descriptor names no file
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -184,9 +192,13 @@ class ProgressWriter:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._next = 0.0
-        self._first: tuple[float, float] | None = None  # what was done, and when, at the first update
+        self._first: tuple[float, float] | None = (
+            None  # what was done, and when, at the first update
+        )
 
-    def update(self, done: float, total: float, unit: str, *, start: bool = False, **figures: float) -> None:
+    def update(
+        self, done: float, total: float, unit: str, *, start: bool = False, **figures: float
+    ) -> None:
         """`done` of `total` `unit`s, 0 where the total is not known; `figures` are shown beside the bar."""
         now = time.monotonic()
         if self._path is None or (now < self._next and done != total and not start):

@@ -20,19 +20,39 @@ PACKAGE_DIRECTORY = Path(__file__).parents[1]
 # Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
 # orchestrate. Then the few modules of other packages that only watch or hand over.
 NON_RESULT_PACKAGES = (
-    "cli", "config", "core", "engine", "errors", "flows", "lineage", "reports", "store", "tracking",
-)  # fmt: skip
+    "cli",
+    "config",
+    "core",
+    "engine",
+    "errors",
+    "flows",
+    "lineage",
+    "reports",
+    "store",
+    "tracking",
+)
 NON_RESULT_MODULES = (
-    "tasks.common.callbacks", "tasks.common.job", "tasks.common.tuning", "train.callbacks", "train.guards", "train.monitor",
+    "tasks.common.callbacks",
+    "tasks.common.job",
+    "tasks.common.tuning",
+    "train.callbacks",
+    "train.guards",
+    "train.monitor",
     "train.periodic_evaluation",
-)  # fmt: skip
-NON_RESULT_NAMES = frozenset(f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES))
-CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"})  # whose submodules do shape it
+)
+NON_RESULT_NAMES = frozenset(
+    f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES)
+)
+CONTAINER_PACKAGES = frozenset(
+    {PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"}
+)  # whose submodules do shape it
 
 
 def canonical_json(value: object) -> bytes:
     """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused, since it equals nothing."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return text.encode("utf-8")
 
 
@@ -100,7 +120,11 @@ class DigestCache:
     def _saved(self) -> dict[str, list[Any]]:
         """The entries on disk, by "kind:path": size, mtime, ctime, inode, with a boot the device, and the value."""
         entries, size = read_object(self._path), 5 + bool(self._boot)
-        return {name: entry for name, entry in entries.items() if isinstance(entry, list) and len(entry) == size}
+        return {
+            name: entry
+            for name, entry in entries.items()
+            if isinstance(entry, list) and len(entry) == size
+        }
 
     def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
         stat = path.stat()
@@ -134,9 +158,15 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        if name in digests or name in CONTAINER_PACKAGES or not NON_RESULT_NAMES.isdisjoint(_with_parents(name)):
+        if (
+            name in digests
+            or name in CONTAINER_PACKAGES
+            or not NON_RESULT_NAMES.isdisjoint(_with_parents(name))
+        ):
             continue
-        if path := _module_path(name):  # the file system is asked last: most names come up a dozen times
+        if path := _module_path(
+            name
+        ):  # the file system is asked last: most names come up a dozen times
             digests[name], imports = cache.module(path, name)
             waiting.extend(imports)
             for suffix in (".c", ".h"):
@@ -163,7 +193,9 @@ def _read_module(path: Path, name: str) -> list[Any]:
     source = path.read_text(encoding="utf-8")
     with _PARSING:
         tree = ast.parse(source, filename=str(path))
-    imports = sorted(set(_imports(tree, name if path.name == "__init__.py" else name.rpartition(".")[0])))
+    imports = sorted(
+        set(_imports(tree, name if path.name == "__init__.py" else name.rpartition(".")[0]))
+    )
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # for an interpreter that is started without -P: it imports no file of the user's folder
+SAFE_PATH = {
+    "PYTHONSAFEPATH": "1"
+}  # for an interpreter that is started without -P: it imports no file of the user's folder
 
 
 def usable_cores() -> int:
@@ -17,7 +19,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}  # on which speed depends most
+INSTRUCTIONS = {
+    "AMX": "amx_tile",
+    "AVX512-BF16": "avx512_bf16",
+    "SHA": "sha_ni",
+}  # on which speed depends most
 
 
 @functools.cache

@@ -38,7 +38,14 @@ LOOKS_SECRET = re.compile(
 # All lengths are bounded: a text that a file brings takes linear time.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"
 LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
-CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")  # what stands before their "@" is a container
+CONTAINERS = (
+    "abfs",
+    "abfss",
+    "adl",
+    "az",
+    "wasb",
+    "wasbs",
+)  # what stands before their "@" is a container
 # User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
 # ":" that begins no port is taken for one.
 _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"
@@ -51,7 +58,10 @@ _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
 # Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path that goes on.
 HTTP = ("http", "https", "webdav", "webdavs", "dav", "davs")
-_FRAGMENT_OF_HTTP, _FRAGMENT = re.compile(r"#.*", re.DOTALL), re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL)
+_FRAGMENT_OF_HTTP, _FRAGMENT = (
+    re.compile(r"#.*", re.DOTALL),
+    re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL),
+)
 _QUERY_OF_HTTP, _QUERY = re.compile(r"\?[^#]*"), re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
 _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::https://host/file
 _IN_TEXT = re.compile(rf"{_SCHEME}://[^\s'\"<>`]*")
@@ -67,12 +77,11 @@ _RENEWED = re.compile(
 )
 # Parameters of a query whose values are secret, wherever a text has them; what may also be a word of a sentence or of a
 # setting counts only where it stands in a query.
-_PLAIN_NAMES = (
-    "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token|x-(?:amz|goog)-[a-z-]{1,30}"
-)
+_PLAIN_NAMES = "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token|x-(?:amz|goog)-[a-z-]{1,30}"
 _QUERY_NAMES = "token|key|auth|credential|awsaccesskeyid|googleaccessid|key-pair-id|policy"
 _PARAMETER = re.compile(
-    rf"((?:(?<![\w.-])(?:{_PLAIN_NAMES})|(?<=[?&])(?:{_QUERY_NAMES}))=)[^\s&#'\"<>`,;)\]}}]+", re.IGNORECASE
+    rf"((?:(?<![\w.-])(?:{_PLAIN_NAMES})|(?<=[?&])(?:{_QUERY_NAMES}))=)[^\s&#'\"<>`,;)\]}}]+",
+    re.IGNORECASE,
 )
 _ROUTE = "#/"  # begins the fragment of a page, as those of MLflow's: an address to click on, not a source of data
 
@@ -96,7 +105,9 @@ def without_signature(location: str) -> str:
 def text(message: str) -> str:
     """A text whose URLs are as `url` gives them, without what looks like a service's secret, and without the values of
     secret parameters, also of a URL that a space cut in two."""
-    message = _USER_IN_TEXT.sub(lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), message)
+    message = _USER_IN_TEXT.sub(
+        lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), message
+    )
     message = LOOKS_SECRET.sub(HIDDEN, _IN_TEXT.sub(lambda match: _in_text(match[0]), message))
     return _PARAMETER.sub(rf"\1{HIDDEN}", message)
 
@@ -134,7 +145,10 @@ def restored(recorded: Any, current: Any) -> Any:
         values = current if isinstance(current, Mapping) else {}
         return {name: restored(value, values.get(name)) for name, value in recorded.items()}
     if isinstance(recorded, list | tuple):
-        return [_restored_entry(entry, current if isinstance(current, list | tuple) else ()) for entry in recorded]
+        return [
+            _restored_entry(entry, current if isinstance(current, list | tuple) else ())
+            for entry in recorded
+        ]
     is_same = isinstance(current, str) and has_hidden(recorded) and url(current) == recorded
     return current if is_same else recorded
 
@@ -147,7 +161,9 @@ def _restored_entry(recorded: Any, current: Sequence[Any]) -> Any:
 
 def is_secret(key: str) -> bool:
     """Whether a setting of this name holds a secret."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9./\[\]]", "_", key.rstrip("]0123456789[_- ")).lower()
+    words = re.sub(
+        r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9./\[\]]", "_", key.rstrip("]0123456789[_- ")
+    ).lower()
     return bool(SECRET_NAME.search(words)) and not OPEN_NAME.search(words)
 
 
@@ -160,7 +176,11 @@ def _masked(key: str, value: Any) -> Any:
         return HIDDEN
     if not isinstance(value, str):
         return value
-    return LOOKS_SECRET.sub(HIDDEN, url(value)) if _HAS_URL.match(value) and _ROUTE not in value else text(value)
+    return (
+        LOOKS_SECRET.sub(HIDDEN, url(value))
+        if _HAS_URL.match(value) and _ROUTE not in value
+        else text(value)
+    )
 
 
 def _shown_link(link: str) -> str:
@@ -179,7 +199,9 @@ def _shown_link(link: str) -> str:
 def _without_user(scheme: str, user: str, instead: str) -> str:
     """Scheme and user with `instead` in place of the latter, unless that is a container and not a user."""
     kind = scheme.lower().removesuffix("://")
-    return scheme + (user if kind in LOCAL or (kind in CONTAINERS and _CONTAINER.fullmatch(user)) else instead)
+    return scheme + (
+        user if kind in LOCAL or (kind in CONTAINERS and _CONTAINER.fullmatch(user)) else instead
+    )
 
 
 def _in_text(address: str) -> str:

@@ -73,7 +73,9 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
 
 PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
 
-RENDEZVOUS = "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+RENDEZVOUS = (
+    "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
 
@@ -84,7 +86,9 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     """The signals to stop, without those that this process ignores: under `nohup` it outlives its terminal."""
     if not _takes_handlers.get():
         return ()
-    return tuple(s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN)
+    return tuple(
+        s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
+    )
 
 
 def ignore_hangup() -> None:

@@ -7,7 +7,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 SIDE_FILES = ("-wal", "-shm", "-journal")
-DAMAGED = ("file is not a database", "disk image is malformed", "malformed database schema", "unsupported file format")
+DAMAGED = (
+    "file is not a database",
+    "disk image is malformed",
+    "malformed database schema",
+    "unsupported file format",
+)
 
 
 def is_damage(error: object) -> bool:
@@ -20,7 +25,9 @@ def damage_of(database: Path) -> str | None:
     if not database.is_file():
         return None
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=1.0)) as db:
+        with contextlib.closing(
+            sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=1.0)
+        ) as db:
             answer = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             return None if answer == "ok" else answer
     except sqlite3.Error as error:
@@ -30,7 +37,10 @@ def damage_of(database: Path) -> str | None:
 def set_aside(database: Path) -> Path:
     """Rename the file and what SQLite keeps beside it: `mlflow.db.damaged-20261121-160222`. Returns the new path."""
     aside = database.with_name(f"{database.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
-    for ending in (*SIDE_FILES, ""):  # the file last: what is left by a kill in between is set aside next time
+    for ending in (
+        *SIDE_FILES,
+        "",
+    ):  # the file last: what is left by a kill in between is set aside next time
         with contextlib.suppress(FileNotFoundError):
             database.with_name(database.name + ending).rename(aside.with_name(aside.name + ending))
     return aside

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 180
 # What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
-_TERMINAL_CONTROLS = re.compile("[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_TERMINAL_CONTROLS = re.compile(
+    "[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
 
 
@@ -34,7 +36,10 @@ def escape_control_characters(text: str) -> str:
 def escaped(text: str, kept: str = "") -> str:
     """The text with each character that does not print, other than those `kept`, escaped as Python does: `\\n`, `\\x1b`."""
     return "".join(
-        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode() for letter in text
+        letter
+        if letter.isprintable() or letter in kept
+        else letter.encode("unicode_escape").decode()
+        for letter in text
     )
 
 
@@ -87,7 +92,9 @@ def print_plain(screen: Console, text: str) -> None:
     screen.print(Text(escaped(text)), soft_wrap=True)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None) -> None:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None
+) -> None:
     """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
     from rich.table import Table
     from rich.text import Text
@@ -127,12 +134,16 @@ def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
     for line in lines:
         if plain:
             print("".join(text for text, _, _ in line))
-            marks = "".join(("^" if counts else " ") * cell_len(text) for text, counts, _ in line).rstrip()
+            marks = "".join(
+                ("^" if counts else " ") * cell_len(text) for text, counts, _ in line
+            ).rstrip()
             if marks:
                 print(marks)
             continue
         colour = {True: "magenta", False: "green"}
-        styled = ((text, f"bold {colour[special]}" if counts else "dim") for text, counts, special in line)
+        styled = (
+            (text, f"bold {colour[special]}" if counts else "dim") for text, counts, special in line
+        )
         screen.print(Text.assemble(*styled), soft_wrap=True)
 
 
@@ -156,7 +167,9 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
 
 NAMES = {1: "standard output", 2: "standard error"}
 
-READER_IS_GONE = 128 + signal.SIGPIPE  # the exit code that a shell shows for a program that SIGPIPE ended
+READER_IS_GONE = (
+    128 + signal.SIGPIPE
+)  # the exit code that a shell shows for a program that SIGPIPE ended
 
 _drops = False  # whether this process goes on without the output that cannot be written
 
@@ -170,7 +183,11 @@ def guard_streams() -> None:
             file = io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False))
             by_line = stream.line_buffering or stream.write_through
             # A terminal that lacks a character gets a question mark, not the run's end.
-            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=by_line))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=by_line),
+            )
 
 
 def outlast_output() -> None:
@@ -188,11 +205,15 @@ class _GuardedFile(io.FileIO):
             return super().write(data)
         except OSError as error:
             descriptor = self.fileno()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # takes what is buffered, and all that comes
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), descriptor
+            )  # takes what is buffered, and all that comes
             if not _drops and error.errno == errno.EPIPE:
                 raise SystemExit(READER_IS_GONE) from None
             if not _drops:
-                raise TTrainError(f"{NAMES[descriptor]} cannot be written: {error.strerror}") from None
+                raise TTrainError(
+                    f"{NAMES[descriptor]} cannot be written: {error.strerror}"
+                ) from None
             if descriptor == 1:
                 problem = f"{NAMES[1]} cannot be written ({error.strerror})"
                 print(f"{problem}; the command goes on without it", file=sys.stderr)

@@ -9,7 +9,12 @@ ABSENT = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
 # The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow "Input should be".
-_WHOLE, _NUMBER, _LIST, _MAPPING = "a whole number", "a number", "a list", "a group of names with values"
+_WHOLE, _NUMBER, _LIST, _MAPPING = (
+    "a whole number",
+    "a number",
+    "a list",
+    "a group of names with values",
+)
 RULES: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
@@ -79,7 +84,11 @@ def format_duration(seconds: float | None) -> str:
 
 def format_time(seconds: float | None) -> str:
     """A time since the epoch by this machine's clock: "2026-11-21 16:02"."""
-    return ABSENT if seconds is None else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
+    return (
+        ABSENT
+        if seconds is None
+        else f"{datetime.fromtimestamp(seconds, UTC).astimezone():%Y-%m-%d %H:%M}"
+    )
 
 
 def timed_lines(text: str) -> str:
@@ -104,7 +113,9 @@ def invalid_values(errors: Iterable[Mapping[str, Any]]) -> str:
     lines = []
     for error in errors:
         name = ".".join(map(str, error["loc"]))
-        lines.append(f"{name} is {error['input']!r} but {rule_of(error)}" if name else rule_of(error))
+        lines.append(
+            f"{name} is {error['input']!r} but {rule_of(error)}" if name else rule_of(error)
+        )
     return "; ".join(lines)
 
 

@@ -55,7 +55,9 @@ class DataFile:
         return locations.name(self.location)
 
 
-FilesByRole = Mapping[str, Sequence[DataFile]]  # "train" and, if the user names such files, "heldout"
+FilesByRole = Mapping[
+    str, Sequence[DataFile]
+]  # "train" and, if the user names such files, "heldout"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class BlockRecipe:
     seed: int = 0
     learn_reasoning: bool = True  # of chats and pairs
     keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
-    reuse: tuple[str, ...] = field(default=(), compare=False)  # outputs that may hold the block already
+    reuse: tuple[str, ...] = field(
+        default=(), compare=False
+    )  # outputs that may hold the block already
 
     @property
     def digest(self) -> str:
@@ -194,19 +198,25 @@ def read(block: Block) -> bytes:
             opened.seek(block.start)
             data = opened.read(block.end - block.start)
     if len(data) < block.end - block.start:
-        raise CannotRead(f"{block.location} became shorter while it was read; run the same command again")
+        raise CannotRead(
+            f"{block.location} became shorter while it was read; run the same command again"
+        )
     return data.removeprefix(codecs.BOM_UTF8) if block.start == 0 else data
 
 
 def draw(content_hash: bytes, seed: int) -> int:
     """A hash below 2**64 of a row, independent of its position: the rows with the lowest draws are a uniform sample."""
-    return int.from_bytes(hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big"
+    )
 
 
 def scan(block: Block, recipe: BlockRecipe) -> Words:
     """The draws of all good rows of a block, without encoding or writing anything."""
     rows = records(read(block), block, recipe, Tally())
-    return np.array([draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64)
+    return np.array(
+        [draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64
+    )
 
 
 def make(block: Block, recipe: BlockRecipe, output: Path) -> tuple[int, Path, bool]:
@@ -239,10 +249,14 @@ def is_built(directory: Path) -> bool:
     """Whether the block is there, with the bytes that were written, so that no damaged shard goes into a new set."""
     manifest = read_json(directory / MANIFEST)
     home = home_of(directory.parents[2])
-    return manifest is not None and all(is_intact(directory / name, sha, home) for name, sha in manifest["files"].items())
+    return manifest is not None and all(
+        is_intact(directory / name, sha, home) for name, sha in manifest["files"].items()
+    )
 
 
-def records(data: bytes, block: Block, recipe: BlockRecipe, tally: Tally) -> Iterator[tuple[int, sources.Record]]:
+def records(
+    data: bytes, block: Block, recipe: BlockRecipe, tally: Tally
+) -> Iterator[tuple[int, sources.Record]]:
     """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
     lines = json_rows.lines([data], recipe.max_line_bytes)
     parsed = json_rows.parsed(lines, block.location, tally, recipe.max_line_bytes)
@@ -294,7 +308,9 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name:
             column = shards.concatenate(columns[part_name])
             if part_name == "train":
                 column = replace(column, weights=np.array(weights))
-            entry, files[f"{part_name}.arrow"] = shards.shard_of(f"{name}.arrow", column, len(encoder))
+            entry, files[f"{part_name}.arrow"] = shards.shard_of(
+                f"{name}.arrow", column, len(encoder)
+            )
             manifest[part_name] = {**entry, "bytes": sizes[part_name]}
     manifest["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     files[MANIFEST] = json.dumps(manifest).encode()  # the last one makes the block exist
@@ -310,10 +326,16 @@ def encoder_of(directory: str) -> Encoder:
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
     """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
     if kind == "pairs":
-        sides = [(pair.prompt, pair.chosen, pair.rejected) for pair in records if isinstance(pair, Preference)]
+        sides = [
+            (pair.prompt, pair.chosen, pair.rejected)
+            for pair in records
+            if isinstance(pair, Preference)
+        ]
         return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        conversations = [chat.messages for chat in records if isinstance(chat, sources.Conversation)]
+        conversations = [
+            chat.messages for chat in records if isinstance(chat, sources.Conversation)
+        ]
         return _column(encode_chats(encoder, conversations))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
@@ -334,7 +356,11 @@ def _column(encoded: Sequence[tuple[Ids, ...]]) -> Column:
 
 def text_of(record: sources.Record) -> str:
     """The whole text of a record."""
-    return record.text if isinstance(record, sources.TextDocument) else "".join(turn.content for turn in record.messages)
+    return (
+        record.text
+        if isinstance(record, sources.TextDocument)
+        else "".join(turn.content for turn in record.messages)
+    )
 
 
 @dataclass

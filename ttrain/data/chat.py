@@ -96,7 +96,9 @@ def _role_tokens(encoder: Encoder) -> dict[str, Ids] | None:
 
 @lru_cache(maxsize=4)
 def _template_of(encoder: Encoder) -> JinjaTemplate:
-    return JinjaTemplate(encoder.jinja, encoder.tokens, map(encoder.spelling, encoder.special_ids()))
+    return JinjaTemplate(
+        encoder.jinja, encoder.tokens, map(encoder.spelling, encoder.special_ids())
+    )
 
 
 def encode_preferences(

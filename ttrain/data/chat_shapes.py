@@ -17,9 +17,15 @@ from ttrain.data.jinja_templates import ROLES
 from ttrain.data.tools import Malformed, kind_of, require
 
 SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "function_call": "assistant", "observation": "tool", "tool": "tool",
-}  # fmt: skip
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
 OWN_ROLES = {role: role for role in ROLES}
 # The first key that is present decides the format of a row.
 CHAT_KEYS = ("messages", "conversations", "instruction")
@@ -27,15 +33,23 @@ PROMPT_KEYS = ("prompt", "completion")
 # After those: a row has one exchange under the first of these pairs that it has.
 EXCHANGE_KEYS = (
     PROMPT_KEYS,
-    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"),
-    ("prompt", "response"), ("prompt", "answer"), ("prompt", "output"), ("input", "output"),
-)  # fmt: skip
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("prompt", "output"),
+    ("input", "output"),
+)
 CHAT_FIELDS = (
     "'messages' or 'conversations' with role and content, 'instruction' with 'output', 'prompt' with 'completion' or "
     "'response', 'question' with 'answer', or 'input' with 'output'"
 )
 # Keys that a question needs beside itself: its choices, and the text that it is about.
-OF_QUESTION = re.compile(r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?")
+OF_QUESTION = re.compile(
+    r"contexts?|passages?|[a-e]|(opt?|option|choice|ending|sol|distractor)s?[ _]?[a-e\d]?"
+)
 # Lists and objects beside a question that are no part of it, also as the last word of their key.
 BESIDE_QUESTION = re.compile(
     r"history|tools|(.*_)?(meta(data)?|tags?|labels?|ids?|urls?|source|model|author|language"
@@ -43,9 +57,16 @@ BESIDE_QUESTION = re.compile(
 )
 # Keys under which data sets have a part of an answer. Of them `reasoning_content` alone is read.
 UNREAD_KEYS = (
-    "thinking", "think", "thought", "thoughts", "reasoning", "rationale", "explanation", "cot",
+    "thinking",
+    "think",
+    "thought",
+    "thoughts",
+    "reasoning",
+    "rationale",
+    "explanation",
+    "cot",
     "chain_of_thought",
-)  # fmt: skip
+)
 Row = Mapping[str, Any]
 RawTurns = list[Any]  # as they are in the row
 A_TURN = '{"role": "user", "content": "..."}'
@@ -204,7 +225,9 @@ def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
     return list(value)
 
 
-def prompt_and_answer(prompt: RawTurns, answer: RawTurns, key: str) -> tuple[list[Message], list[Message]]:
+def prompt_and_answer(
+    prompt: RawTurns, answer: RawTurns, key: str
+) -> tuple[list[Message], list[Message]]:
     """The turns of the prompt, and those of the answer under `key` without it.
 
     An answer may be a whole conversation, with the prompt or the end of the prompt in it; white
@@ -307,7 +330,9 @@ def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     if isinstance(content, str) or (content is None and is_optional):
         return content or ""
     actual = kind_of(content) if key in turn else "missing"
-    require(isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {actual}, not text")
+    require(
+        isinstance(content, list), f"the '{key}' of a turn of role '{role}' is {actual}, not text"
+    )
     parts = [part if isinstance(part, dict) else {"type": kind_of(part)} for part in content]
     for part in parts:
         require(

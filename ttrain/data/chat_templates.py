@@ -50,7 +50,13 @@ class Message:
     def from_json(cls, turn: Mapping[str, Any]) -> Self:
         """The turn that `to_json` wrote."""
         is_learnt = turn.get("weight") != 0
-        return cls(turn["role"], turn["content"], is_learnt, turn.get("thought", 0), turn.get("thought_in_loss", True))
+        return cls(
+            turn["role"],
+            turn["content"],
+            is_learnt,
+            turn.get("thought", 0),
+            turn.get("thought_in_loss", True),
+        )
 
 
 Messages = tuple[Message, ...]

@@ -27,7 +27,9 @@ from ttrain.errors import DataError
 MAX_LINE_BYTES = 32 << 20
 EXCERPT_LETTERS = 80
 MOST_PLACES = 3  # reported per item
-REPORT = Path("run", "contamination.json")  # of a set of shards: it has names of files, so no stage may read it
+REPORT = Path(
+    "run", "contamination.json"
+)  # of a set of shards: it has names of files, so no stage may read it
 # What evaluations read: digests of the items that training documents contain.
 ITEM_SHARES = Path("heldout", "contamination.json")
 OVERLAPS = "overlaps with evaluation items"
@@ -65,7 +67,9 @@ class GramIndex:
                 self._sizes.add(size)
                 for gram in grams_of(words, [size]):
                     texts_of[gram].append(number)
-        self._texts_of = {gram: numbers for gram, numbers in texts_of.items() if len(numbers) <= MOST_ALIKE}
+        self._texts_of = {
+            gram: numbers for gram, numbers in texts_of.items() if len(numbers) <= MOST_ALIKE
+        }
         self.totals = Counter(number for numbers in self._texts_of.values() for number in numbers)
 
     def find(self, text: str) -> dict[int, float]:
@@ -149,7 +153,9 @@ def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...]) -> list[Text
     index, matches = _index_of(texts), list[TextMatch]()
     for line, record in blocks.records(blocks.read(block), block, recipe, json_rows.Tally()):
         text = record.text if isinstance(record, records.TextDocument) else of_chat(record.messages)
-        matches += [TextMatch(line, *found) for found in index.find(text).items() if found[1] >= SHARE]
+        matches += [
+            TextMatch(line, *found) for found in index.find(text).items() if found[1] >= SHARE
+        ]
     return matches
 
 
@@ -191,15 +197,26 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
         is_short = item.text in too_short
         tasks[item.task].update(items=1, too_short=int(is_short), overlapping=int(bool(places)))
         if places:
-            lines.append({
-                "task": item.task, "where": item.location, "digest": item.digest, "text": item.text[:EXCERPT_LETTERS],
-                "share": places[0]["share"], "documents": len(places), "places": places[:MOST_PLACES],
-            })  # fmt: skip
+            lines.append(
+                {
+                    "task": item.task,
+                    "where": item.location,
+                    "digest": item.digest,
+                    "text": item.text[:EXCERPT_LETTERS],
+                    "share": places[0]["share"],
+                    "documents": len(places),
+                    "places": places[:MOST_PLACES],
+                }
+            )
     lines.sort(key=lambda line: (-line["share"], line["where"]))
     documents = len({(file, match.line) for file, match in matches})
     return {
-        "share": SHARE, "removed": against.remove, "documents": documents, "tasks": tasks, "items": lines,
-    }  # fmt: skip
+        "share": SHARE,
+        "removed": against.remove,
+        "documents": documents,
+        "tasks": tasks,
+        "items": lines,
+    }
 
 
 def of_row(record: JsonDict) -> str | None:
@@ -232,7 +249,11 @@ def of_chat(messages: Messages) -> str:
 
 def _right_choice(choices: Sequence[object], answer: object) -> object:
     """The right choice, given as its number, its letter or its text."""
-    if isinstance(answer, str) and re.fullmatch(r"\s*[A-Za-z]\s*", answer) and answer not in choices:
+    if (
+        isinstance(answer, str)
+        and re.fullmatch(r"\s*[A-Za-z]\s*", answer)
+        and answer not in choices
+    ):
         answer = ord(answer.strip().upper()) - ord("A")
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return choices[answer]

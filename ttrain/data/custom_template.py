@@ -26,15 +26,26 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write the date, by calling `strftime_now`. Rows must not depend on it, so the date
 # is fixed. The empty expression keeps a newline at the beginning of a template.
 FIXED_DATE = {
-    "%Y": "2025", "%y": "25", "%m": "01", "%d": "01", "%B": "January", "%b": "Jan",
-    "%A": "Wednesday", "%a": "Wed", "%H": "00", "%M": "00", "%S": "00",
-}  # fmt: skip
+    "%Y": "2025",
+    "%y": "25",
+    "%m": "01",
+    "%d": "01",
+    "%B": "January",
+    "%b": "Jan",
+    "%A": "Wednesday",
+    "%a": "Wed",
+    "%H": "00",
+    "%M": "00",
+    "%S": "00",
+}
 FIXED_DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace({name!r}, {value!r})" for name, value in FIXED_DATE.items())
     + " }}{% endmacro %}{{ '' }}"
 )
-NO_END = "no special token ends the answers that are learnt, so that a model would not learn to stop"
+NO_END = (
+    "no special token ends the answers that are learnt, so that a model would not learn to stop"
+)
 DEPENDS_ON_CONTENTS = "what it writes around the turns depends on their contents"
 REFUSED = "the tokenizer's own chat template cannot be used"
 ERROR_CHARACTERS = 200
@@ -83,7 +94,9 @@ class JinjaTemplate:
     lead        what the template writes between a generation prompt and an answer
     """
 
-    def __init__(self, jinja: str, tokens: Mapping[str, str], special_tokens: Iterable[str]) -> None:
+    def __init__(
+        self, jinja: str, tokens: Mapping[str, str], special_tokens: Iterable[str]
+    ) -> None:
         """`tokens`: by the names of transformers.
 
         Raises DataError if the template cannot render a question with its answer and end.
@@ -110,7 +123,9 @@ class JinjaTemplate:
         prompt = self.render((question,), prompt=True)
         self._prompt_end = prompt.text[prompt.contents[0][1] :]
         before = rendering.text[rendering.contents[0][1] : answer_start]
-        self.lead = before.removeprefix(self._prompt_end) if before.startswith(self._prompt_end) else ""
+        self.lead = (
+            before.removeprefix(self._prompt_end) if before.startswith(self._prompt_end) else ""
+        )
 
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
         """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
@@ -148,7 +163,9 @@ class JinjaTemplate:
                 live.append((begin, token.end()))
                 continue
             block = bisect.bisect_right(blocks, (piece.start, math.inf)) - 1
-            if block >= 0 and blocks[block][1] >= piece.end:  # else `{% generation %}` leaves it out
+            if (
+                block >= 0 and blocks[block][1] >= piece.end
+            ):  # else `{% generation %}` leaves it out
                 live.append((begin, blocks[block][1]))
         contents = [(piece.start, piece.end) for piece in pieces[1:-1]]
         return Rendering(text, contents, live)
@@ -177,8 +194,12 @@ class JinjaTemplate:
             times = unchanged[place, content]
             if not is_left_out and (times != 1 or copies[place] != 1):
                 role = f"role '{turns[place // 2]['role']}'"
-                shown = f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)"
-                raise TemplateRefused(f"it changes or repeats a content ({role} {times} times)", shown)
+                shown = (
+                    f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)"
+                )
+                raise TemplateRefused(
+                    f"it changes or repeats a content ({role} {times} times)", shown
+                )
         pieces: list[Piece] = []
         start = 0
         for place, content, following in found:
@@ -206,7 +227,9 @@ class JinjaTemplate:
         """
         if self._prompt_end.strip() and self._prompt_end in before:
             return before.rpartition(self._prompt_end)[2]
-        return self.lead + before.rpartition(self.lead)[2] if self.lead and self.lead in before else ""
+        return (
+            self.lead + before.rpartition(self.lead)[2] if self.lead and self.lead in before else ""
+        )
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it is within `{% generation %}`."""

@@ -29,13 +29,33 @@ END_OF_TURN = "end_of_turn_token"  # in tokenizer_config.json, beside Hugging Fa
 REQUIRED = ("pad_token", "bos_token", "eos_token", END_OF_TURN)
 NO_TOKEN = -1
 PROBES = (
-    "", " ", "   ", "a  b   c    d", " before and after ", "\n", "\n\n\n", "a\n\n  b\r\n\tc\t\t", "\0", "a\0b\x01\x7f",
-    "don't I'll we've they're she'd I'm it's", "DON'T ’s", "0 12 345 6789 3.14 1,000,000 ½ ٣ 二", "x_1 = f(y)[0] // 2 != 3;",
-    "你好，世界！東京に行く 한국어", "über Ångström e\u0301 a\u0308\u0323", "\u202eשלום\u202c عربي",
-    "\u00a0\u2009\u3000\u200b\ufeff", "🙂 👨\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 🇩🇪", "\U0010ffff\ufffd\u2028\u2029\u0085",
-    "a" * 500, "日" * 300, "-" * 100 + "=" * 100, "https://example.org/a?b=c&d=%20#e", "<html><body class='x'>&amp;</body>",
+    "",
+    " ",
+    "   ",
+    "a  b   c    d",
+    " before and after ",
+    "\n",
+    "\n\n\n",
+    "a\n\n  b\r\n\tc\t\t",
+    "\0",
+    "a\0b\x01\x7f",
+    "don't I'll we've they're she'd I'm it's",
+    "DON'T ’s",
+    "0 12 345 6789 3.14 1,000,000 ½ ٣ 二",
+    "x_1 = f(y)[0] // 2 != 3;",
+    "你好，世界！東京に行く 한국어",
+    "über Ångström e\u0301 a\u0308\u0323",
+    "\u202eשלום\u202c عربي",
+    "\u00a0\u2009\u3000\u200b\ufeff",
+    "🙂 👨\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 🇩🇪",
+    "\U0010ffff\ufffd\u2028\u2029\u0085",
+    "a" * 500,
+    "日" * 300,
+    "-" * 100 + "=" * 100,
+    "https://example.org/a?b=c&d=%20#e",
+    "<html><body class='x'>&amp;</body>",
     "{{ 7*7 }} {% if x %}",
-)  # fmt: skip
+)
 
 
 class Encoding(NamedTuple):
@@ -53,7 +73,9 @@ class Encoding(NamedTuple):
         inside = np.zeros(len(self.ids), np.bool_)
         ends = np.maximum(self.ends, self.starts + 1)
         for start, end in spans:
-            inside[np.searchsorted(ends, start, "right") : np.searchsorted(self.starts, end, "left")] = True
+            inside[
+                np.searchsorted(ends, start, "right") : np.searchsorted(self.starts, end, "left")
+            ] = True
         return inside
 
 
@@ -82,7 +104,9 @@ class Encoder:
             self.jinja = (directory / "chat_template.jinja").read_bytes().decode()
             config = need_object((directory / "tokenizer_config.json").read_bytes())
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"cannot read what belongs to the tokenizer {path}: {error}") from None
+            raise ArtifactError(
+                f"cannot read what belongs to the tokenizer {path}: {error}"
+            ) from None
         templates = {text: name for name, text in jinja_templates.JINJA.items()}
         self.template = templates.get(self.jinja, "own")
         vocabulary = self._reference.get_vocab(with_added_tokens=True)
@@ -99,7 +123,9 @@ class Encoder:
             )
         ids = [self.special(self.tokens[name]) for name in REQUIRED]
         self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
-        self.unk_id = self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
+        self.unk_id = (
+            self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
+        )
         self.digest = digest_of([sha256_file(path), ids])
         added = self._reference.get_added_tokens_decoder().items()
         self._special_ids = frozenset(number for number, token in added if token.special)
@@ -225,7 +251,9 @@ class Encoder:
             if not (np.array_equal(fast_ids, ids) and np.array_equal(fast_offsets, offsets)):
                 raise ValueError("fastokens and tokenizers make different ids of awkward texts")
         except ImportError:
-            log.info("fastokens is not installed; using tokenizers, which takes about twenty times as long")
+            log.info(
+                "fastokens is not installed; using tokenizers, which takes about twenty times as long"
+            )
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
@@ -246,16 +274,25 @@ def open_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a bare Exception, or a panic in Rust, which is not an Exception
+    except (
+        BaseException
+    ) as error:  # a bare Exception, or a panic in Rust, which is not an Exception
         raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
 
 
 def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-    ids, offsets = fast.encode_batch_flat(list(texts), False, True)  # no special tokens added, none found in the text
+    ids, offsets = fast.encode_batch_flat(
+        list(texts), False, True
+    )  # no special tokens added, none found in the text
     return np.frombuffer(ids, dtype="<u4"), np.frombuffer(offsets, dtype="<u8").astype(np.int64)
 
 
 def _reference_flat(reference: Tokenizer, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-    ids_by_text = [encoding.ids for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+    ids_by_text = [
+        encoding.ids
+        for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)
+    ]
     offsets = np.cumsum([0, *map(len, ids_by_text)], dtype=np.int64)
-    return np.fromiter(itertools.chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(offsets[-1])), offsets
+    return np.fromiter(
+        itertools.chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(offsets[-1])
+    ), offsets

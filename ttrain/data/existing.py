@@ -49,9 +49,13 @@ def tokenizer_files(existing: str) -> list[Path]:
     directory = user_path(existing)
     if not directory.is_dir():
         fix = "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
-        directory = from_hub(existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file(), fix)
+        directory = from_hub(
+            existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file(), fix
+        )
     if not (directory / JSON).is_file():
-        raise UsageError(f"tokenizer.existing is '{existing}', which has no tokenizer.json; {CONVERT}")
+        raise UsageError(
+            f"tokenizer.existing is '{existing}', which has no tokenizer.json; {CONVERT}"
+        )
     return files_in(directory)
 
 
@@ -60,7 +64,9 @@ def files_in(directory: Path) -> list[Path]:
     return [directory / name for name in FILES if (directory / name).is_file()]
 
 
-def from_hub(text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool], fix: str) -> Path:
+def from_hub(
+    text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool], fix: str
+) -> Path:
     """The folder in the Hub's cache with the files that match `patterns`; fetched if `is_whole` finds files missing.
 
     `text` is the value of `setting`. Raises UsageError, with the `fix`, if it is not owner/name[@revision] or names a file,
@@ -108,7 +114,10 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     if template == "auto":
         template = "own" if jinja else "ttrain"
     if template != "own":
-        jinja, needed = jinja_templates.JINJA[template], jinja_templates.SPECIAL_TOKENS[template][4:]
+        jinja, needed = (
+            jinja_templates.JINJA[template],
+            jinja_templates.SPECIAL_TOKENS[template][4:],
+        )
     if jinja is None:
         raise UsageError(
             "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
@@ -116,7 +125,11 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
     source = tokenizer.to_str(pretty=True) if added else paths[JSON].read_bytes().decode("utf-8")
-    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
+    special = [
+        token.content
+        for _, token in sorted(tokenizer.get_added_tokens_decoder().items())
+        if token.special
+    ]
     others = [token for token in special if token not in tokens.values()]
     length = config.get("model_max_length")
     max_length = int(length) if isinstance(length, int) and 0 < length < 10**9 else MODEL_MAX_LENGTH
@@ -127,7 +140,9 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
         question, answer = Message("user", "Q"), Message("assistant", "A")
         prompt = own_template.render((question,), prompt=True)
         if not own_template.render((question, answer)).text.startswith(prompt.text):
-            log.warning("the chat template's generation prompt differs from the text before the answers in training")
+            log.warning(
+                "the chat template's generation prompt differs from the text before the answers in training"
+            )
     write(directory, source, tokens, others, jinja, max_length)
     if added:
         log.info("added to the tokenizer: %s", ", ".join(added))
@@ -136,7 +151,11 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
     """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
     merged: JsonDict = {}
-    for path in (paths[name] for name in ("special_tokens_map.json", "tokenizer_config.json") if name in paths):
+    for path in (
+        paths[name]
+        for name in ("special_tokens_map.json", "tokenizer_config.json")
+        if name in paths
+    ):
         try:
             values = need_object(path.read_bytes())
         except ValueError as error:
@@ -147,11 +166,17 @@ def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
 
 def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
     """Names and strings of pad, bos, eos and, if present, unk; padding is neither eos nor unk."""
-    tokens = dict(zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False))
+    tokens = dict(
+        zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False)
+    )
     for name in NAMES:
         value = config.get(name)
         token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str) and token and (name != "unk_token" or tokenizer.token_to_id(token) is not None):
+        if (
+            isinstance(token, str)
+            and token
+            and (name != "unk_token" or tokenizer.token_to_id(token) is not None)
+        ):
             tokens[name] = token
     spec = json.loads(tokenizer.to_str())
     unknown = spec["model"].get("unk_token")
@@ -183,14 +208,20 @@ def _missing_bytes(tokenizer: Tokenizer, spec: JsonDict) -> int:
 
 def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
     """Make each of the tokens special; returns those that were not special before."""
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    special = {
+        token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+    }
     added = [token for token in dict.fromkeys(tokens) if token not in special]
-    tokens_by_id = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    tokens_by_id = {
+        number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()
+    }
     tokenizer.add_special_tokens(added)
     for token in added:
         number = int(tokenizer.token_to_id(token) or 0)
         if tokens_by_id.get(number, token) != token:
-            raise UsageError(f"tokenizer.existing has unused ids, so that {token} cannot be added: its id {number} is taken")
+            raise UsageError(
+                f"tokenizer.existing has unused ids, so that {token} cannot be added: its id {number} is taken"
+            )
     return added
 
 
@@ -207,7 +238,9 @@ def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
     chat_template = config.get("chat_template")
     if isinstance(chat_template, list):  # several, by name
         items = (item for item in chat_template if isinstance(item, dict))
-        chat_template = next((item.get("template") for item in items if item.get("name") == "default"), None)
+        chat_template = next(
+            (item.get("template") for item in items if item.get("name") == "default"), None
+        )
     return chat_template if isinstance(chat_template, str) and chat_template.strip() else None
 
 
@@ -266,7 +299,9 @@ def max_length(path: Path) -> int | None:
 def _directory(start_from: str, setting: str) -> Path:
     directory = user_path(start_from).absolute()
     if directory.is_dir():
-        is_artifact = not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
+        is_artifact = (
+            not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
+        )
         return directory / MODEL_DIRECTORY if is_artifact else directory
     stages = ", ".join((NONE, *TRAININGS))
     fix = f"name one of {stages}, a folder that holds config.json, or owner/name[@revision]"

@@ -30,7 +30,9 @@ def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
         return [(location, 1, {reading.text_field: "..."})]
     limit = reading.max_line_bytes
     with streams.noting_faults(location):
-        lines = itertools.islice(json_rows.numbered_lines(location, limit, reading.text_field), ROWS)
+        lines = itertools.islice(
+            json_rows.numbered_lines(location, limit, reading.text_field), ROWS
+        )
         return list(json_rows.parsed(lines, location, tally, limit))
 
 
@@ -61,7 +63,9 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         except DataError as error:
             raise UsageError(f"{setting}: {error}") from None
         if rows and not any(_may_be(values, kind, reading.text_field) for _, _, values in rows):
-            raise UsageError(f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}")
+            raise UsageError(
+                f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}"
+            )
         list(records.accepted(rows, parse, tally))
     bad = tally.rejected.total()
     are_all_read = local and len(local) == len(files) and tally.rows < ROWS
@@ -69,7 +73,9 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
         found = "which has no rows"
         if bad:
             found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
-        raise UsageError(f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows")
+        raise UsageError(
+            f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows"
+        )
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:
@@ -84,7 +90,11 @@ def _problem(setting: str, kind: Kind, rows: Sequence[Row], text_field: str) -> 
     location, line, first = rows[0]
     keys = first_of(first, SHOWN_KEYS) or "no keys"
     found = kind_of(rows)
-    if found and found != kind and not all(why_bad(values, found, text_field) for _, _, values in rows):
+    if (
+        found
+        and found != kind
+        and not all(why_bad(values, found, text_field) for _, _, values in rows)
+    ):
         part = "_heldout" if setting.endswith("_heldout") else ""
         fix = shlex.quote(f"data.{DATASETS[found]}{part}={location}")
         return f"{location}:{line} is {NAMES[found]} (keys: {keys}); write {fix}"

@@ -49,7 +49,9 @@ def shards_at(path: Path) -> Path:
     for directory in (path, path / "train"):
         if (directory / INDEX).is_file():
             return directory
-    raise UsageError(f"{path} holds no shards; name a stage such as shards-sft, or a directory with {INDEX}")
+    raise UsageError(
+        f"{path} holds no shards; name a stage such as shards-sft, or a directory with {INDEX}"
+    )
 
 
 def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
@@ -60,7 +62,9 @@ def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
             encoder = Encoder(artifact.path, fast=False)
             if encoder.digest == digest:
                 return encoder
-    raise UsageError(f"the tokenizer {digest[:12]} of the shards in {shards.directory} is not in {store.root}")
+    raise UsageError(
+        f"the tokenizer {digest[:12]} of the shards in {shards.directory} is not in {store.root}"
+    )
 
 
 def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
@@ -75,9 +79,14 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
     batch = rows.batch([number])
     shown = TokenView(number, [], [], [], [])
     for segment, (start, end) in enumerate(batch.spans(0)):
-        ids, targets = batch.input_ids_BT[0, start:end].tolist(), batch.labels_BT[0, start:end].tolist()
+        ids, targets = (
+            batch.input_ids_BT[0, start:end].tolist(),
+            batch.labels_BT[0, start:end].tolist(),
+        )
         live = [False, *(target != IGNORE for target in targets)]
-        if live[-1]:  # an input in no position of this record: the end of a chat, or the next row's first
+        if live[
+            -1
+        ]:  # an input in no position of this record: the end of a chat, or the next row's first
             ids.append(targets[-1])
         shown.ids += ids
         shown.live += live[: len(ids)]
@@ -85,7 +94,9 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
         shown.pieces += pieces_of(tokenizer, ids)
         if isinstance(batch, PairBatch):
             answer = int(batch.answers_BT[0, start:end].max())
-            name = "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
+            name = (
+                "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
+            )
             shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
     return shown
 
@@ -109,7 +120,9 @@ def lines(shown: TokenView, segment: int, special: frozenset[int]) -> Iterator[l
     Unprintable characters are escaped, so that text cannot control the terminal.
     """
     line: list[Span] = []
-    for number, live, which, piece in zip(shown.ids, shown.live, shown.segments, shown.pieces, strict=True):
+    for number, live, which, piece in zip(
+        shown.ids, shown.live, shown.segments, shown.pieces, strict=True
+    ):
         for part in piece.splitlines(keepends=True) if which == segment else ():
             line.append(Span(escaped(part), live, number in special))
             if part.endswith("\n"):

@@ -6,13 +6,23 @@ from ttrain.data.tools import CALL_BEGIN, CALL_END, TOOLS_BEGIN, TOOLS_END, TOOL
 
 ROLES = ("system", "user", "assistant", "tool")
 
-PAD, UNK, BOS, EOS, END, IM_END = "<|pad|>", "<|unk|>", "<|bos|>", "<|eos|>", "<|end|>", "<|im_end|>"
+PAD, UNK, BOS, EOS, END, IM_END = (
+    "<|pad|>",
+    "<|unk|>",
+    "<|bos|>",
+    "<|eos|>",
+    "<|end|>",
+    "<|im_end|>",
+)
 
 ROLE_TOKENS = tuple(f"<|{role}|>" for role in ROLES)
 
 
 # Special tokens of a tokenizer that is trained, in the order of their ids, and the one that ends an answer.
-SPECIAL_TOKENS = {"ttrain": (PAD, UNK, BOS, EOS, *ROLE_TOKENS, END), "tinyseek": (PAD, UNK, BOS, EOS, IM_END)}
+SPECIAL_TOKENS = {
+    "ttrain": (PAD, UNK, BOS, EOS, *ROLE_TOKENS, END),
+    "tinyseek": (PAD, UNK, BOS, EOS, IM_END),
+}
 
 END_TOKENS = {"ttrain": END, "tinyseek": IM_END}
 
@@ -54,16 +64,30 @@ $begin
 """
 
 _TOOLS = {
-    "sentence": TOOLS_SENTENCE, "tools_begin": TOOLS_BEGIN, "tools_end": TOOLS_END, "call_begin": CALL_BEGIN,
-    "call_end": CALL_END, "roles": str(list(ROLES)),
-}  # fmt: skip
+    "sentence": TOOLS_SENTENCE,
+    "tools_begin": TOOLS_BEGIN,
+    "tools_end": TOOLS_END,
+    "call_begin": CALL_BEGIN,
+    "call_end": CALL_END,
+    "roles": str(list(ROLES)),
+}
 
 _PARTS = {
-    "ttrain": {"begin": "{{- bos_token -}}", "header": "'<|' ~ role ~ '|>'", "answer_end": END, "turn_end": f"'{END}'"},
+    "ttrain": {
+        "begin": "{{- bos_token -}}",
+        "header": "'<|' ~ role ~ '|>'",
+        "answer_end": END,
+        "turn_end": f"'{END}'",
+    },
     "tinyseek": {
-        "begin": "", "header": "role | capitalize ~ '：'", "answer_end": IM_END,
+        "begin": "",
+        "header": "role | capitalize ~ '：'",
+        "answer_end": IM_END,
         "turn_end": f"'{IM_END}' if role == 'assistant' else '\\n'",
     },
-}  # fmt: skip
+}
 
-JINJA = {name: string.Template(_JINJA).substitute(_TOOLS, **parts).lstrip() for name, parts in _PARTS.items()}
+JINJA = {
+    name: string.Template(_JINJA).substitute(_TOOLS, **parts).lstrip()
+    for name, parts in _PARTS.items()
+}

@@ -36,7 +36,9 @@ COUNTS = (
 )
 EXCERPT_CHARACTERS = 200
 TOO_LONG = "line longer than reading.max_line_bytes={}; raise it, or split the text"
-NULS = "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
+NULS = (
+    "not valid JSON: only NUL bytes, as a crash of the writing machine leaves; write the line again"
+)
 NOT_UTF8 = "not valid UTF-8; write the row again as UTF-8, or convert the file with iconv"
 
 Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
@@ -109,7 +111,10 @@ class Tally:
 
     def to_json(self) -> JsonDict:
         """Counts for the manifest and the summary."""
-        more = {name: getattr(self, name) for name in ("first_rejected", "unread_keys", "with_reasoning")}
+        more = {
+            name: getattr(self, name)
+            for name in ("first_rejected", "unread_keys", "with_reasoning")
+        }
         return {
             "rows": self.rows,
             "kept": self.kept,
@@ -119,8 +124,14 @@ class Tally:
         }
 
     def check(
-        self, setting: str, limit: float, expected_fields: str, prefix: str = "reading.", *, may_be_empty: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        setting: str,
+        limit: float,
+        expected_fields: str,
+        prefix: str = "reading.",
+        *,
+        may_be_empty: bool = False,
+    ) -> None:
         """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept.
 
         `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too
@@ -135,7 +146,9 @@ class Tally:
             )
         if not (self.kept or may_be_empty):
             skipped = "".join(f"; {rows} skipped: {rule}" for rule, rows in self.skipped.items())
-            advice = f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
+            advice = (
+                f". {self._looked_for(expected_fields)}" if self.rejected or not self.rows else ""
+            )
             raise DataError(f"{setting}: no rows are left of {self.rows}{skipped}{advice}")
 
     def _looked_for(self, expected_fields: str) -> str:
@@ -151,8 +164,11 @@ def count(counts: Counter[str], more: Mapping[str, int]) -> None:
 
 
 def read(
-    paths: Sequence[str], tally: Tally, max_line_bytes: int, text_field: str = TEXT,
-) -> Iterator[Row]:  # fmt: skip
+    paths: Sequence[str],
+    tally: Tally,
+    max_line_bytes: int,
+    text_field: str = TEXT,
+) -> Iterator[Row]:
     """(path, line number from 1, JSON object) of every good line of every file.
 
     Blank lines do not count as rows. Each element of a JSON array is a line; a `.txt` file is one
@@ -173,13 +189,18 @@ def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[
 
 
 def parsed(
-    numbered: Iterable[tuple[int, bytes]], path: str, tally: Tally, max_line_bytes: int,
-) -> Iterator[Row]:  # fmt: skip
+    numbered: Iterable[tuple[int, bytes]],
+    path: str,
+    tally: Tally,
+    max_line_bytes: int,
+) -> Iterator[Row]:
     """(path, line number, JSON object) of the good lines."""
     loads, number = orjson.loads, 0
     for number, line in numbered:
         # Seen before an error of the parser, which takes six times as long as the rest.
-        is_too_long = len(line) > max_line_bytes  # and cut: a blank beginning says nothing of the line
+        is_too_long = (
+            len(line) > max_line_bytes
+        )  # and cut: a blank beginning says nothing of the line
         if not is_too_long and not line.strip():
             continue
         tally.rows += 1

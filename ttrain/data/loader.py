@@ -44,9 +44,14 @@ class Loader:
     def step(self, step: int) -> list[MicroBatch]:
         """Micro-batches of this rank in a step; any step can be asked for."""
         parts = self.parts(step)
-        mine = [MicroBatch(number, self.rows.batch(parts[number])) for number in range(self.rank, len(parts), self.world)]
+        mine = [
+            MicroBatch(number, self.rows.batch(parts[number]))
+            for number in range(self.rank, len(parts), self.world)
+        ]
         if len(mine) < -(-len(parts) // self.world):
-            mine.append(MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets()))
+            mine.append(
+                MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets())
+            )
         return mine
 
     def steps(self, first: int, last: int) -> Generator[list[MicroBatch], None, None]:

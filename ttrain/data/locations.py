@@ -21,7 +21,11 @@ from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")  # of many records
+ROWS = (
+    *LINES,
+    *(kind + packed for kind in LINES for packed in PACKED),
+    ".parquet",
+)  # of many records
 TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
 TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
@@ -29,12 +33,18 @@ HUB = "hf://"
 HTTP = ("http://", "https://")
 # What file systems tell of the bytes of a file, the surest first.
 MARKS = (
-    "etag", "md5|hash|digest|crc|sha", "version|generation", "modif|mtime|updated|write|created",
-)  # fmt: skip
+    "etag",
+    "md5|hash|digest|crc|sha",
+    "version|generation",
+    "modif|mtime|updated|write|created",
+)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # `datasets/` is how fsspec and pandas spell it. Revisions with a slash are those of converted files
 # and of pull requests.
-_HUB = re.compile(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.DOTALL)
+_HUB = re.compile(
+    r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?",
+    re.DOTALL,
+)
 # How the Hub finds the split of a file in its path: the word between separators or digits, so that
 # "constraints" is none.
 _TRAIN = re.compile(r"(?:^|[-._ 0-9/])train(?:ing)?(?:[-._ 0-9/]|$)")
@@ -142,7 +152,9 @@ def _missing(pattern: str) -> str:
     path = local_path(pattern)
     if path.is_dir():
         return "no file in that folder ends in .jsonl, .ndjson, .parquet or .txt"
-    return "there is no such file" + ("" if path.is_absolute() else f" in {Path.cwd()}, where the command runs")
+    return "there is no such file" + (
+        "" if path.is_absolute() else f" in {Path.cwd()}, where the command runs"
+    )
 
 
 def local_matches(path: Path) -> list[str]:
@@ -150,7 +162,9 @@ def local_matches(path: Path) -> list[str]:
     if os.path.lexists(path) and not path.is_dir():
         return [str(path)]
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
-    matches = sorted(match for match in glob.glob(pattern, recursive=True) if not Path(match).is_dir())
+    matches = sorted(
+        match for match in glob.glob(pattern, recursive=True) if not Path(match).is_dir()
+    )
     return _data_files(matches, str(path)) if path.is_dir() else matches
 
 
@@ -159,7 +173,9 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
 
     What else looks like data is logged.
     """
-    data = [path for path in paths if path.endswith(ROWS)] or [path for path in paths if path.endswith(TEXTS)]
+    data = [path for path in paths if path.endswith(ROWS)] or [
+        path for path in paths if path.endswith(TEXTS)
+    ]
     read = set(data)
     left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in read]
     if left_out:
@@ -188,7 +204,9 @@ def filesystem(location: str) -> tuple[Any, str]:
 
     # A link of a chain may be a bare protocol.
     if any(link.partition(":")[0].lower() == "dask" for link in location.split("::")):
-        raise UsageError("dask:// is refused, since its servers may run code here; name the files themselves")
+        raise UsageError(
+            "dask:// is refused, since its servers may run code here; name the files themselves"
+        )
     options = {"client_kwargs": {"trust_env": True}} if _is_http(location) else {}  # the proxy
     try:
         files, path = url_to_fs(location, **options)
@@ -202,7 +220,9 @@ def _remote_files(pattern: str) -> list[str]:
     try:
         files.invalidate_cache()
         if re.search(r"[*[]" if _is_http(pattern) else r"[*?[]", path):
-            found = files.glob(path, detail=True, on_error="raise")  # else a folder that fails is passed over
+            found = files.glob(
+                path, detail=True, on_error="raise"
+            )  # else a folder that fails is passed over
             matches = [match for match, details in found.items() if details["type"] == "file"]
         elif files.info(path)["type"] == "directory":
             root = path.rstrip("/") + "/"
@@ -224,7 +244,9 @@ def reason(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
     if cause is None:
         return "there is no such file"
-    return first_line(cause).partition(", url=")[0]  # aiohttp's ends in the location, with its secrets
+    return first_line(cause).partition(", url=")[
+        0
+    ]  # aiohttp's ends in the location, with its secrets
 
 
 # --- data sets on the Hub
@@ -269,7 +291,9 @@ def _hub_files(pattern: str) -> list[str]:
 
         matches = list(filter(re.compile(glob_translate(path)).match, files))
     elif path:
-        matches = _data_files([file for file in shown if file.startswith(f"{path}/")], pattern.rstrip("/"))
+        matches = _data_files(
+            [file for file in shown if file.startswith(f"{path}/")], pattern.rstrip("/")
+        )
     else:  # the texts of a whole repository are notes and vocabularies
         rows = [file for file in shown if file.endswith(ROWS)]
         matches = [file for file in rows if _TRAIN.search(file)] or rows

@@ -41,7 +41,9 @@ FORMAT = 3  # of sketches: another one where the values of a text change
 VALUES = 128  # MinHash values of a document
 MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
 MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that are alike must not cost their square
-MOST_COMPARED = 16  # documents that one is compared with exactly, those with most bands in common first
+MOST_COMPARED = (
+    16  # documents that one is compared with exactly, those with most bands in common first
+)
 SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 
 Values = npt.NDArray[np.uint32]
@@ -75,7 +77,11 @@ def _hashes(text: bytes) -> Words:
 
 def rows_of_bands(threshold: float) -> int:
     """MinHash values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
-    fitting = (rows for rows in range(16, 1, -1) if (1 - threshold**rows) ** (VALUES // rows) <= MOST_MISSED)
+    fitting = (
+        rows
+        for rows in range(16, 1, -1)
+        if (1 - threshold**rows) ** (VALUES // rows) <= MOST_MISSED
+    )
     return next(fitting, 2)
 
 
@@ -106,7 +112,9 @@ def sketches_of_shard(shard: Path, tokenizer: str, rows: int, files: Sequence[Pa
     for file in files:
         if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
             return np.fromfile(file, "<u4").reshape(shape)
-    sketches = sketches_of([_plain(column, record, tokenizer) for record in range(len(column))], rows)
+    sketches = sketches_of(
+        [_plain(column, record, tokenizer) for record in range(len(column))], rows
+    )
     shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
     return sketches
 
@@ -118,7 +126,11 @@ def _plain(column: shards.Column, record: int, tokenizer: str) -> bytes:
 
 
 def near_duplicates(
-    sketches: Values, present: Flags, droppable: Flags, shingles: Callable[[int], Words], threshold: float
+    sketches: Values,
+    present: Flags,
+    droppable: Flags,
+    shingles: Callable[[int], Words],
+    threshold: float,
 ) -> list[NearDuplicate]:
     """Compare documents that share a band exactly with those kept before them, in order; return those that are dropped."""
     shared = _shared_bands(sketches, present, droppable)
@@ -127,9 +139,15 @@ def near_duplicates(
     for position in np.flatnonzero(shared.any(axis=0)).tolist():
         numbers = np.flatnonzero(shared[:, position])
         bands = list(zip(numbers.tolist(), sketches[numbers, position].tolist(), strict=True))
-        alike = Counter(original for band in bands for original in kept[band]) if droppable[position] else Counter()
+        alike = (
+            Counter(original for band in bands for original in kept[band])
+            if droppable[position]
+            else Counter()
+        )
         hashes = shingles(position) if alike else np.zeros(0, np.uint64)
-        for original in sorted(alike, key=lambda original: (-alike[original], original))[:MOST_COMPARED]:
+        for original in sorted(alike, key=lambda original: (-alike[original], original))[
+            :MOST_COMPARED
+        ]:
             others = shingles(original)
             common = len(np.intersect1d(hashes, others, assume_unique=True))
             jaccard = common / max(1, len(hashes) + len(others) - common)
@@ -167,13 +185,20 @@ class NearDuplicateSearch:
         pool: Pool,
     ) -> None:
         """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
-        self.output, self.built_blocks, self.recipe, self.threshold = output, built_blocks, recipe, threshold
+        self.output, self.built_blocks, self.recipe, self.threshold = (
+            output,
+            built_blocks,
+            recipe,
+            threshold,
+        )
         self.shards: list[SketchedShard] = []
         rows = 0
         for directory in (origin / part_name for origin in earlier for part_name in PARTS):
             for entry in shards.ShardSet(directory, recipe.tokenizer_digest).entries:
                 positions = np.arange(rows, rows + entry["rows"])
-                self.shards.append(SketchedShard(directory / entry["file"], entry["sha256"], positions))
+                self.shards.append(
+                    SketchedShard(directory / entry["file"], entry["sha256"], positions)
+                )
                 rows += entry["rows"]
         self.old_rows = rows
         self.starts = rows + shards.offsets_of([len(block.rows) for block in built_blocks])
@@ -181,7 +206,9 @@ class NearDuplicateSearch:
             for part_name in PARTS:
                 if entry := block.manifest[part_name]:
                     positions = start + np.flatnonzero(block.in_part(part_name))
-                    self.shards.append(SketchedShard(block.shard(part_name), entry["sha256"], positions))
+                    self.shards.append(
+                        SketchedShard(block.shard(part_name), entry["sha256"], positions)
+                    )
         self._column = lru_cache(maxsize=64)(shards.read_shard)  # each has a file descriptor
         band_rows = rows_of_bands(threshold)
         bands = VALUES // band_rows
@@ -191,7 +218,12 @@ class NearDuplicateSearch:
         kind = [FORMAT, recipe.tokenizer_digest, bands, band_rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (shard.path, recipe.tokenizer, band_rows, [folder / FOLDER / name for folder in folders])
+            (
+                shard.path,
+                recipe.tokenizer,
+                band_rows,
+                [folder / FOLDER / name for folder in folders],
+            )
             for shard, name in zip(self.shards, names, strict=True)
         )
         for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
@@ -213,7 +245,10 @@ class NearDuplicateSearch:
         dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.threshold)
         lines: list[bytes] = []
         for near in dropped:
-            original = {"original": self._place(near.original), "similarity": round(near.jaccard, 4)}
+            original = {
+                "original": self._place(near.original),
+                "similarity": round(near.jaccard, 4),
+            }
             lines.append(orjson.dumps(self._place(near.position) | original) + b"\n")
         write_bytes(self.output / REPORT, b"".join(lines))
         flags = np.zeros_like(present)
@@ -242,4 +277,7 @@ class NearDuplicateSearch:
             return {"set": f"{stage}/{key}", "shard": f"{part_name}/{file}", "row": record}
         number = int(self.starts.searchsorted(position, "right")) - 1
         block = self.built_blocks[number]
-        return {"file": block.source.name, "line": block.line_of(position - int(self.starts[number]))}
+        return {
+            "file": block.source.name,
+            "line": block.line_of(position - int(self.starts[number])),
+        }

@@ -15,10 +15,15 @@ from ttrain.data.packing import Array, Ids, Words
 from ttrain.errors import DataError
 
 U64 = np.uint64
-STEP, FACTORS = U64(0x9E3779B97F4A7C15), (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))  # of SplitMix64
+STEP, FACTORS = (
+    U64(0x9E3779B97F4A7C15),
+    (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)),
+)  # of SplitMix64
 SHIFTS = (U64(30), U64(27), U64(31))
 FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
-DRAWS_PER_CYCLE = 10_000  # shares of a weighted order are exact in each cycle, to one in this number
+DRAWS_PER_CYCLE = (
+    10_000  # shares of a weighted order are exact in each cycle, to one in this number
+)
 GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed
 COUNTED_TOGETHER = 1 << 16  # rows whose tokens are counted at once for a budget
 CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
@@ -52,7 +57,13 @@ def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> list[U64]:
     """Keys of the Feistel rounds."""
-    return list(mix(np.array([(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64)))
+    return list(
+        mix(
+            np.array(
+                [(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64
+            )
+        )
+    )
 
 
 def mix(values: Words) -> Words:
@@ -95,7 +106,10 @@ class Order(ABC):
     def epoch_ends(self, every: int | None) -> frozenset[int]:
         """The steps that end every so many epochs, each with the epoch's last row; None: none."""
         epoch_rows = self.rows * (every or 1 + self.total_rows)
-        return frozenset(-(-end // self.rows_per_step) for end in range(epoch_rows, self.total_rows + 1, epoch_rows))
+        return frozenset(
+            -(-end // self.rows_per_step)
+            for end in range(epoch_rows, self.total_rows + 1, epoch_rows)
+        )
 
     def step_tokens(self, step: int) -> int:
         """Tokens of the rows of a step, over all ranks."""
@@ -139,7 +153,9 @@ def shuffled(places: Array, size: int, seed: int) -> Array:
     """The numbers below `size` at these places of one permutation after another."""
     numbers = np.empty_like(places)
     epochs = places // size
-    for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma, 7 ms of the first batch
+    for epoch in sorted(
+        set(epochs.tolist())
+    ):  # np.unique would import numpy.ma, 7 ms of the first batch
         in_epoch = epochs == epoch
         numbers[in_epoch] = permute(places[in_epoch] % size, size, seed, epoch)
     return numbers
@@ -167,10 +183,16 @@ class WeightedOrder(Order):
         """`draws`: of a cycle. Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
         super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
         self.group_rows, self.draws, self.quotas = list(group_rows), draws, quotas(weights, draws)
-        for group, (rows, quota, weight) in enumerate(zip(group_rows, self.quotas, weights, strict=True)):
+        for group, (rows, quota, weight) in enumerate(
+            zip(group_rows, self.quotas, weights, strict=True)
+        ):
             if rows == 0 or quota == 0:
-                why = "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
-                raise DataError(f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out")
+                why = (
+                    "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
+                )
+                raise DataError(
+                    f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out"
+                )
         self._firsts = np.cumsum([0, *group_rows])
         self._cycle = lru_cache(CACHED_PARTS)(self._groups_of_cycle)
 
@@ -178,7 +200,9 @@ class WeightedOrder(Order):
         groups, draws = np.empty_like(places), np.empty_like(places)
         for cycle in np.unique(places // self.draws):
             mask = places // self.draws == cycle
-            groups[mask], draws[mask] = (column[places[mask] % self.draws] for column in self._cycle(int(cycle)))
+            groups[mask], draws[mask] = (
+                column[places[mask] % self.draws] for column in self._cycle(int(cycle))
+            )
         row_numbers = np.empty_like(places)
         for group in np.unique(groups):
             mine = groups == group
@@ -214,8 +238,12 @@ class LengthGroupedOrder(Order):
     def rows_at(self, places: Array) -> Array:
         row_numbers = np.empty_like(places)
         epochs = places // self.rows
-        part_numbers = (places // self.rows_per_step - epochs * self.rows // self.rows_per_step) // self._steps
-        for epoch, part_number in np.unique(np.stack([epochs, part_numbers], axis=1), axis=0).tolist():
+        part_numbers = (
+            places // self.rows_per_step - epochs * self.rows // self.rows_per_step
+        ) // self._steps
+        for epoch, part_number in np.unique(
+            np.stack([epochs, part_numbers], axis=1), axis=0
+        ).tolist():
             in_part = (epochs == epoch) & (part_numbers == part_number)
             start, rows = self._part(epoch, part_number)
             row_numbers[in_part] = rows[places[in_part] - start]

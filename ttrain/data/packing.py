@@ -22,9 +22,13 @@ IGNORE = -100
 MOST_WEIGHTS = 100  # of rows of data, each with packed rows of its own
 PACKED_TOGETHER = 1 << 18  # items; their rows are lists for a moment, 40 MB
 
-FILLED_TOGETHER = 1 << 13  # positions; larger temporary arrays come from the kernel anew each time: twice the CPU
+FILLED_TOGETHER = (
+    1 << 13
+)  # positions; larger temporary arrays come from the kernel anew each time: twice the CPU
 
-WIDTH_STEP = 8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
+WIDTH_STEP = (
+    8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
+)
 
 Array = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -40,7 +44,9 @@ class Batch:
     """Rows as arrays of shape [B, T]."""
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
-    divisible: ClassVar[bool] = True  # whether each target counts by itself, so that a part of a row can be learnt
+    divisible: ClassVar[bool] = (
+        True  # whether each target counts by itself, so that a part of a row can be learnt
+    )
     input_ids_BT: Array
     labels_BT: Array
     positions_BT: Array
@@ -50,7 +56,9 @@ class Batch:
     def padding(cls, rows: int, width: int, pad_id: int) -> Self:
         """Rows without a token."""
         fills = (pad_id, IGNORE, 0, -1, *cls.FILLS)
-        arrays = np.empty((len(fills), rows, width), np.int64)  # in one piece, which malloc keeps for the next batch
+        arrays = np.empty(
+            (len(fills), rows, width), np.int64
+        )  # in one piece, which malloc keeps for the next batch
         arrays[:] = np.reshape(fills, (-1, 1, 1))
         return cls(*arrays)
 
@@ -133,11 +141,17 @@ class Rows(ABC):
 class MixedRows(Rows):
     """The rows of several groups, one group after the other; `weights[g]` is the share of group g among the rows drawn."""
 
-    def __init__(self, groups: Sequence[Rows], weights: Sequence[float], *, epoch: int | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[Rows], weights: Sequence[float], *, epoch: int | None = None
+    ) -> None:
         """`epoch`: rows of one pass, each of which has exactly these shares; None: as many as there are."""
         assert len(groups) == len(weights) > 0, f"{len(groups)} groups with {len(weights)} weights"
         self.groups, self.weights, self._epoch = tuple(groups), tuple(weights), epoch
-        self.row_length, self.pad_id, self.batch_type = groups[0].row_length, groups[0].pad_id, groups[0].batch_type
+        self.row_length, self.pad_id, self.batch_type = (
+            groups[0].row_length,
+            groups[0].pad_id,
+            groups[0].batch_type,
+        )
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
         self._lengths = np.concatenate([group.lengths() for group in groups])
@@ -154,7 +168,9 @@ class MixedRows(Rows):
         parts: list[tuple[int, float]] = []
         for group, weight in zip(self.groups, self.weights, strict=True):
             total = sum(part for _, part in group.draws())
-            parts += [(rows, weight * (part / total if total else 1.0)) for rows, part in group.draws()]
+            parts += [
+                (rows, weight * (part / total if total else 1.0)) for rows, part in group.draws()
+            ]
         return parts
 
     @property
@@ -178,13 +194,25 @@ class MixedRows(Rows):
     def counts(self) -> Counts:
         """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""
         parts = [group.counts() for group in self.groups]
-        total: Counts = {name: sum(group_counts[name] for group_counts in parts) for name in parts[0]}
+        total: Counts = {
+            name: sum(group_counts[name] for group_counts in parts) for name in parts[0]
+        }
         filled = sum(group_counts["fill"] * group_counts["rows"] for group_counts in parts)
-        total |= {"row_length": self.row_length, "epoch": self.epoch, "fill": filled / max(1, total["rows"])}
+        total |= {
+            "row_length": self.row_length,
+            "epoch": self.epoch,
+            "fill": filled / max(1, total["rows"]),
+        }
         if "target_multiplicity" in total:
-            distinct = sum(group_counts["target_tokens"] / group_counts["target_multiplicity"] for group_counts in parts)
+            distinct = sum(
+                group_counts["target_tokens"] / group_counts["target_multiplicity"]
+                for group_counts in parts
+            )
             total["target_multiplicity"] = total["target_tokens"] / distinct if distinct else 1.0
-        return total | {f"rows_of_source_{number}": group_counts["rows"] for number, group_counts in enumerate(parts)}
+        return total | {
+            f"rows_of_source_{number}": group_counts["rows"]
+            for number, group_counts in enumerate(parts)
+        }
 
 
 def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
@@ -219,7 +247,9 @@ def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
 def counted_up(starts: Array, lengths: Array) -> Array:
     """`starts[i]`, `starts[i] + 1`, ... of `lengths[i]` numbers each, one after the other."""
     ends = lengths.cumsum()
-    return np.asarray(np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths))
+    return np.asarray(
+        np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths)
+    )
 
 
 class PackedRows(Rows):
@@ -281,10 +311,14 @@ def by_weight(weights: Ids | None, items: int) -> list[tuple[float, Array]]:
             f"the rows of the training data have {len(distinct)} different weights, but rows of one weight are packed "
             f"together, of at most {MOST_WEIGHTS}; round them, such as to one digit"
         )
-    return [(float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)]
+    return [
+        (float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)
+    ]
 
 
-Intervals = tuple[tuple[int, int], ...]  # pairs (from, to) of different token ids, between which no token is a target
+Intervals = tuple[
+    tuple[int, int], ...
+]  # pairs (from, to) of different token ids, between which no token is a target
 
 
 def masked(intervals: Intervals, ids: Ids, begins: Flags) -> Flags:

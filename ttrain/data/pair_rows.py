@@ -98,7 +98,14 @@ class PairRows(PieceRows):
     batch_type = PairBatch
 
     def __init__(
-        self, shards: ShardSet, row_length: int, pad_id: int, end_id: int, *, header_length: int = 0, packed: bool = True
+        self,
+        shards: ShardSet,
+        row_length: int,
+        pad_id: int,
+        end_id: int,
+        *,
+        header_length: int = 0,
+        packed: bool = True,
     ) -> None:
         """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
         self._end_id, self._header_length = end_id, header_length
@@ -116,14 +123,28 @@ class PairRows(PieceRows):
         prompt = np.arange(int(self.starts[piece]), int((parts == PROMPT).sum()))
         context, last = prompt[:-1], prompt[-1:]
         none = np.full(len(context), -1)
-        columns = [(ids[context], np.full(len(context), IGNORE), np.arange(len(context)), np.zeros_like(none), none)]
-        for branch, part in enumerate((part for part in BRANCHES if (parts == part).any()), start=1):
-            tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # by their place in the record
+        columns = [
+            (
+                ids[context],
+                np.full(len(context), IGNORE),
+                np.arange(len(context)),
+                np.zeros_like(none),
+                none,
+            )
+        ]
+        for branch, part in enumerate(
+            (part for part in BRANCHES if (parts == part).any()), start=1
+        ):
+            tokens = np.concatenate(
+                [last, np.flatnonzero(parts == part)]
+            )  # by their place in the record
             is_live = live[tokens[1:]] != 0
             labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
             places = len(context) + np.arange(len(labels))
             answers = np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
-            columns.append((ids[tokens[:-1]], labels, places, np.full(len(labels), branch), answers))
+            columns.append(
+                (ids[tokens[:-1]], labels, places, np.full(len(labels), branch), answers)
+            )
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment
         for name, column in zip(FILLED, zip(*columns, strict=True), strict=True):
@@ -140,10 +161,16 @@ class PairRows(PieceRows):
         sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
         prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]
         shared = np.minimum(prompts, 1)  # tokens that each branch repeats
-        needed = np.where(chosen > 0, chosen + shared - 1, 0) + np.where(rejected > 0, rejected + shared - 1, 0)
-        is_learnt = ((live[list(BRANCHES)] > 0) | (sizes[list(BRANCHES)] == 0)).all(0) & (needed > 0)
+        needed = np.where(chosen > 0, chosen + shared - 1, 0) + np.where(
+            rejected > 0, rejected + shared - 1, 0
+        )
+        is_learnt = ((live[list(BRANCHES)] > 0) | (sizes[list(BRANCHES)] == 0)).all(0) & (
+            needed > 0
+        )
         starts = np.zeros(len(column), np.int64)
-        for record in np.flatnonzero(is_learnt & (prompts - shared + needed > self.row_length)).tolist():
+        for record in np.flatnonzero(
+            is_learnt & (prompts - shared + needed > self.row_length)
+        ).tolist():
             begin = int(column.offsets[record])
             prompt = column.tokens[begin : begin + int(prompts[record])]
             borders = np.flatnonzero(prompt == self._end_id) + 1
@@ -165,17 +192,30 @@ class PairRows(PieceRows):
 
 
 def answer_rows(
-    shards: ShardSet, row_length: int, encoder: Encoder, *, packed: bool = True, masks: Intervals = ()
+    shards: ShardSet,
+    row_length: int,
+    encoder: Encoder,
+    *,
+    packed: bool = True,
+    masks: Intervals = (),
 ) -> PieceRows:
     """The rows of a set of chats, or of pairs, which have no masks."""
     if shards.index["kind"] == "chats":
-        return ChatRows(shards, row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks)
+        return ChatRows(
+            shards, row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks
+        )
     header = header_length(encoder)
-    return PairRows(shards, row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed)
+    return PairRows(
+        shards, row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed
+    )
 
 
 def _counted(column: Column, *, only_live: bool) -> Array:
     """Number of tokens of each part of each record, of shape [parts, records]."""
-    assert column.live is not None and column.branches is not None, "shards of pairs have a loss mask and branches"
+    assert column.live is not None and column.branches is not None, (
+        "shards of pairs have a loss mask and branches"
+    )
     counted = column.live != 0 if only_live else np.ones(len(column.tokens), bool)
-    return np.stack([sums_by_record((column.branches == part) & counted, column.offsets) for part in PARTS])
+    return np.stack(
+        [sums_by_record((column.branches == part) & counted, column.offsets) for part in PARTS]
+    )

@@ -57,7 +57,9 @@ class Processes:
 
     def __exit__(self, *error: object) -> None:
         if self._executor:
-            self._executor.shutdown(cancel_futures=True)  # waits for the blocks in work: half a second
+            self._executor.shutdown(
+                cancel_futures=True
+            )  # waits for the blocks in work: half a second
         self._executor = None
 
     def begin(self) -> ProcessPoolExecutor:

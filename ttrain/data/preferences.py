@@ -49,7 +49,9 @@ class Preference:
 
     def content(self) -> bytes:
         """What identifies the record, wherever it stands."""
-        return orjson.dumps([_identity(turns) for turns in (self.prompt, self.chosen, self.rejected)])
+        return orjson.dumps(
+            [_identity(turns) for turns in (self.prompt, self.chosen, self.rejected)]
+        )
 
     def prompt_content(self) -> bytes:
         """What identifies the prompt: the held-out part is chosen by it, so that no prompt is on both sides."""
@@ -77,7 +79,9 @@ class Preference:
 
 def is_preference(row: Row) -> bool:
     """Whether a row has the keys of a preference. A completion counts as rated only by a label that is true or false."""
-    is_rated = all(row.get(key) is not None for key in RATED_KEYS) and isinstance(row.get("label"), bool)
+    is_rated = all(row.get(key) is not None for key in RATED_KEYS) and isinstance(
+        row.get("label"), bool
+    )
     return is_rated or all(row.get(key) is not None for key in ANSWER_KEYS)
 
 
@@ -166,7 +170,10 @@ def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
 
 def _check_answer(answer: Turns, key: str) -> None:
     require(
-        any(turn.role == "assistant" and turn.in_loss and not is_blank(turn.content) for turn in answer),
+        any(
+            turn.role == "assistant" and turn.in_loss and not is_blank(turn.content)
+            for turn in answer
+        ),
         f"'{key}' has no answer of its own: no assistant's turn with a text after the prompt",
     )
 

@@ -38,7 +38,9 @@ def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
         rows[row.pop("set")].append(row)
     room = settings.document_bytes - count_bytes(rows["pretrain_heldout"])
     sizes = itertools.accumulate(count_bytes([row]) for row in rows["pretrain"])
-    rows["pretrain"] = [row for row, size in zip(rows["pretrain"], sizes, strict=True) if size <= room]
+    rows["pretrain"] = [
+        row for row, size in zip(rows["pretrain"], sizes, strict=True) if size <= room
+    ]
     rows["sft"] = rows["sft"][: settings.chat_rows]
     rows["dpo"] = rows["dpo"][: round(PAIRS_SHARE * settings.chat_rows)]
     rows["lora"] = rows["lora"][:LETTERS]
@@ -53,10 +55,16 @@ def count_bytes(rows: Iterable[Row]) -> int:
 
 def _texts(row: Row) -> list[str]:
     turns = row.get("messages") or row.get("prompt") or ()
-    return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [turn["content"] for turn in turns]
+    return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [
+        turn["content"] for turn in turns
+    ]
 
 
 def _write(path: Path, rows: list[Row]) -> dict[str, int]:
     """One JSON object per line; returns rows and UTF-8 bytes of the text."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="\n")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        encoding="utf-8",
+        newline="\n",
+    )
     return {"rows": len(rows), "bytes": count_bytes(rows)}

@@ -20,7 +20,7 @@ from ttrain.data.packing import (
     Rows,
     counted_up,
     masked,
-)  # fmt: skip
+)
 from ttrain.data.shards import Column, ShardSet, offsets_of
 
 ThreeArrays = tuple[Array, Array, Array]
@@ -36,11 +36,19 @@ class WindowRows(Rows):
     """
 
     def __init__(
-        self, shards: ShardSet, row_length: int, pad_id: int, *, stride: int | None = None, masks: Intervals = ()
+        self,
+        shards: ShardSet,
+        row_length: int,
+        pad_id: int,
+        *,
+        stride: int | None = None,
+        masks: Intervals = (),
     ) -> None:
         self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
         self.stride = row_length if stride is None else stride
-        assert 1 <= self.stride <= row_length, f"stride {stride} with rows of {row_length} would leave tokens out"
+        assert 1 <= self.stride <= row_length, (
+            f"stride {stride} with rows of {row_length} would leave tokens out"
+        )
 
     @abstractmethod
     def windows(self, rows: Array) -> ThreeArrays:
@@ -55,7 +63,9 @@ class WindowRows(Rows):
         labels[piece_starts] = IGNORE  # the first token of a document, predicted from another one
         if self.masks:
             firsts = ranges.firsts.repeat(ranges.counts)
-            for start, first, end in zip(starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False):
+            for start, first, end in zip(
+                starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False
+            ):
                 # A region may have begun before the window.
                 before = self.shards.stream(int(firsts[first]), start)
                 ids = np.concatenate([before, ranges.ids[first:end]])
@@ -68,7 +78,9 @@ class WindowRows(Rows):
         at = counted_up(lines * batch.input_ids_BT.shape[1], row_lengths)
         batch.input_ids_BT.reshape(-1)[at] = ranges.ids[inputs]
         batch.labels_BT.reshape(-1)[at] = labels[targets]
-        batch.positions_BT.reshape(-1)[at] = (np.arange(len(labels)) - piece_starts.repeat(ranges.counts))[inputs]
+        batch.positions_BT.reshape(-1)[at] = (
+            np.arange(len(labels)) - piece_starts.repeat(ranges.counts)
+        )[inputs]
         batch.segments_BT.reshape(-1)[at] = ranges.numbers.repeat(ranges.counts)[inputs]
 
     def counts(self) -> Counts:
@@ -92,7 +104,9 @@ class WindowRows(Rows):
         """(distinct targets, targets of all rows); without masks and overlap no token is read."""
         distinct = self.shards.tokens - len(self.shards)
         if self.masks:
-            distinct = _live_tokens(DocumentRows(self.shards, self.row_length, self.pad_id, masks=self.masks))
+            distinct = _live_tokens(
+                DocumentRows(self.shards, self.row_length, self.pad_id, masks=self.masks)
+            )
         return distinct, distinct if self.stride == self.row_length else _live_tokens(self)
 
 
@@ -109,7 +123,11 @@ class DocumentRows(WindowRows):
 
     def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
-        return starts, np.minimum(self.row_length, self.shards.tokens - 1 - starts), np.ones_like(rows)
+        return (
+            starts,
+            np.minimum(self.row_length, self.shards.tokens - 1 - starts),
+            np.ones_like(rows),
+        )
 
     def lengths(self) -> Array:
         lengths = super().lengths()
@@ -248,7 +266,9 @@ class ChatRows(PieceRows):
         inputs, following = slice(start, start + size), slice(start + 1, start + size + 1)
         row_range = slice(position, position + size)
         batch.input_ids_BT[line, row_range] = ids[inputs]
-        batch.labels_BT[line, row_range] = np.where(targets[following], ids[following].astype(np.int64), IGNORE)
+        batch.labels_BT[line, row_range] = np.where(
+            targets[following], ids[following].astype(np.int64), IGNORE
+        )
         batch.positions_BT[line, row_range] = np.arange(size)
         batch.segments_BT[line, row_range] = segment
 
@@ -270,7 +290,11 @@ class ChatRows(PieceRows):
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             spans = np.array(
-                cut(live[token_range], np.flatnonzero(column.tokens[token_range] == self._end_id) + 1, self.row_length)
+                cut(
+                    live[token_range],
+                    np.flatnonzero(column.tokens[token_range] == self._end_id) + 1,
+                    self.row_length,
+                )
             )
             used = spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])
             self.totals.update(cut_records=1, used_tokens=int(used.sum()))

@@ -88,7 +88,9 @@ class Rejected:
     reason: str
 
 
-def read(paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT) -> Iterator[Record]:
+def read(
+    paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT
+) -> Iterator[Record]:
     """Good records of the files in order; the tally counts the others. `text_field` is the key for text of `.txt` files."""
     rows = json_rows.read(paths, tally, max_line_bytes, text_field)
     return (record for _, record in accepted(rows, parse, tally))
@@ -148,7 +150,9 @@ def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skip
         if key == "paragraphs" and isinstance(text, list):
             for paragraph in text:
                 if not isinstance(paragraph, str):
-                    return Rejected(f"'paragraphs' holds {kind_of(paragraph)}; write a text, or a list of texts")
+                    return Rejected(
+                        f"'paragraphs' holds {kind_of(paragraph)}; write a text, or a list of texts"
+                    )
             text = "\n".join(text)
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
@@ -161,7 +165,9 @@ def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skip
 def labels_of(row: JsonDict) -> Labels:
     """The LABELS of a row that are short texts; a long text would be different in every row."""
     return tuple(
-        (key, value) for key in LABELS if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
+        (key, value)
+        for key in LABELS
+        if isinstance(value := row.get(key), str) and 0 < len(value) <= LABEL_CHARACTERS
     )
 
 
@@ -201,21 +207,26 @@ def parse_preference(value: JsonDict) -> Preference:
 
 def parser_of(kind: str, text_field: str) -> Parser:
     """The parser of the records of a kind."""
-    return {"chats": parse_conversation, "pairs": parse_preference}.get(kind) or document_parser(text_field)
+    return {"chats": parse_conversation, "pairs": parse_preference}.get(kind) or document_parser(
+        text_field
+    )
 
 
 def without_reasoning_loss(record: Conversation | Preference) -> Conversation | Preference:
     """The chat or pair with its reasoning as context of the answers, not trained on."""
     names = ("messages",) if isinstance(record, Conversation) else ("chosen", "rejected")
     masked: dict[str, Any] = {
-        name: tuple(replace(turn, thought_in_loss=False) for turn in getattr(record, name)) for name in names
+        name: tuple(replace(turn, thought_in_loss=False) for turn in getattr(record, name))
+        for name in names
     }
     return replace(record, **masked)
 
 
 def expected_fields(kind: str, text_field: str) -> str:
     """What a row of a kind holds, as part of a message."""
-    return {"chats": CHAT_FIELDS, "pairs": PREFERENCE_FIELDS}.get(kind) or document_fields(text_field)
+    return {"chats": CHAT_FIELDS, "pairs": PREFERENCE_FIELDS}.get(kind) or document_fields(
+        text_field
+    )
 
 
 def kind_of_row(row: JsonDict) -> Kind:
@@ -229,7 +240,9 @@ def content_hash(record: Record) -> bytes:
     Half of the 16 bytes of a preference are its prompt's, so that pairs of one prompt are on the same side of a split.
     """
     if isinstance(record, Preference):
-        return hash_of(record.prompt_content())[:PLACE_BYTES] + hash_of(record.content())[PLACE_BYTES:]
+        return (
+            hash_of(record.prompt_content())[:PLACE_BYTES] + hash_of(record.content())[PLACE_BYTES:]
+        )
     return hash_of(record.content())
 
 

@@ -24,13 +24,19 @@ class Selection:
         self._tallies, self._kind = tallies, kind
         lengths = [len(block.rows) for block in built_blocks]
         self._starts = shards.offsets_of(lengths)
-        self.rows = np.concatenate([np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)])
+        self.rows = np.concatenate(
+            [np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)]
+        )
         self.selected = np.ones(len(self.rows), np.bool_)
         from_heldout = np.array([block.role == "heldout" for block in built_blocks], np.bool_)
         self.from_heldout = np.repeat(from_heldout, lengths)
-        self._is_heldout: Flags = np.concatenate([self.selected[:0], *(b.is_heldout for b in built_blocks)])
+        self._is_heldout: Flags = np.concatenate(
+            [self.selected[:0], *(b.is_heldout for b in built_blocks)]
+        )
         spans = itertools.starmap(slice, itertools.pairwise(self._starts.tolist()))
-        self._spans = list(zip(built_blocks, spans, strict=True))  # each block with its part of the arrays
+        self._spans = list(
+            zip(built_blocks, spans, strict=True)
+        )  # each block with its part of the arrays
         for block, span in self._spans:
             block.rows, block.selected = self.rows[span], self.selected[span]
 
@@ -62,7 +68,9 @@ class Selection:
         """Flag the training rows whose content an earlier held-out set has."""
         if earlier_heldout is None:
             return np.zeros_like(self.selected)
-        keys, earlier_keys = (_split_keys(table, self._kind) for table in (self.rows, earlier_heldout))
+        keys, earlier_keys = (
+            _split_keys(table, self._kind) for table in (self.rows, earlier_heldout)
+        )
         return self.selected & ~self._is_heldout & np.isin(keys, earlier_keys)
 
     def hold_out_lowest_row(self, kept_back: Flags) -> tuple[BuiltBlock, int] | None:
@@ -87,7 +95,9 @@ class Selection:
         block, span = self._spans[number]
         return block, lowest - span.start
 
-    def matched_rows(self, matches: Iterable[Sequence[TextMatch]]) -> list[tuple[int, str, TextMatch]]:
+    def matched_rows(
+        self, matches: Iterable[Sequence[TextMatch]]
+    ) -> list[tuple[int, str, TextMatch]]:
         """(row, name of its file, match with its line there), of each block of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
         training_blocks = [(block, span) for block, span in self._spans if block.role == "train"]
@@ -114,7 +124,9 @@ def is_first(table: Table) -> Flags:
     flags = np.ones(len(table), np.bool_)
     halves = np.sort(table[:, 0])
     if (halves[1:] == halves[:-1]).any():  # sorting with indexes takes forty times as long
-        order = np.lexsort((table[:, 1], table[:, 0]))  # stable: of equal rows the first stays first
+        order = np.lexsort(
+            (table[:, 1], table[:, 0])
+        )  # stable: of equal rows the first stays first
         ordered = table[order, :2]
         flags[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
     return flags

@@ -50,7 +50,10 @@ class ShardSetResult:
         names = (*shards.COUNTED, "kind", "vocab_size")
         others = [field.name for field in fields(self)][2:]
         return {
-            **{part_name: {name: index[name] for name in names} for part_name, index in self.parts.items()},
+            **{
+                part_name: {name: index[name] for name in names}
+                for part_name, index in self.parts.items()
+            },
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
             **{name: value for name in others if (value := getattr(self, name)) is not None},
         }
@@ -66,7 +69,9 @@ class Work:
     reading: Reading
     block_bytes: int
     pool: Pool
-    progress: Callable[[int, int], None] = lambda rows, block_count: None  # gets their numbers so far
+    progress: Callable[[int, int], None] = lambda rows, block_count: (
+        None
+    )  # gets their numbers so far
 
     def cut(self, role: str) -> Iterator[Block]:
         """The blocks of the role's files, before they are made."""
@@ -103,7 +108,9 @@ def build(
     removed[[row for row, _, _ in matches]] = against is not None and against.remove
     near_counts = None
     if recipe.kind == "documents" and work.reading.near_duplicates:
-        search = NearDuplicateSearch(output, built_blocks, recipe, work.reading.near_duplicates, earlier, work.pool)
+        search = NearDuplicateSearch(
+            output, built_blocks, recipe, work.reading.near_duplicates, earlier, work.pool
+        )
         present = selection.selected & ~removed
         flags, near_counts = search.find(present, present & ~selection.from_heldout)
         selection.leave_out(NEAR_DUPLICATE, flags)
@@ -116,7 +123,10 @@ def build(
         overlaps = contamination.report(against, found)
         selection.leave_out(contamination.OVERLAPS, removed)
     sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    entries = {part_name: _place_shards(output, part_name, built_blocks, recipe, sizes) for part_name in PARTS}
+    entries = {
+        part_name: _place_shards(output, part_name, built_blocks, recipe, sizes)
+        for part_name in PARTS
+    }
     if lowest is not None:
         entries["heldout"].append(_write_lowest_row(output, *lowest, recipe))
     _keep_blocks(output, built_blocks)
@@ -130,12 +140,19 @@ def build(
     for (role, _), tally in tallies.items():
         totals[role].add(tally)
     described: JsonDict = {
-        "kind": recipe.kind, "vocab_size": recipe.vocab_size, "tokenizer": recipe.tokenizer_digest,
+        "kind": recipe.kind,
+        "vocab_size": recipe.vocab_size,
+        "tokenizer": recipe.tokenizer_digest,
         **({"weights": list(weights)} if weights else {}),
         **({"template": recipe.template} if recipe.kind != "documents" else {}),
-    }  # fmt: skip
+    }
     return ShardSetResult(
-        {part_name: shards.write_index(output / part_name, shards=entries[part_name], **described) for part_name in PARTS},
+        {
+            part_name: shards.write_index(
+                output / part_name, shards=entries[part_name], **described
+            )
+            for part_name in PARTS
+        },
         totals,
         [
             {
@@ -151,7 +168,9 @@ def build(
         duplicates,
         len(built_blocks),
         sum(block.encoded for block in built_blocks),
-        contamination={name: value for name, value in overlaps.items() if name != "items"} if overlaps else None,
+        contamination={name: value for name, value in overlaps.items() if name != "items"}
+        if overlaps
+        else None,
         near_duplicates=near_counts,
         of_earlier_heldout=None if earlier_heldout is None else int(kept_back.sum()),
     )
@@ -169,7 +188,9 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
         head = reading.limit
     elif reading.limit:
         limit, draws = reading.limit, _draws(work, held_out)
-        recipe = replace(recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None)
+        recipe = replace(
+            recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None
+        )
     return built_blocks + _make_role(work, "train", recipe, head, held_out)
 
 
@@ -190,7 +211,9 @@ def _make_role(
             manifest = read_object(directory / blocks.MANIFEST)
             table = blocks.table_of((directory / blocks.ROWS).read_bytes())
             source = work.files[role][number]
-            block = BuiltBlock(role, number, source, directory, encoded, manifest, table, lines[number])
+            block = BuiltBlock(
+                role, number, source, directory, encoded, manifest, table, lines[number]
+            )
             built_blocks.append(block)
             lines[number] += manifest["tally"]["lines"]
             rows += len(table)
@@ -224,8 +247,13 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
         for block in built_blocks:
             tally, location = tallies[block.role, block.file], block.source.location
             tally.add_counts(block.manifest["tally"])
-            for row in map(orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()):
-                bad_row = row | {"file": redact.url(location), "line": block.lines_before + row["line"]}
+            for row in map(
+                orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()
+            ):
+                bad_row = row | {
+                    "file": redact.url(location),
+                    "line": block.lines_before + row["line"],
+                }
                 tally.list_rejected(location, bad_row)
                 out.write(orjson.dumps(bad_row) + b"\n")
     return tallies
@@ -267,7 +295,9 @@ def _place_shards(
             entry["bytes"] = int(block.rows[in_part, 2][selected].sum())
         if part_name == "heldout":
             entry["records"] = path.with_suffix(".jsonl").name
-            lines = (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
+            lines = (
+                (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
+            )
             write_bytes(directory / entry["records"], b"".join(itertools.compress(lines, selected)))
         sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
         entries.append({**entry, "group": block.source.group})
@@ -277,10 +307,16 @@ def _place_shards(
 def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> JsonDict:
     """Read the record of this row again and write it as a held-out shard."""
     (content_hash,) = _keys(block.rows[[row]])
-    rows = records.read([block.source.location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field)
+    rows = records.read(
+        [block.source.location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field
+    )
     record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
-    path = output / "heldout" / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
+    path = (
+        output
+        / "heldout"
+        / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
+    )
     entry = shards.write_shard(path, column, recipe.vocab_size)
     text = path.with_suffix(".jsonl")
     write_bytes(text, orjson.dumps(record.to_json()) + b"\n")

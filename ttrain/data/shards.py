@@ -161,14 +161,25 @@ def read_shard(path: Path) -> Column:
 
 
 def write_index(
-    directory: Path, *, kind: str, vocab_size: int, tokenizer: str, shards: Sequence[JsonDict], **extra_fields: object
+    directory: Path,
+    *,
+    kind: str,
+    vocab_size: int,
+    tokenizer: str,
+    shards: Sequence[JsonDict],
+    **extra_fields: object,
 ) -> JsonDict:
     """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
     totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
     index = {
-        "format": FORMAT, "kind": kind, **totals, "vocab_size": vocab_size, "tokenizer": tokenizer,
-        "shards": list(shards), **extra_fields,
-    }  # fmt: skip
+        "format": FORMAT,
+        "kind": kind,
+        **totals,
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+        "shards": list(shards),
+        **extra_fields,
+    }
     write_json(directory / INDEX, index)
     return index
 
@@ -191,11 +202,15 @@ class ShardSet:
     weights    of each source if they are mixed by weight; else empty
     """
 
-    def __init__(self, directory: Path, tokenizer: str | None = None, *, group: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: str | None = None, *, group: int | None = None
+    ) -> None:
         """Raises ArtifactError if the index is missing or the shards were made with another tokenizer."""
         index = read_json(directory / INDEX)
         if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ArtifactError(f"{directory} holds no shards: {INDEX} is missing, damaged or of another version")
+            raise ArtifactError(
+                f"{directory} holds no shards: {INDEX} is missing, damaged or of another version"
+            )
         if tokenizer is not None and index["tokenizer"] != tokenizer:
             raise ArtifactError(
                 f"the shards in {directory} were made with the tokenizer {index['tokenizer'][:12]}, "
@@ -204,7 +219,9 @@ class ShardSet:
         self.directory, self.index = directory, index
         self.weights: list[float] = index.get("weights", [])
         self._group = group
-        self.entries = [shard for shard in index["shards"] if group is None or shard["group"] == group]
+        self.entries = [
+            shard for shard in index["shards"] if group is None or shard["group"] == group
+        ]
         self._columns: dict[int, Column] = {}
         self._first_row = offsets_of([shard["rows"] for shard in self.entries])
         self._first_token = offsets_of([shard["tokens"] for shard in self.entries])
@@ -222,13 +239,17 @@ class ShardSet:
         """Weight of each record, where any differs from 1; else no shard is read."""
         if not any(shard.get("weighted") for shard in self.entries):
             return None
-        weights = (np.ones(len(each)) if each.weights is None else each.weights for each in self.columns())
+        weights = (
+            np.ones(len(each)) if each.weights is None else each.weights for each in self.columns()
+        )
         return np.concatenate([*weights])
 
     @cached_property
     def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
-        return np.concatenate([self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())])
+        return np.concatenate(
+            [self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())]
+        )
 
     @cached_property
     def starts(self) -> Array:
@@ -257,9 +278,15 @@ class ShardSet:
         Raises DamagedFile.
         """
         numbers = range(len(self.entries)) if numbers is None else numbers
-        paths = {number: self.directory / self.entries[number]["file"] for number in numbers if number not in self._columns}
+        paths = {
+            number: self.directory / self.entries[number]["file"]
+            for number in numbers
+            if number not in self._columns
+        }
         if paths:
-            digests = [(path, str(self.entries[number]["sha256"])) for number, path in paths.items()]
+            digests = [
+                (path, str(self.entries[number]["sha256"])) for number, path in paths.items()
+            ]
             verify_files(digests, home_of(self.directory.parent))
             self._columns.update({number: read_shard(path) for number, path in paths.items()})
         return [self._columns[number] for number in numbers]
@@ -274,15 +301,21 @@ class ShardSet:
         first_shard = bounds.searchsorted(starts, "right") - 1
         spread = np.maximum(0, bounds.searchsorted(ends) - first_shard)
         shards = counted_up(first_shard, spread)
-        low, high = np.maximum(starts.repeat(spread), bounds[shards]), np.minimum(ends.repeat(spread), bounds[shards + 1])
+        low, high = (
+            np.maximum(starts.repeat(spread), bounds[shards]),
+            np.minimum(ends.repeat(spread), bounds[shards + 1]),
+        )
         filled = high > low
         shards, low, high = shards[filled], low[filled], high[filled]
         # Neighbours in one shard are read together.
         borders = [*np.flatnonzero(np.diff(shards, prepend=-1)).tolist(), len(shards)]
         parts = [
-            self._in_shard(int(shards[first]), low[first:end], high[first:end]) for first, end in itertools.pairwise(borders)
+            self._in_shard(int(shards[first]), low[first:end], high[first:end])
+            for first, end in itertools.pairwise(borders)
         ]
-        columns = zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
+        columns = (
+            zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
+        )
         return Ranges(*map(np.concatenate, columns))
 
     def _in_shard(self, shard: int, low: Array, high: Array) -> Ranges:
@@ -290,10 +323,19 @@ class ShardSet:
         [column] = self.columns([shard])
         first_token = self._first_token[shard]
         low, high = low - first_token, high - first_token
-        ids = np.concatenate([column.tokens[start:end] for start, end in zip(low.tolist(), high.tolist(), strict=True)])
+        ids = np.concatenate(
+            [
+                column.tokens[start:end]
+                for start, end in zip(low.tolist(), high.tolist(), strict=True)
+            ]
+        )
         first = column.offsets.searchsorted(low, "right") - 1
         pieces = column.offsets.searchsorted(high) - first
         records = counted_up(first, pieces)
         firsts = column.offsets[records]
-        counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(firsts, low.repeat(pieces))
-        return Ranges(ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts)
+        counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(
+            firsts, low.repeat(pieces)
+        )
+        return Ranges(
+            ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts
+        )

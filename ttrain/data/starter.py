@@ -29,8 +29,12 @@ NEXT = """\
 # sft: {epochs: 2}                        passes over the chats
 # reading: {heldout_fraction: 0.05}       share of the rows that is only evaluated
 """
-_HELD_OUT = re.compile(r"(^|[-_. ])(val|valid|validation|eval|test|dev|held-?_?out)([-_. ]|$)", re.I)
-_NO_DATA = re.compile(r"\.|(readme|licen[cs]e|notice|change|requirements|constraints|robots)\b.*\.txt", re.I)
+_HELD_OUT = re.compile(
+    r"(^|[-_. ])(val|valid|validation|eval|test|dev|held-?_?out)([-_. ]|$)", re.I
+)
+_NO_DATA = re.compile(
+    r"\.|(readme|licen[cs]e|notice|change|requirements|constraints|robots)\b.*\.txt", re.I
+)
 
 
 def files_in(directory: Path) -> list[str]:
@@ -56,7 +60,9 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
         part = "_heldout" if _HELD_OUT.search(Path(location).name.partition(".")[0]) else ""
         datasets.setdefault(f"{dataset}{part}", []).append(location)
     for dataset in DATA:
-        if dataset not in datasets and f"{dataset}_heldout" in datasets:  # a held-out part of nothing is the data
+        if (
+            dataset not in datasets and f"{dataset}_heldout" in datasets
+        ):  # a held-out part of nothing is the data
             datasets[dataset] = datasets.pop(f"{dataset}_heldout")
     return datasets, left_out
 
@@ -75,8 +81,17 @@ def _dataset_of(location: str) -> str:
 
 def render(datasets: dict[str, list[str]], name: str, path: str) -> str:
     """The text of the file of settings: what is set, and as comments what one sets next."""
-    data = yaml.safe_dump({"name": name, "data": datasets}, default_flow_style=None, sort_keys=False, allow_unicode=True)
-    missing = [f"  # {dataset}: [FILE.jsonl]  {about}\n" for dataset, about in DATA.items() if dataset not in datasets]
+    data = yaml.safe_dump(
+        {"name": name, "data": datasets},
+        default_flow_style=None,
+        sort_keys=False,
+        allow_unicode=True,
+    )
+    missing = [
+        f"  # {dataset}: [FILE.jsonl]  {about}\n"
+        for dataset, about in DATA.items()
+        if dataset not in datasets
+    ]
     return f"{HEAD.format(path)}{data}{''.join(missing)}{NEXT}"
 
 

@@ -45,7 +45,9 @@ def noting_faults(location: str) -> Iterator[None]:
             raise CannotRead(f"cannot read {location}: {locations.reason(error)}") from None
         import pyarrow as pa
 
-        if isinstance(error, MemoryError) or not isinstance(error, (*READ_ERRORS, pa.ArrowException)):
+        if isinstance(error, MemoryError) or not isinstance(
+            error, (*READ_ERRORS, pa.ArrowException)
+        ):
             raise
         fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
         raise DataError(fault, [location]) from error
@@ -91,7 +93,10 @@ def is_plain(location: str) -> bool:
         return False
     with stored(location) as stream:
         head = stream.read(HEAD_BYTES)
-    return not head.startswith(UTF16) and format_of(head.removeprefix(codecs.BOM_UTF8), location) == "lines"
+    return (
+        not head.startswith(UTF16)
+        and format_of(head.removeprefix(codecs.BOM_UTF8), location) == "lines"
+    )
 
 
 def chunks(location: str) -> Iterator[bytes]:
@@ -125,11 +130,17 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
     for piece in pieces:
         data += piece
         if len(data) > WHOLE_BYTES:
-            raise DataError(f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`", [location])
+            raise DataError(
+                f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`",
+                [location],
+            )
     if form == "array":
         yield from (orjson.dumps(element) + b"\n" for element in orjson.loads(data))
     elif b"\0" in data:
-        raise DataError(f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv", [location])
+        raise DataError(
+            f"{location} has NUL bytes, as a binary file or UTF-16 has; convert it with iconv",
+            [location],
+        )
     else:
         row = {text_field: data.decode("utf-8", "surrogateescape")}
         yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
@@ -148,7 +159,10 @@ def format_of(head: bytes, location: str) -> str:
         is_row = first.rstrip().endswith(b"]") and others.strip()
         return "lines" if is_row else "array"
     if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
-        raise DataError(f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line", [location])
+        raise DataError(
+            f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line",
+            [location],
+        )
     if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
             f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt",
@@ -167,14 +181,18 @@ def row_groups(location: str) -> list[tuple[int, int]]:
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
-def parquet_lines(location: str, first_group: int, last_group: int | None = None) -> Iterator[tuple[int, bytes]]:
+def parquet_lines(
+    location: str, first_group: int, last_group: int | None = None
+) -> Iterator[tuple[int, bytes]]:
     """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last."""
     with _parquet(location) as file:
         groups = range(file.num_row_groups)
         number = sum(file.metadata.row_group(group).num_rows for group in groups[:first_group])
         # Asked for maps as objects, Arrow takes five times as long.
         maps = "lossy" if "map<" in str(file.schema_arrow) else None
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups[first_group:last_group], use_threads=False):
+        for batch in file.iter_batches(
+            BATCH_ROWS, row_groups=groups[first_group:last_group], use_threads=False
+        ):
             for row in batch.to_pylist(maps_as_pydicts=maps):
                 number += 1
                 yield number, _as_line(row)
@@ -196,7 +214,9 @@ def _as_line(values: JsonDict) -> bytes:
     row = values
     if None in values.values():
         row = {name: value for name, value in values.items() if value is not None} or values
-    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)  # a map may have numbers as keys
+    return orjson.dumps(
+        row, default=_as_json, option=orjson.OPT_NON_STR_KEYS
+    )  # a map may have numbers as keys
 
 
 def _as_json(value: object) -> object:

@@ -74,7 +74,12 @@ def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> Non
 
 
 def write(
-    directory: Path, tokenizer_json: str, tokens: dict[str, str], others: Sequence[str], jinja: str, max_length: int
+    directory: Path,
+    tokenizer_json: str,
+    tokens: dict[str, str],
+    others: Sequence[str],
+    jinja: str,
+    max_length: int,
 ) -> None:
     """Write the files of a tokenizer directory. `tokens`: by the names of transformers; `others`: other special tokens."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +102,9 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
     size = sum(len(text.encode("utf-8")) for text in texts)
     encoded = encoder.encode(texts)
     tokens = sum(map(len, encoded))
-    changed = [text for text, ids in zip(texts, encoded, strict=True) if encoder.decode(ids) != text]
+    changed = [
+        text for text, ids in zip(texts, encoded, strict=True) if encoder.decode(ids) != text
+    ]
     return {
         "documents": len(texts),
         "bytes": size,
@@ -109,7 +116,9 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def sample(
-    texts: Iterable[str], config: TokenizerSettings, progress: Callable[[int], None] = lambda done: None
+    texts: Iterable[str],
+    config: TokenizerSettings,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[str], dict[str, int]]:
     """(`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`, in the order of the input; its counts).
 
@@ -119,8 +128,12 @@ def sample(
     """
     is_head, max_documents = config.sample == "head", config.max_documents or math.inf
     key = config.seed.to_bytes(8, "big")
-    heap: list[tuple[int, int, int, str]] = []  # (-hash, -number, bytes, text): the highest comes first
-    cutoff: tuple[int, int] | None = None  # (-hash, -number) of the last one removed; lower ones are skipped
+    heap: list[
+        tuple[int, int, int, str]
+    ] = []  # (-hash, -number, bytes, text): the highest comes first
+    cutoff: tuple[int, int] | None = (
+        None  # (-hash, -number) of the last one removed; lower ones are skipped
+    )
     size = documents_seen = 0
     for text in texts:
         data = text.encode("utf-8")

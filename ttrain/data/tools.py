@@ -15,14 +15,21 @@ import orjson
 
 from ttrain.core.files import JsonDict
 
-TOOLS_SENTENCE = "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
+TOOLS_SENTENCE = (
+    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>."
+)
 TOOLS_BEGIN, TOOLS_END = "<tools>", "</tools>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 A_TOOL, A_CALL = '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'
 JSON_TYPES = {
-    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list",
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
     dict: "an object",
-}  # fmt: skip
+}
 
 
 class Malformed(ValueError):
@@ -80,11 +87,16 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
 
 def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
     """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
-    keys = [key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")]
+    keys = [
+        key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")
+    ]
     if not keys:
         return []
     require(len(keys) == 1, "both 'tool_calls' and 'function_call' on a turn; keep one of them")
-    require(role == "assistant", f"'{keys[0]}' on a turn of role '{role}'; only an assistant's turn may call functions")
+    require(
+        role == "assistant",
+        f"'{keys[0]}' on a turn of role '{role}'; only an assistant's turn may call functions",
+    )
     return calls_of(turn[keys[0]], keys[0])
 
 
@@ -136,7 +148,9 @@ def without_null_keys(data: str | bytes) -> Any:
     Whole numbers are exact: orjson reads those beyond 64 bits as doubles, so that an order number
     was trained on as 9.876543210987654e+19.
     """
-    return json.loads(data, object_hook=lambda values: {k: v for k, v in values.items() if v is not None})
+    return json.loads(
+        data, object_hook=lambda values: {k: v for k, v in values.items() if v is not None}
+    )
 
 
 def dumps(value: object) -> str:

@@ -95,7 +95,9 @@ def round_trip(data: Data) -> Finding:
                 f"text that spells {name} becomes the special token",
                 "do not train on such text, or a user can forge turns of a chat",
             )
-    return Finding(True, f"all of Unicode and {len(data.records[:TEXTS])} records of the data come back")
+    return Finding(
+        True, f"all of Unicode and {len(data.records[:TEXTS])} records of the data come back"
+    )
 
 
 def template(data: Data) -> Finding | None:
@@ -113,11 +115,15 @@ def template(data: Data) -> Finding | None:
         size = len(prompt)
         if ids[:size] != prompt or live[size - 1 : size + 1] != [False, True]:
             begins = "".join(map(data.encoder.spelling, prompt[-SHOWN_TOKENS:]))
-            return Finding(False, f"an answer is asked for by {begins!r}, but not trained behind it")
+            return Finding(
+                False, f"an answer is asked for by {begins!r}, but not trained behind it"
+            )
         compared += 1
     if not compared:
         return None
-    return Finding(True, f"{compared} conversations have their answers right behind the generation prompt")
+    return Finding(
+        True, f"{compared} conversations have their answers right behind the generation prompt"
+    )
 
 
 Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wrong with its labels
@@ -157,7 +163,10 @@ def _check_rows(rows: Rows, fault: Fault) -> Finding:
                 return Finding(False, f"row {number}, record at {start}: {wrong}")
             positions += end - start
             targets += int((labels != IGNORE).sum())
-    return Finding(targets > 0, f"{targets} of {positions} tokens in {shown} rows are trained on, each the next one")
+    return Finding(
+        targets > 0,
+        f"{targets} of {positions} tokens in {shown} rows are trained on, each the next one",
+    )
 
 
 def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:

@@ -36,7 +36,11 @@ def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path
 
     A base that no run has trained is made under `directory`.
     """
-    artifacts = {each.stage.name: each.artifact.path for each in plan.stages if each.state == "cached" and each.artifact}
+    artifacts = {
+        each.stage.name: each.artifact.path
+        for each in plan.stages
+        if each.state == "cached" and each.artifact
+    }
     settings, row = plan.settings, TRAINING_STAGES[stage]
     start = settings.starts[stage]
     paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[stage].name]}

@@ -106,4 +106,6 @@ def disk(learner: Learner) -> Finding:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all tensors; one that occurs twice counts once."""
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+    return sum(
+        {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values()
+    )

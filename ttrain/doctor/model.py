@@ -92,7 +92,9 @@ def first_loss(learner: Learner) -> Finding:
     uniform = math.log(model.get_output_embeddings().weight.shape[0])
     measured = f"{loss:.3f} nats a token, ln(vocabulary) = {uniform:.3f}"
     if learner.is_trained:
-        return Finding(loss < uniform, measured, "train the base for longer, or on text more like this")
+        return Finding(
+            loss < uniform, measured, "train the base for longer, or on text more like this"
+        )
     fix = "set model.init_std nearer to 0.02: a new model should find all tokens equally likely"
     return Finding(abs(loss - uniform) <= max(0.5, SLACK * uniform), measured, fix)
 
@@ -135,7 +137,9 @@ def accumulation(learner: Learner) -> Finding:
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
     step = partial(first_step, learner, sample, Ranks(0, 1, learner.precision.device))
     others = [step(rows_per_device=size) for size in (1, ODD)]
-    return _agreement(step(rows_per_device=ROWS), others, f"{ROWS} rows at once, one by one, and {ODD} at a time")
+    return _agreement(
+        step(rows_per_device=ROWS), others, f"{ROWS} rows at once, one by one, and {ODD} at a time"
+    )
 
 
 def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
@@ -163,7 +167,12 @@ def resume(learner: Learner) -> Finding:
             weights_file=subject.weights_file,
             keep=STEPS,
         )
-        first = make(subject, callbacks=[straight], checkpoints=checkpoints, cadence=Cadence(log=NEVER, checkpoint=half))
+        first = make(
+            subject,
+            callbacks=[straight],
+            checkpoints=checkpoints,
+            cadence=Cadence(log=NEVER, checkpoint=half),
+        )
         first.fit()
         checkpoints.close()
         snapshot = read(list_checkpoints(directory)[0], subject.weights_file)
@@ -178,7 +187,9 @@ def resume(learner: Learner) -> Finding:
     }
     differing = [name for name, is_same in same.items() if not is_same]
     verdict = f"{half}, a checkpoint and {half} {'differ' if differing else 'are the same'}"
-    return Finding(not differing, f"{', '.join(differing or same)} of {STEPS} steps, and of {verdict}")
+    return Finding(
+        not differing, f"{', '.join(differing or same)} of {STEPS} steps, and of {verdict}"
+    )
 
 
 def learns(learner: Learner) -> Finding:

@@ -82,7 +82,13 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
     with temporary_directory("doctor") as directory:
         learner, read = prepare(stage, plan, directory)
         counts = read.rows.counts()
-        yield "data", Finding(True, f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full")
+        yield (
+            "data",
+            Finding(
+                True,
+                f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full",
+            ),
+        )
         yield from run_checks(DATA_CHECKS, read)
         yield from run_checks(MODEL_CHECKS, replace(learner, task=training.task_of))
         if read.kind == "pairs":
@@ -126,7 +132,9 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
 def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     encoder = Encoder(paths["tokenizer"], fast=False)
-    model: training.TrainableModel = import_module(STAGES[stage].module).prepare(settings, paths, encoder)
+    model: training.TrainableModel = import_module(STAGES[stage].module).prepare(
+        settings, paths, encoder
+    )
     return model
 
 

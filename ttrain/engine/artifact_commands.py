@@ -43,21 +43,31 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
         damage = store.damage(artifact)
         state = f"damaged: {damage}" if damage else "finished"
         place = (artifact.stage, artifact.key, state, artifact.path)
-        rows.append(ArtifactRow(*place, size_of(artifact), artifact.manifest["published"], users.get(artifact.key)))
-    others = {path: f"damaged: {problem}" for path, problem in store.unreadable(stage or "*").items()}
+        rows.append(
+            ArtifactRow(
+                *place, size_of(artifact), artifact.manifest["published"], users.get(artifact.key)
+            )
+        )
+    others = {
+        path: f"damaged: {problem}" for path, problem in store.unreadable(stage or "*").items()
+    }
     trainings = [name for name, row in STAGES.items() if row.uses_ranks and stage in (None, name)]
     for work in (work for name in trainings for work in partial_runs(store, name)):
         others[work.path] = f"unfinished at step {work.step}"
     for path, state in others.items():
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        rows.append(ArtifactRow(path.parent.name, path.name, state, path, size, run=users.get(path.name)))
+        rows.append(
+            ArtifactRow(path.parent.name, path.name, state, path, size, run=users.get(path.name))
+        )
     return rows
 
 
 def size_of(artifact: Artifact) -> int:
     """Total size of the artifact's files that are on this disk."""
     absent = artifact.absent
-    return sum(entry["bytes"] for name, entry in artifact.manifest["files"].items() if name not in absent)
+    return sum(
+        entry["bytes"] for name, entry in artifact.manifest["files"].items() if name not in absent
+    )
 
 
 def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifact:
@@ -71,7 +81,10 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
     artifacts = {artifact.key: artifact for artifact in store.artifacts(stage)}
     key = name_syntax.matching(prefix, [*artifacts], "key")
     if key is None:
-        keys, shows = [key[:SHOWN_KEY] for key in artifacts], f"; `ttrain artifacts list {stage}` shows them"
+        keys, shows = (
+            [key[:SHOWN_KEY] for key in artifacts],
+            f"; `ttrain artifacts list {stage}` shows them",
+        )
         raise name_syntax.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
     return artifacts[key]
 
@@ -111,7 +124,9 @@ def made_by_other_code(store: ArtifactStore, planned: Planned) -> Artifact | Non
         return None
     for artifact in store.artifacts(planned.name):
         ingredients = artifact.manifest["ingredients"]
-        if not artifact.absent and not changes_besides(frozenset(), ingredients, planned.ingredients):
+        if not artifact.absent and not changes_besides(
+            frozenset(), ingredients, planned.ingredients
+        ):
             return artifact
     return None
 

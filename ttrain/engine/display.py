@@ -24,11 +24,16 @@ StageDisplay = Callable[[str, str, Mapping[str, Any]], object]
 
 SECONDS_BETWEEN_LINES = 10.0
 Mark = tuple[str, str]  # a sign and its colour
-OUTCOMES: Mapping[str, tuple[Mark, str]] = {  # by state: the mark, and a phrase in place of the time that the stage took
+OUTCOMES: Mapping[
+    str, tuple[Mark, str]
+] = {  # by state: the mark, and a phrase in place of the time that the stage took
     "cached": (("=", "cyan"), "cached"),
     "completed": (("✓", "green"), ""),
     "equal": (("✓", "green"), "rebuilt, equal to what was stored"),
-    "different": (("≠", "yellow"), "rebuilt, DIFFERENT from what was stored (set aside under replaced/)"),
+    "different": (
+        ("≠", "yellow"),
+        "rebuilt, DIFFERENT from what was stored (set aside under replaced/)",
+    ),
     "nothing-new": (("=", "cyan"), "nothing new"),
 }
 
@@ -39,7 +44,9 @@ class Display:
 
     def __init__(self, console: Console, log_level: str = "info") -> None:
         self.console, self.log_level = console, log_level
-        self._lock = threading.RLock()  # reentrant: a signal handler may print while the same thread is printing
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler may print while the same thread is printing
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars: Progress | None = None
@@ -81,7 +88,9 @@ class Display:
         """Print a line above the bars, after a mark: as it is, since it may name files, keys and values of data."""
         line = escaped(text, kept="\n")
         with self._lock:
-            self.console.print(Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True)
+            self.console.print(
+                Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True
+            )
             sys.stdout.flush()
 
     def _progressed(self, stage: str, progress: StageProgress) -> None:
@@ -91,7 +100,9 @@ class Display:
                 if stage not in self._tasks:
                     self._tasks[stage] = self._bars.add_task(stage, figures="")
                 bar, total = self._tasks[stage], progress.total or None
-                self._bars.update(bar, completed=progress.done, total=total, figures=progress.details)
+                self._bars.update(
+                    bar, completed=progress.done, total=total, figures=progress.details
+                )
             return
         now = time.monotonic()
         if now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:

@@ -58,7 +58,9 @@ class StageEstimate:
     passes: float | None = None
 
     def __str__(self) -> str:
-        passes = f" ({round(self.passes, 1):,g} passes)" if self.passes and self.passes >= 1.05 else ""
+        passes = (
+            f" ({round(self.passes, 1):,g} passes)" if self.passes and self.passes >= 1.05 else ""
+        )
         return f"{self.stage} {'?' if self.seconds is None else _about(self.seconds)}{passes}"
 
 
@@ -88,9 +90,14 @@ class Estimate:
         if self.seconds is None:
             return [f"how long it takes here is not known yet: {shown}"]
         without = f" without {', '.join(self.without)}" if self.without else ""
-        many = [each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES]
+        many = [
+            each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES
+        ]
         after = f"after {FEW_PASSES} passes over the same data more of them teach less: more data helps {', '.join(many)}"
-        return [f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}", *([after] if many else [])]
+        return [
+            f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}",
+            *([after] if many else []),
+        ]
 
     def remarks(self) -> list[str]:
         """What a person is asked about before it runs."""
@@ -101,13 +108,20 @@ class Estimate:
             if (each.passes or 0) > MANY_PASSES
         ]
         if (self.seconds or 0) > LONG_SECONDS:
-            remarks.append("this takes over a day here: `ttrain doctor` shows in a minute whether it trains and fits")
+            remarks.append(
+                "this takes over a day here: `ttrain doctor` shows in a minute whether it trains and fits"
+            )
         return remarks
 
     def to_json(self) -> JsonDict:
         """What `plan --json` prints; null where it is not known."""
         stages = [asdict(each) for each in self.stages]
-        return {"seconds": self.seconds, "without": self.without, "rate": self.rate, "stages": stages}
+        return {
+            "seconds": self.seconds,
+            "without": self.without,
+            "rate": self.rate,
+            "stages": stages,
+        }
 
 
 def _about(seconds: float) -> str:
@@ -141,7 +155,9 @@ class _Estimator:
         earlier = self._made_here(planned.name)
         if earlier is None:
             return QUICKSTART_SECONDS.get(planned.name) if self._is_quickstart("pretrain") else None
-        before = TokenizerResult.of(earlier.result).bytes or ShardsResult.of(earlier.result).train.bytes
+        before = (
+            TokenizerResult.of(earlier.result).bytes or ShardsResult.of(earlier.result).train.bytes
+        )
         size = self._bytes(dataset_read(planned.stage.dataset or "", self.settings.data.tokenizer))
         growth = max(1.0, size / before) if size and before else 1.0
         return float(earlier.manifest["seconds"]) * growth
@@ -190,7 +206,9 @@ class _Estimator:
         if not is_cpu or self.settings.existing_model:
             return None
         has_bf16 = not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
-        tokens_per_second = CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
+        tokens_per_second = (
+            CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
+        )
         return tokens_per_second * self._speed_up(QUICKSTART_FLOPS, row_length)
 
     def _made_here(self, stage: str) -> Artifact | None:
@@ -199,7 +217,10 @@ class _Estimator:
         devices = {"device": runtime.device, "devices": runtime.devices, "nodes": runtime.nodes}
         for artifact in self.store.artifacts(stage):
             made = artifact.provenance
-            same = made.get("machine") == machine() and devices.items() <= made.get("runtime", {}).items()
+            same = (
+                made.get("machine") == machine()
+                and devices.items() <= made.get("runtime", {}).items()
+            )
             if same and made.get("run"):
                 return artifact
         return None
@@ -223,7 +244,11 @@ class _Estimator:
     def _bytes(self, dataset: str) -> int | None:
         """The bytes of a data set; None where they do not say how much is read, or a server would have to be asked."""
         settings = self.settings
-        if dataset not in SHARDS or settings.reading.limit or any(map(locations.is_remote, settings.data.paths(dataset))):
+        if (
+            dataset not in SHARDS
+            or settings.reading.limit
+            or any(map(locations.is_remote, settings.data.paths(dataset)))
+        ):
             return None
         files = data_files(SHARDS[dataset], settings).get(TRAIN, [])
         if any(file.weight is not None or not file.location.endswith(PLAIN) for file in files):

@@ -37,7 +37,10 @@ NOTE_SECONDS = 2.0  # between two events of a stage's progress
 # Which artifacts become registered models: stage, suffix of the name, directory in the artifact.
 REGISTERED = {
     "tokenizer": ("tokenizer", ""),
-    **{name: (row.model, "adapter" if row.role == "adapter" else "model") for name, row in TRAINING_STAGES.items()},
+    **{
+        name: (row.model, "adapter" if row.role == "adapter" else "model")
+        for name, row in TRAINING_STAGES.items()
+    },
 }
 
 
@@ -62,9 +65,13 @@ class PipelineRun(StopRequest):
         super().__init__(lambda text: display("", "message", {"text": text}))
         settings, store = plan.settings, plan.store
         self.plan, self.settings, self.store, self.display = plan, settings, store, display
-        self.registers = registers and settings.runtime.node_rank == 0  # whether its models become versions
+        self.registers = (
+            registers and settings.runtime.node_rank == 0
+        )  # whether its models become versions
         if self.registers:
-            Registry(store.root).check_names(settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED))
+            Registry(store.root).check_names(
+                settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED)
+            )
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.record = RunRecord(
             store.root,
@@ -74,16 +81,22 @@ class PipelineRun(StopRequest):
             {"commit": commit(), "user": user_name(), **facts},
         )
         self.artifacts: dict[str, Artifact] = {}
-        self.model_set: str | None = None  # version of the registered set of models, once the run is complete
+        self.model_set: str | None = (
+            None  # version of the registered set of models, once the run is complete
+        )
         self.failures: dict[str, BaseException] = {}  # by stage, of those without a result
-        self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = None  # before a stage that reuses parts starts
+        self.make_parts_elsewhere: Callable[[Stage, Path], None] | None = (
+            None  # before a stage that reuses parts starts
+        )
         to_run = [planned for planned in plan.stages if planned.state == "run"]
         self._loads_torch = any(planned.stage.loads_torch for planned in to_run)
         self._to_check = [planned for planned in to_run if planned.name in TRAINING_STAGES]
         self._began = time.monotonic()
         self._noted: dict[str, float] = {}  # when the progress of a stage was noted last
         self.end_tracking: Callable[[], object] = lambda: None  # called once the record is closed
-        self.page: Callable[[str | None], str | None] = lambda stage: None  # of the run, or of a stage, in a tracker
+        self.page: Callable[[str | None], str | None] = lambda stage: (
+            None
+        )  # of the run, or of a stage, in a tracker
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
@@ -98,7 +111,9 @@ class PipelineRun(StopRequest):
             if self.signum:
                 raise Interrupted(f"stopped after stage {planned.stage.name}", self.signum)
 
-    def run_stage(self, planned: Planned, logged: Callable[[str], object] = lambda line: None) -> tuple[Artifact, str]:
+    def run_stage(
+        self, planned: Planned, logged: Callable[[str], object] = lambda line: None
+    ) -> tuple[Artifact, str]:
         """Build a stage of the plan, once those that it reads have ended, or take it from the store.
 
         Returns the artifact and its state: cached, completed, ... `logged` gets the lines of its log.
@@ -109,8 +124,12 @@ class PipelineRun(StopRequest):
             self.check_rows()
         try:
             if planned.key is None or planned.inputs != inputs:
-                planned = plan_stage(stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced)
-            outcome = launch.build(planned, self.settings, self.store, partial(self._report, stage, logged), self)
+                planned = plan_stage(
+                    stage, self.settings, self.store, inputs, self.plan.rerun, forced=planned.forced
+                )
+            outcome = launch.build(
+                planned, self.settings, self.store, partial(self._report, stage, logged), self
+            )
         except BaseException as error:
             self._failed(stage, error)
             raise
@@ -120,7 +139,10 @@ class PipelineRun(StopRequest):
 
     def _inputs_of(self, planned: Planned) -> dict[str, Artifact]:
         """The artifacts that a stage reads, once the stages before it have ended."""
-        return {name: self.artifacts[of] if isinstance(of, str) else of for name, of in planned.sources.items()}
+        return {
+            name: self.artifacts[of] if isinstance(of, str) else of
+            for name, of in planned.sources.items()
+        }
 
     def check_rows(self) -> None:
         """Fail all trainings of this run whose shards have too few rows, before any of them trains. All shards are there."""
@@ -136,8 +158,12 @@ class PipelineRun(StopRequest):
             try:
                 for artifact in inputs.values():
                     self.store.complete(artifact, report=partial(self._message, stage))
-                with launch.verified(stage, self.store, inputs):  # damage is no fault of settings or data
-                    row_counts.check(getattr(self.settings, stage.name), shards.path, tokenizer.path)
+                with launch.verified(
+                    stage, self.store, inputs
+                ):  # damage is no fault of settings or data
+                    row_counts.check(
+                        getattr(self.settings, stage.name), shards.path, tokenizer.path
+                    )
             except TTrainError as error:
                 self._failed(stage, error)
                 if not isinstance(error, TooFewRows):
@@ -149,7 +175,9 @@ class PipelineRun(StopRequest):
 
     # --- events ---------------------------------------------------------------------------------------------------------
 
-    def _report(self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject) -> None:
+    def _report(
+        self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject
+    ) -> None:
         """Record what a stage at work reports, and show it."""
         if event == "started":
             self._started(stage, data["planned"], data["work"])
@@ -178,7 +206,11 @@ class PipelineRun(StopRequest):
         self.record.log(stage.name, f"started: {'; '.join(planned.why)}")
         # the id by which trackers know it: that of the run which began its training, if it continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
-        ids = {"run": self.record.run, "id": tracked, "experiment": self.settings.tracking.experiment}
+        ids = {
+            "run": self.record.run,
+            "id": tracked,
+            "experiment": self.settings.tracking.experiment,
+        }
         write_json(work / TRACKED, ids)
         self.record.stage(
             stage.name,
@@ -196,7 +228,9 @@ class PipelineRun(StopRequest):
         name, artifact, seconds = planned.name, outcome.artifact, outcome.seconds
         self.artifacts[name] = artifact
         figures = summary.key_figures(name, artifact.result, artifact.path)
-        self.display(name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures})
+        self.display(
+            name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures}
+        )
         self.record.log(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
         self.record.stage(
             name,
@@ -217,7 +251,11 @@ class PipelineRun(StopRequest):
         name, is_stopped = stage.name, isinstance(error, Interrupted | KeyboardInterrupt)
         if not is_stopped:
             self.failures[name] = error
-        message = str(error) if isinstance(error, TTrainError) else f"{type(error).__name__}: {with_fix(error)}"
+        message = (
+            str(error)
+            if isinstance(error, TTrainError)
+            else f"{type(error).__name__}: {with_fix(error)}"
+        )
         if isinstance(error, NothingNew):
             self.record.log(name, f"{NOTHING_NEW}: {message}")
             self.record.stage(name, outcome=NOTHING_NEW, metric=message)
@@ -241,11 +279,15 @@ class PipelineRun(StopRequest):
 
     def metrics(self) -> dict[str, float]:
         """The run's metrics so far, under their stable names."""
-        return summary.metrics_of({name: artifact.result for name, artifact in self.artifacts.items()})
+        return summary.metrics_of(
+            {name: artifact.result for name, artifact in self.artifacts.items()}
+        )
 
     def evaluation_table(self) -> list[summary.EvaluationRow]:
         """The rows of the evaluation table; [] before the evaluation."""
-        return summary.rows(self.metrics(), {name: artifact.result for name, artifact in self.artifacts.items()})
+        return summary.rows(
+            self.metrics(), {name: artifact.result for name, artifact in self.artifacts.items()}
+        )
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -258,7 +300,9 @@ class PipelineRun(StopRequest):
             outcome = NOTHING_NEW
             raise
         except BaseException as raised:
-            outcome = "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
+            outcome = (
+                "interrupted" if isinstance(raised, Interrupted | KeyboardInterrupt) else "failed"
+            )
             error = str(raised)
             raise
         finally:
@@ -280,12 +324,21 @@ class PipelineRun(StopRequest):
 
     def register_set(self) -> None:
         """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
-        if not (self.registers and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts)):
+        if not (
+            self.registers
+            and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts)
+        ):
             return
-        members = [self._register(self.artifacts[of]) for of in ("tokenizer", *TRAININGS) if of in self.artifacts]
+        members = [
+            self._register(self.artifacts[of])
+            for of in ("tokenizer", *TRAININGS)
+            if of in self.artifacts
+        ]
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
         metrics = dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics)
-        model_set = Registry(self.store.root).register_set(self.settings.name, self.record.run, members, keys, metrics)
+        model_set = Registry(self.store.root).register_set(
+            self.settings.name, self.record.run, members, keys, metrics
+        )
         self.model_set = model_set.version
         self.record.note(model_set=str(model_set))
 
@@ -302,10 +355,16 @@ def user_name() -> str | None:
 
 
 @contextlib.contextmanager
-def screen(console: Console, log_level: str, display: StageDisplay | None = None) -> Iterator[StageDisplay]:
+def screen(
+    console: Console, log_level: str, display: StageDisplay | None = None
+) -> Iterator[StageDisplay]:
     """A display that ends with the block, as the block does on a signal that no run handles."""
     try:
-        drawn = contextlib.nullcontext(display) if display else contextlib.closing(Display(console, log_level))
+        drawn = (
+            contextlib.nullcontext(display)
+            if display
+            else contextlib.closing(Display(console, log_level))
+        )
         with drawn as shown_on, handling_signals(_interrupt), showing_logs(log_level):
             yield shown_on
     except EarlySignal as early:

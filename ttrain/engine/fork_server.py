@@ -35,9 +35,22 @@ from typing import Any, NoReturn
 from ttrain.core.signals import PARENT, POLL_SECONDS, STOP_SIGNALS, end_with_parent
 
 PRELOADED = (
-    *("numpy", "pyarrow", "tokenizers", "pydantic", "yaml", "jinja2", "filelock", "ttrain.engine.stage_worker"),
+    *(
+        "numpy",
+        "pyarrow",
+        "tokenizers",
+        "pydantic",
+        "yaml",
+        "jinja2",
+        "filelock",
+        "ttrain.engine.stage_worker",
+    ),
     *("torch", "safetensors.torch", "torch.distributed.nn", "torch.nn.parallel.distributed"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "peft"),
+    *(
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen3.modeling_qwen3",
+        "peft",
+    ),
     *("ttrain.tasks.pretrain", "ttrain.tasks.evaluate"),
 )
 # Libraries that those import where they can, for what no stage does: scipy for losses of detectors, 36 MB and 0.2 s.
@@ -64,10 +77,18 @@ class ForkServerError(Exception):
 class ForkServer:
     """The fork server of this process. Threads may share it; it ends with `close`, or with this process."""
 
-    def __init__(self, environment: Mapping[str, str], libraries: Sequence[str] = PRELOADED) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], libraries: Sequence[str] = PRELOADED
+    ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
-        words = ["-m", "ttrain.engine.fork_server", str(os.getpid()), str(theirs.fileno()), *libraries]
+        words = [
+            "-m",
+            "ttrain.engine.fork_server",
+            str(os.getpid()),
+            str(theirs.fileno()),
+            *libraries,
+        ]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *words],
@@ -84,7 +105,9 @@ class ForkServer:
     def is_loaded(self) -> bool:
         """Whether the libraries are loaded, so that it forks at once."""
         if not self._is_loaded:
-            with contextlib.suppress(OSError):  # nothing was sent yet, or another thread has read it
+            with contextlib.suppress(
+                OSError
+            ):  # nothing was sent yet, or another thread has read it
                 self._is_loaded = self._control.recv(len(LOADED), socket.MSG_DONTWAIT) == LOADED
         return self._is_loaded and self.alive
 
@@ -105,10 +128,17 @@ class ForkServer:
 
         Waits while the libraries load. Returns None if `stopped()` becomes true. Raises ForkServerError.
         """
-        request = {"module": module, "arguments": [*arguments], "environment": {**environment}, "directory": str(Path.cwd())}
+        request = {
+            "module": module,
+            "arguments": [*arguments],
+            "environment": {**environment},
+            "directory": str(Path.cwd()),
+        }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # without a server the pair is closed, too
-            socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno(), output])
+            socket.send_fds(
+                self._control, [json.dumps(request).encode()], [theirs.fileno(), output]
+            )
         while not select.select([ours], [], [], POLL_SECONDS / 2)[0]:
             if stopped():
                 ours.close()  # the keeper ends a process that nobody waits for
@@ -117,7 +147,11 @@ class ForkServer:
         if not answer:
             ours.close()
             code = self._process.wait()
-            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            ending = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             self._errors.seek(0)
             tail = self._errors.read().decode("utf-8", "replace").splitlines()[-1:]
             raise ForkServerError(f"the fork server {': '.join([ending, *tail])}")
@@ -181,7 +215,9 @@ def main() -> NoReturn:
     loaded = _own_files()
     stop_watching_parent()
     deadline = time.monotonic() + 1.0  # the kernel lists a thread for a moment after it was joined
-    while (threads := len([*Path("/proc/self/task").iterdir()])) > 1 and time.monotonic() < deadline:
+    while (
+        threads := len([*Path("/proc/self/task").iterdir()])
+    ) > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
     if threads > 1:
         sys.exit(f"{threads} threads run after loading {', '.join(sys.argv[3:])}")
@@ -210,7 +246,9 @@ def _own_files() -> dict[str, tuple[int, int] | None]:
 
 def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
     """Fork on request. Returns in the forked process, with its request."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a child unblocks them once it has handlers
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOP_SIGNALS
+    )  # a child unblocks them once it has handlers
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     server = os.getpid()
     with contextlib.suppress(OSError):  # the launcher has ended

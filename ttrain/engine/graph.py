@@ -17,7 +17,9 @@ from ttrain.store.differences import Ingredients, library_changes
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.tasks import Stage
 
-Source = str | Artifact  # of an input: the name of the stage that makes it, or an artifact that is there
+Source = (
+    str | Artifact
+)  # of an input: the name of the stage that makes it, or an artifact that is there
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class Node:
 
     def inputs(self, artifacts: Mapping[str, Artifact | None]) -> dict[str, Artifact]:
         """Its inputs by name, of the artifacts of stages; without those that are not there."""
-        found = {name: artifacts.get(of) if isinstance(of, str) else of for name, of in self.sources.items()}
+        found = {
+            name: artifacts.get(of) if isinstance(of, str) else of
+            for name, of in self.sources.items()
+        }
         return {name: artifact for name, artifact in found.items() if artifact}
 
 
@@ -133,7 +138,12 @@ class Planned:
     @property
     def row(self) -> tuple[str, str, str, str]:
         """(stage, state, key, why) for a table."""
-        return self.name, self.state, (self.key or "")[:SHOWN_KEY], first_of([*self.why, *self.notes], 3, "; ")
+        return (
+            self.name,
+            self.state,
+            (self.key or "")[:SHOWN_KEY],
+            first_of([*self.why, *self.notes], 3, "; "),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The form that `plan --json` prints."""
@@ -151,7 +161,9 @@ class Planned:
 class Rerun:
     """What is built although its artifact exists, or goes on from other work. Not for a stage that the store has else."""
 
-    force: frozenset[str] = frozenset()  # stages to rebuild; what depends on a forced stage is forced with it
+    force: frozenset[str] = (
+        frozenset()
+    )  # stages to rebuild; what depends on a forced stage is forced with it
     extend: bool = False  # continue the checkpoint of a run with a smaller budget
     resume_key: str = ""  # key, or its beginning, of unfinished work that its stage resumes although something has changed
 
@@ -181,7 +193,11 @@ class Selection:
 
     def __str__(self) -> str:
         """The options as on the command line."""
-        options = [("--only", ",".join(sorted(self.only))), ("--from", self.since), ("--until", self.until)]
+        options = [
+            ("--only", ",".join(sorted(self.only))),
+            ("--from", self.since),
+            ("--until", self.until),
+        ]
         return " ".join(f"{option} {value}" for option, value in options if value)
 
     @property
@@ -195,7 +211,9 @@ class Selection:
         since = (name for name in until if not self.since or self.since in graph.needed_by(name))
         built = self.only or frozenset(since)
         if not built:
-            raise UsageError(f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them")
+            raise UsageError(
+                f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them"
+            )
         needed = frozenset[str]().union(*map(graph.needed_by, built))
         return built, needed - built
 
@@ -216,7 +234,9 @@ class Plan(Sequence[Planned]):
     stages: list[Planned]
     selection: Selection = EVERYTHING
     rerun: Rerun = NOTHING_AGAIN
-    compared_with: str = ""  # the run that the reasons compare with; empty: the most similar artifacts
+    compared_with: str = (
+        ""  # the run that the reasons compare with; empty: the most similar artifacts
+    )
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -235,7 +255,9 @@ class Plan(Sequence[Planned]):
     def _repr_html_(self) -> str:
         """The plan in a notebook."""
         waiting = sum(stage.state == "run" for stage in self.stages)
-        return html_table(COLUMNS, self.rows(), f"{self.pipeline}: {waiting} of {len(self)} stages will run")
+        return html_table(
+            COLUMNS, self.rows(), f"{self.pipeline}: {waiting} of {len(self)} stages will run"
+        )
 
     @property
     def is_cached(self) -> bool:

@@ -80,8 +80,19 @@ def _no_documents(settings: Settings) -> UsageError:
             "data.pretrain is none, so that there is no text for a tokenizer; set data.tokenizer=FILE, or "
             "tokenizer.existing to a tokenizer that exists"
         )
-    later = next((name for name, start in settings.starts.items() if start == "pretrain" and name in settings.trainings), "")
-    existing_model = f", or {later}.start_from=MODEL, which exists: a directory, or owner/name on the Hub" if later else ""
+    later = next(
+        (
+            name
+            for name, start in settings.starts.items()
+            if start == "pretrain" and name in settings.trainings
+        ),
+        "",
+    )
+    existing_model = (
+        f", or {later}.start_from=MODEL, which exists: a directory, or owner/name on the Hub"
+        if later
+        else ""
+    )
     return UsageError(
         f"data.pretrain is none, as what is not set is not trained on, but {later or 'the pipeline'} starts from the model "
         f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
@@ -92,7 +103,9 @@ def _no_documents(settings: Settings) -> UsageError:
 def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
     """Raise UsageError for all data sets of these stages where the first rows of a file are not what it needs."""
     problems, data = [], settings.data
-    names = dict.fromkeys(dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset)
+    names = dict.fromkeys(
+        dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset
+    )
     for name in names:
         if not data.paths(name):
             continue
@@ -144,9 +157,13 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
         loaded = [suites.load(name) for name in settings.evaluate.suites.of(row.model)]
         suites.check_distinct_tasks(loaded)
         for suite in loaded:
-            suites.check_parts(suite, ["documents", *heldout_parts])  # documents can be those of earlier nights
+            suites.check_parts(
+                suite, ["documents", *heldout_parts]
+            )  # documents can be those of earlier nights
         if loaded:
-            files_by_role[f"suites-{row.model}"] = [file for suite in loaded for file in suites.files_of(suite)]
+            files_by_role[f"suites-{row.model}"] = [
+                file for suite in loaded for file in suites.files_of(suite)
+            ]
     return files_by_role
 
 
@@ -181,7 +198,9 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
     return list(files.values())
 
 
-def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict[str, list[JsonDict]]:
+def file_digests(
+    stage: Stage, settings: Settings, store: ArtifactStore
+) -> dict[str, list[JsonDict]]:
     """Name, digest and any weight of the data files that the stage reads, by role.
 
     The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
@@ -194,7 +213,9 @@ def file_digests(stage: Stage, settings: Settings, store: ArtifactStore) -> dict
                 digest = locations.version(file.location) or store.cache.file(Path(file.location))
             except OSError as error:
                 by = f"data.{stage.dataset} names" if stage.dataset else f"stage {stage.name} reads"
-                raise CannotRead(f"cannot read {error.filename}, which {by}: {error.strerror}") from None
+                raise CannotRead(
+                    f"cannot read {error.filename}, which {by}: {error.strerror}"
+                ) from None
             weight = {} if file.weight is None else {"weight": file.weight, "group": file.group}
             entries.append({"name": locations.name(file.location), "sha256": digest, **weight})
     return digests

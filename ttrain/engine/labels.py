@@ -30,12 +30,16 @@ def new_run_name(home: Path, text: str | None) -> str:
             f"try --run-name baseline"
         )
     if text in {name_syntax.LATEST, *STAGES} or runs.is_generated(text):
-        raise UsageError(f"--run-name is {text}, which has another meaning; try --run-name my-{text}")
+        raise UsageError(
+            f"--run-name is {text}, which has another meaning; try --run-name my-{text}"
+        )
     names = runs.names(home)
     taken = {runs.short_name(name) for name in names}
     run = next((name for name in names if runs.short_name(name) == text), None)
     if run and not runs.is_cut_short(runs.read(home, run) or {"outcome": "unknown"}):
-        free = next(f"{text}-{number}" for number in itertools.count(2) if f"{text}-{number}" not in taken)
+        free = next(
+            f"{text}-{number}" for number in itertools.count(2) if f"{text}-{number}" not in taken
+        )
         raise UsageError(f"--run-name is {text}, which the run {run} has; try --run-name {free}")
     return text
 
@@ -58,6 +62,8 @@ def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") 
         pairs[key] = value
     text = (note or "").strip()
     if len(text) > NOTE_CHARACTERS:
-        raise UsageError(f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it")
+        raise UsageError(
+            f"--note has {len(text)} characters, but at most {NOTE_CHARACTERS} are kept; shorten it"
+        )
     labels = {"note": redact.text(text), "tags": redact.masked(pairs), runs.SHORT_NAME: run_name}
     return {name: value for name, value in labels.items() if value}

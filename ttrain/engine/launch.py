@@ -10,7 +10,15 @@ from pathlib import Path
 from ttrain.config import Runtime, Settings
 from ttrain.config.loading import Override, settings_of_task
 from ttrain.config.runtime import TaskRuntime
-from ttrain.core.files import PRIVATE_FILE, JsonDict, JsonObject, exclusive, read_object, remove_tree, write_json
+from ttrain.core.files import (
+    PRIVATE_FILE,
+    JsonDict,
+    JsonObject,
+    exclusive,
+    read_object,
+    remove_tree,
+    write_json,
+)
 from ttrain.engine import processes, provenance, resume, stage_worker
 from ttrain.engine.display import Display
 from ttrain.engine.graph import Planned
@@ -19,13 +27,23 @@ from ttrain.engine.processes import Report
 from ttrain.engine.resume import RESTARTED
 from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
-from ttrain.errors import ArtifactError, DamagedFile, Interrupted, StageFailed, TTrainError, UsageError
+from ttrain.errors import (
+    ArtifactError,
+    DamagedFile,
+    Interrupted,
+    StageFailed,
+    TTrainError,
+    UsageError,
+)
 from ttrain.store import integrity, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import JOB, Artifact, Artifacts
 from ttrain.tasks import RUNNABLE, Stage
 
-NODE_SECONDS, NODE_POLL_SECONDS = 600.0, 0.2  # how long, and how often, a node polls for what node 0 builds
+NODE_SECONDS, NODE_POLL_SECONDS = (
+    600.0,
+    0.2,
+)  # how long, and how often, a node polls for what node 0 builds
 
 PARTS = ("run/blocks",)  # where a stage that reuses parts records them
 
@@ -44,7 +62,9 @@ class StageOutcome:
     seconds: float
 
 
-def build(planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest) -> StageOutcome:
+def build(
+    planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
+) -> StageOutcome:
     """Take the stage's artifact from the store, or make it. `planned`: with its key, hence with its inputs.
 
     Reports "started", "progressed", "logged" and "message". Raises StageFailed with the stage's own message, or Interrupted
@@ -64,12 +84,20 @@ def _make(
 ) -> tuple[Artifact, str]:
     stage, inputs, key, forced = planned.stage, planned.inputs, planned.known_key, planned.forced
     work, began = store.work(stage.name, key), time.monotonic()
-    with store.lock(stage.name, key, waiting=lambda: _wait_for(runs.builder(store, stage.name, key), report)):
-        stored = store.find(stage.name, key) or (None if forced else store.finish_publishing(stage.name, key))
+    with store.lock(
+        stage.name, key, waiting=lambda: _wait_for(runs.builder(store, stage.name, key), report)
+    ):
+        stored = store.find(stage.name, key) or (
+            None if forced else store.finish_publishing(stage.name, key)
+        )
         if stored and not forced:
             remove_tree(work)  # left if a run was killed between publishing and this line
             return stored, "cached"
-        with store.lock(stage.name, f"{key}.process", waiting=lambda: _wait_for("a process of an ended run", report)):
+        with store.lock(
+            stage.name,
+            f"{key}.process",
+            waiting=lambda: _wait_for("a process of an ended run", report),
+        ):
             pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
@@ -77,28 +105,43 @@ def _make(
             resume.take_over(store, planned.partial_run, key, planned.ingredients)
         elif planned.start_from and not resume.saved_step(work):
             remove_tree(work)
-            resume.begun_at(store, planned, planned.start_from.parents[1], planned.first_step).rename(work)
+            resume.begun_at(
+                store, planned, planned.start_from.parents[1], planned.first_step
+            ).rename(work)
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
         for name, artifact in inputs.items():
-            store.complete(artifact, stage.inputs.get(name, ()), report=lambda line: report("message", {"text": line}))
+            store.complete(
+                artifact,
+                stage.inputs.get(name, ()),
+                report=lambda line: report("message", {"text": line}),
+            )
         with verified(stage, store, inputs):
             _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
-            result = processes.run(stage, settings, work, work / "output" / "run" / "log.txt", report, stop)
+            result = processes.run(
+                stage, settings, work, work / "output" / "run" / "log.txt", report, stop
+            )
         except TTrainError as error:
             _hide_sources(work)
             if isinstance(error, StageFailed) and error.damaged:
                 raise _set_aside(stage, store, inputs, error.damaged, str(error)) from None
             raise
-        if file_digests(stage, settings, store) != planned.ingredients["files"]:  # costs one stat per unchanged file
+        if (
+            file_digests(stage, settings, store) != planned.ingredients["files"]
+        ):  # costs one stat per unchanged file
             raise StageFailed(
                 f"stage {stage.name}: its input files changed while they were read; run the same command again"
             )
         same = store.compare(stored, work / "output") if forced and stored else None
         state = ("equal" if same else "different") if forced and stored else "completed"
-        if same is None or same.absent:  # an incomplete stored one is replaced by the one just built
-            read = {name: {"stage": of.stage, "key": of.key, "content": of.content} for name, of in planned.inputs.items()}
+        if (
+            same is None or same.absent
+        ):  # an incomplete stored one is replaced by the one just built
+            read = {
+                name: {"stage": of.stage, "key": of.key, "content": of.content}
+                for name, of in planned.inputs.items()
+            }
             manifest = {
                 "result": result,
                 "ingredients": planned.ingredients,
@@ -132,12 +175,18 @@ def verified(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[
         raise _set_aside(stage, store, inputs, error.path, f"stage {stage.name}: {error}") from None
 
 
-def _set_aside(stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str) -> StageFailed:
+def _set_aside(
+    stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str
+) -> StageFailed:
     """Set a damaged input aside; return the error to raise."""
-    artifact = next((artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None)
+    artifact = next(
+        (artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None
+    )
     if artifact and store.set_damaged_aside(artifact.path, artifact):
         name = f"{artifact.stage} {artifact.key[:SHOWN_KEY]} (damaged)"
-        moved = f"moved to {store.root / 'replaced'}: {name}; run the same command again to rebuild it"
+        moved = (
+            f"moved to {store.root / 'replaced'}: {name}; run the same command again to rebuild it"
+        )
         message = message.replace(DamagedFile.fix, moved)
     return StageFailed(message, DamagedFile.__name__, path)
 
@@ -150,10 +199,16 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     (output / "run").mkdir(parents=True, exist_ok=True)
     files = data_files(stage, settings)
     weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
-    earlier = store.artifacts(stage.name)[:EARLIER_OUTPUTS] if stage.reuses_parts and not planned.forced else []
+    earlier = (
+        store.artifacts(stage.name)[:EARLIER_OUTPUTS]
+        if stage.reuses_parts and not planned.forced
+        else []
+    )
     reusable = list[str]()
     for artifact in earlier:
-        with contextlib.suppress(ArtifactError):  # its record of parts, with the digest of each, is damaged
+        with contextlib.suppress(
+            ArtifactError
+        ):  # its record of parts, with the digest of each, is damaged
             integrity.verify_artifact(artifact, PARTS)
             reusable.append(str(artifact.path))
     spec = {
@@ -161,8 +216,12 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         "uses_ranks": stage.uses_ranks,
         "settings": stage.part_of(settings),
         "inputs": {name: str(artifact.path) for name, artifact in planned.inputs.items()},
-        "files": {role: [file.location for file in input_files] for role, input_files in files.items()},
-        "groups": {role: [file.group for file in input_files] for role, input_files in files.items()},
+        "files": {
+            role: [file.location for file in input_files] for role, input_files in files.items()
+        },
+        "groups": {
+            role: [file.group for file in input_files] for role, input_files in files.items()
+        },
         "weights": list(weights),
         "reuse": reusable,
         "runtime": settings.runtime.model_dump(mode="json"),
@@ -171,7 +230,9 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     }
     if stage.uses_ranks:
         write_json(work / resume.INGREDIENTS, planned.ingredients)
-    write_json(work / JOB, spec, PRIVATE_FILE)  # private: it has full URLs, since the stage opens the files
+    write_json(
+        work / JOB, spec, PRIVATE_FILE
+    )  # private: it has full URLs, since the stage opens the files
 
 
 def _hide_sources(work: Path) -> None:
@@ -182,7 +243,12 @@ def _hide_sources(work: Path) -> None:
 
 def remove_earlier_results(work: Path) -> None:
     """Remove job, results and progress of an earlier attempt, so that they are not taken for this one's."""
-    for path in (work / JOB, work / PROGRESS, *work.glob("rendezvous-*"), *work.glob(stage_worker.RESULTS)):
+    for path in (
+        work / JOB,
+        work / PROGRESS,
+        *work.glob("rendezvous-*"),
+        *work.glob(stage_worker.RESULTS),
+    ):
         path.unlink(missing_ok=True)
 
 
@@ -212,18 +278,24 @@ def _with_first_node(
     with store.lock(stage.name, key, waiting=lambda: _wait_for("node 0", report)):
         artifact = store.find(stage.name, key)
     if artifact is None or isinstance(failure, Interrupted):
-        raise failure or StageFailed(f"stage {stage.name}: node 0 published nothing; its own log says why")
+        raise failure or StageFailed(
+            f"stage {stage.name}: node 0 published nothing; its own log says why"
+        )
     remove_tree(node_work)
     return artifact, "completed"
 
 
-def _wait_for_first_node(planned: Planned, store: ArtifactStore, stop: StopRequest) -> Artifact | None:
+def _wait_for_first_node(
+    planned: Planned, store: ArtifactStore, stop: StopRequest
+) -> Artifact | None:
     """Wait until node 0 has published the stage; None once it has a job for the ranks of all nodes."""
     stage, key = planned.stage, planned.known_key
     last_sign_of_life = time.monotonic()
     while (artifact := store.find(stage.name, key)) is None:
         if stop.signum:
-            raise Interrupted(f"stopped while node 0 had yet to build stage {stage.name}", stop.signum)
+            raise Interrupted(
+                f"stopped while node 0 had yet to build stage {stage.name}", stop.signum
+            )
         if store.is_locked(stage.name, key):
             last_sign_of_life = time.monotonic()
             if stage.uses_ranks and (store.work(stage.name, key) / JOB).exists():
@@ -245,11 +317,15 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
     own = [override for override in overrides if override.key.partition(".")[0] == "runtime"]
     runtime = settings_of_task(TaskRuntime, own).runtime
     if runtime.nodes > 1:
-        raise UsageError(f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1")
+        raise UsageError(
+            f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1"
+        )
     return runtime, [override for override in overrides if override not in own]
 
 
-def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, why: str, display: Display) -> JsonDict:
+def run_alone(
+    stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, why: str, display: Display
+) -> JsonDict:
     """Run the stage with `out` as its output; returns its figures. `why` is shown.
 
     An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do.
@@ -266,7 +342,10 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
             display(stage.name, "message", {"text": data["line"]})
 
     with (
-        exclusive(out / LOCK, lambda: display.say(f"  another process trains in {out}; waiting for that one")),
+        exclusive(
+            out / LOCK,
+            lambda: display.say(f"  another process trains in {out}; waiting for that one"),
+        ),
         stop.catching_signals(),
     ):
         with exclusive(work.with_name(f"{work.name}.process.lock")):
@@ -278,7 +357,9 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
             "settings": settings,
             "runtime": runtime.model_dump(mode="json"),
             "output": str(out),
-            **{name: {} for name in ("inputs", "files", "groups")},  # only stages of a pipeline have these
+            **{
+                name: {} for name in ("inputs", "files", "groups")
+            },  # only stages of a pipeline have these
             **{name: [] for name in ("weights", "reuse")},
         }
         write_json(work / JOB, spec, PRIVATE_FILE)
@@ -287,7 +368,11 @@ def run_alone(stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, w
         try:
             figures = processes.run(stage, Settings(runtime=runtime), work, out / LOG, report, stop)
         except TTrainError as error:
-            message = f"{error}; the same command continues it" if isinstance(error, Interrupted) else str(error)
+            message = (
+                f"{error}; the same command continues it"
+                if isinstance(error, Interrupted)
+                else str(error)
+            )
             display(stage.name, "failed", {"error": message})
             error.shown = True
             raise

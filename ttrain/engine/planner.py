@@ -67,11 +67,21 @@ def plan(
         read = [planned[of] for of in node.sources.values() if isinstance(of, str)]
         forced = name in rerun.force or any(each.forced for each in read)
         if pending := dict.fromkeys(each.name for each in read if each.artifact is None):
-            data_files(node.stage, settings)  # a wrong path is reported before earlier stages are built
+            data_files(
+                node.stage, settings
+            )  # a wrong path is reported before earlier stages are built
             one = Planned(node.stage, "run", (f"waits for {', '.join(pending)}",), forced=forced)
         else:
             inputs = node.inputs({each.name: each.artifact for each in read})
-            one = plan_stage(node.stage, settings, store, inputs, rerun, forced=forced, compared_with=compared_with)
+            one = plan_stage(
+                node.stage,
+                settings,
+                store,
+                inputs,
+                rerun,
+                forced=forced,
+                compared_with=compared_with,
+            )
         if name in reused and one.artifact:
             why = (f"taken from the store: {selection} leaves it out",)
             one = replace(one, state="cached", why=why, forced=False)
@@ -102,7 +112,9 @@ def _selected(
     built, reused = selection.of(graph)
     for option, name in required.items():
         if name not in built:
-            raise UsageError(f"{option} refers to stage {name}, which {selection} leaves out; remove one of them")
+            raise UsageError(
+                f"{option} refers to stage {name}, which {selection} leaves out; remove one of them"
+            )
     return built, reused
 
 
@@ -145,7 +157,9 @@ def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> Usage
     if name in OF_NIGHTS:
         fix = "try `ttrain pipeline run nightly`"
         return UsageError(f"stage {name} belongs to nights; {fix}. Here {stages}")
-    starts = ", ".join(f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings)
+    starts = ", ".join(
+        f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings
+    )
     return UsageError(f"stage {name} is not needed here, since {starts}; {stages}")
 
 
@@ -198,7 +212,9 @@ def plan_stage(
     planned = replace(planned, state="run", why=why, first_step=step)
     if not stage.uses_ranks or step:
         return planned
-    if rerun.resume_key and (work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)):
+    if rerun.resume_key and (
+        work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)
+    ):
         continues = f"continues the unfinished work {work.key[:12]} at step {work.step}"
         why = (continues, *resume.changes(work, ingredients))
         return replace(planned, why=why, first_step=work.step, partial_run=work)
@@ -208,12 +224,18 @@ def plan_stage(
     return planned
 
 
-def ingredients_of(stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts) -> dict[str, Any]:
+def ingredients_of(
+    stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts
+) -> dict[str, Any]:
     """Everything that determines a stage's result: its key is the digest of this, which also explains a cache miss."""
     return {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
-        "settings": {name: value for name, value in flatten(stage.part_of(settings)) if _counts(name, stage, settings)},
+        "settings": {
+            name: value
+            for name, value in flatten(stage.part_of(settings))
+            if _counts(name, stage, settings)
+        },
         "inputs": {name: inputs[name].part(stage.inputs.get(name, ())) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
@@ -224,7 +246,11 @@ def _counts(name: str, stage: Stage, settings: Settings) -> bool:
     """Whether a setting affects the stage's result."""
     if name in COUNTED_BY_BYTES:
         return False
-    return not name.startswith("model.") or _describes_model(stage, settings) or name.startswith(SECOND_HEAD)
+    return (
+        not name.startswith("model.")
+        or _describes_model(stage, settings)
+        or name.startswith(SECOND_HEAD)
+    )
 
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
@@ -272,11 +298,17 @@ def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
     """What changed since an artifact was made; of an input the stage that made it, where it is the same one."""
     before, now = artifact.manifest["ingredients"].get("inputs", {}), ingredients.get("inputs", {})
     makers = {name: entry["stage"] for name, entry in artifact.manifest["inputs"].items()}
-    changed = [name for name in sorted(before.keys() & now.keys() & makers.keys()) if before[name] != now[name]]
+    changed = [
+        name
+        for name in sorted(before.keys() & now.keys() & makers.keys())
+        if before[name] != now[name]
+    ]
     alike = {**ingredients, "inputs": {**now, **{name: before[name] for name in changed}}}
     return [
         *differences(artifact.manifest["ingredients"], alike),
-        *dict.fromkeys(f"{makers[name]} changed" for name in changed),  # a stage may give two inputs
+        *dict.fromkeys(
+            f"{makers[name]} changed" for name in changed
+        ),  # a stage may give two inputs
     ]
 
 
@@ -286,7 +318,11 @@ def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for name in filter(artifacts.__contains__, settings.trainings):
         paths = settings.data.paths(name)
-        sources = counted(len(paths), "source") if len(paths) > SHOWN_SOURCES else ", ".join(map(redact.url, paths))
+        sources = (
+            counted(len(paths), "source")
+            if len(paths) > SHOWN_SOURCES
+            else ", ".join(map(redact.url, paths))
+        )
         if settings.data.uses_python_docs(name):
             sources = f"{PYTHON_DOCS}, which ships with ttrain"
         shards = artifacts.get(SHARDS[name].name)
@@ -312,7 +348,10 @@ def record_cached(plan: Plan, labels: JsonObject) -> RecordedRun | None:
     home, settings = plan.store.root, plan.settings
     keys = {stage.name: stage.key for stage in plan}
     newest = next(runs.equal_runs(home, keys), None)
-    own = next((run for run in runs.equal_runs(home, keys) if run["settings"]["name"] == settings.name), None)
+    own = next(
+        (run for run in runs.equal_runs(home, keys) if run["settings"]["name"] == settings.name),
+        None,
+    )
     if newest and (own is None or runs.is_cut_short(own)):
         return None
     recorded = with_absolute_paths(settings).model_dump(mode="json")

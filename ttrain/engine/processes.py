@@ -28,13 +28,31 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = {True: 60.0, False: 5.0}
 OTHERS_SECONDS = 5.0  # for the other ranks to report, once one has failed or rank 0 has ended
 # glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
-GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+GLIBC_TUNABLES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+)
 # Variables that native code and the libraries read while they load: a fork server that was started with other values
 # cannot be used. The number of threads is not among them, the stages set it themselves.
 READ_WHILE_LOADING = (
-    *("GLIBC_", "MALLOC_", "GOMP_", "KMP_", "LD_", "PYTHON", "HF_", "TRANSFORMERS_", "TORCH", "ATEN_", "MKL_"),
+    *(
+        "GLIBC_",
+        "MALLOC_",
+        "GOMP_",
+        "KMP_",
+        "LD_",
+        "PYTHON",
+        "HF_",
+        "TRANSFORMERS_",
+        "TORCH",
+        "ATEN_",
+        "MKL_",
+    ),
 )
-OUT_OF_MEMORY = ("memoryerror", "memory allocation", "allocate memory")  # in what Python, torch, Rust and OpenBLAS say
+OUT_OF_MEMORY = (
+    "memoryerror",
+    "memory allocation",
+    "allocate memory",
+)  # in what Python, torch, Rust and OpenBLAS say
 WORKER = "ttrain.engine.stage_worker"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", RENDEZVOUS)
 
@@ -85,16 +103,30 @@ class ProcessGroup:
 
     def describe_end(self) -> str:
         """Describe the end of a stage that left no result."""
-        codes = {rank: process.returncode for rank, process in enumerate(self.processes) if process.returncode}
-        first = {rank: code for rank, code in codes.items() if rank not in self._killed_by_us} or codes
-        rank, code = min(first.items(), key=lambda item: item[1] > 0, default=(0, 0))  # a killed one before others
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        codes = {
+            rank: process.returncode
+            for rank, process in enumerate(self.processes)
+            if process.returncode
+        }
+        first = {
+            rank: code for rank, code in codes.items() if rank not in self._killed_by_us
+        } or codes
+        rank, code = min(
+            first.items(), key=lambda item: item[1] > 0, default=(0, 0)
+        )  # a killed one before others
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         if len(self.processes) == 1:
             return f"its process {how} without a result"
         return f"rank {self.first_rank + rank} {how} without a result, and the others were ended"
 
 
-def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Report, stop: StopRequest) -> JsonDict:
+def run(
+    stage: Stage, settings: Settings, work: Path, log_path: Path, report: Report, stop: StopRequest
+) -> JsonDict:
     """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
@@ -104,7 +136,9 @@ def run(stage: Stage, settings: Settings, work: Path, log_path: Path, report: Re
         lines.seek(0, os.SEEK_END)
         try:
             start(group, stage, settings, work, log, stop)
-            stop_signal, timed_out = _wait(group, stage, settings, Followed(work, lines, report), stop)
+            stop_signal, timed_out = _wait(
+                group, stage, settings, Followed(work, lines, report), stop
+            )
         finally:
             group.end()
     outcome = stage_worker.read(work)
@@ -137,7 +171,9 @@ def environment_of(settings: Settings) -> dict[str, str]:
         fixed["OMP_NUM_THREADS"] = str(settings.runtime.threads)
     if settings.runtime.gpus:
         fixed["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.runtime.gpus))
-    own = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # those of another group
+    own = {
+        name: value for name, value in os.environ.items() if name not in RANK_VARIABLES
+    }  # those of another group
     return {**defaults, **own, **fixed}
 
 
@@ -147,7 +183,14 @@ def warm_up(settings: Settings) -> None:
         fork_server_for(environment_of(settings))
 
 
-def start(group: ProcessGroup, stage: Stage, settings: Settings, work: Path, log: IO[bytes], stop: StopRequest) -> None:
+def start(
+    group: ProcessGroup,
+    stage: Stage,
+    settings: Settings,
+    work: Path,
+    log: IO[bytes],
+    stop: StopRequest,
+) -> None:
     """Start the processes of a stage, one per local rank, and add them to the group. Raises Interrupted."""
     environment = environment_of(settings)
     server = _server_of(stage, environment)
@@ -179,7 +222,9 @@ def environments_of_ranks(
     return [{**environment, **counts, **meeting, **rank} for rank in ranks]
 
 
-def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> StageProcess:
+def spawn(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+) -> StageProcess:
     """Start a new interpreter. The stop signals stay blocked until it has handlers: a new program inherits the mask."""
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -196,11 +241,17 @@ def spawn(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
 
 def _fork(
-    server: ForkServer, environment: Mapping[str, str], work: Path, log: IO[bytes], stop: StopRequest
+    server: ForkServer,
+    environment: Mapping[str, str],
+    work: Path,
+    log: IO[bytes],
+    stop: StopRequest,
 ) -> ForkedProcess | None:
     """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
     try:
-        process = server.start(WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0)
+        process = server.start(
+            WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0
+        )
     except ForkServerError as error:
         log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
         return None
@@ -209,7 +260,9 @@ def _fork(
     return process
 
 
-fork_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}  # by the variables that were read while they loaded
+fork_servers: dict[
+    tuple[tuple[str, str], ...], ForkServer
+] = {}  # by the variables that were read while they loaded
 _servers_lock = threading.Lock()
 
 
@@ -224,7 +277,10 @@ def fork_server_for(environment: Mapping[str, str]) -> ForkServer:
 
 def _server_of(stage: Stage, environment: Mapping[str, str]) -> ForkServer | None:
     """The fork server of a stage; one without torch does not wait until the libraries are loaded."""
-    if sys.platform != "linux" or stage.module in (TASK.module, GATE.module):  # these need no library of a language model
+    if sys.platform != "linux" or stage.module in (
+        TASK.module,
+        GATE.module,
+    ):  # these need no library of a language model
         return None
     if stage.loads_torch:
         return fork_server_for(environment)
@@ -233,7 +289,9 @@ def _server_of(stage: Stage, environment: Mapping[str, str]) -> ForkServer | Non
 
 
 def _read_while_loading(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(item for item in environment.items() if item[0].startswith(READ_WHILE_LOADING)))
+    return tuple(
+        sorted(item for item in environment.items() if item[0].startswith(READ_WHILE_LOADING))
+    )
 
 
 # --- waiting ------------------------------------------------------------------------------------------------------------
@@ -262,7 +320,9 @@ class Followed:
             self.report("progressed", progress)
 
 
-def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Followed, stop: StopRequest) -> tuple[int, bool]:
+def _wait(
+    group: ProcessGroup, stage: Stage, settings: Settings, followed: Followed, stop: StopRequest
+) -> tuple[int, bool]:
     """Wait for all processes and pass a stop signal on. Returns (signal sent, whether the time limit was reached)."""
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
@@ -283,22 +343,36 @@ def _wait(group: ProcessGroup, stage: Stage, settings: Settings, followed: Follo
         time.sleep(POLL_SECONDS)
 
 
-def result_of(group: ProcessGroup, stage: Stage, log_path: Path, outcome: JsonDict | None, sent_signal: int = 0) -> JsonDict:
+def result_of(
+    group: ProcessGroup,
+    stage: Stage,
+    log_path: Path,
+    outcome: JsonDict | None,
+    sent_signal: int = 0,
+) -> JsonDict:
     """Return the figures of a completed stage, or raise the error that says why it did not complete."""
     if outcome and outcome["outcome"] == "completed":
         return dict(outcome["result"])
     if outcome and outcome["outcome"] == "interrupted":
-        raise Interrupted(f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"])
+        raise Interrupted(
+            f"stage {stage.name}: {outcome['error']}", sent_signal or outcome["signal"]
+        )
     if sent_signal and outcome is None:
-        saved = "its last checkpoint is kept" if stage.uses_ranks else "its next run begins it again"
-        raise Interrupted(f"stage {stage.name} did not stop by itself and was ended; {saved}", sent_signal)
+        saved = (
+            "its last checkpoint is kept" if stage.uses_ranks else "its next run begins it again"
+        )
+        raise Interrupted(
+            f"stage {stage.name} did not stop by itself and was ended; {saved}", sent_signal
+        )
     if outcome and not (group.killed and outcome["kind"] == RankLost.__name__):
         if outcome["kind"] == NothingNew.__name__:
             raise NothingNew(outcome["error"])
         where = f" on rank {outcome['rank']}" if len(group.processes) > 1 else ""
         message = f"stage {stage.name} failed{where}: {outcome['error']}"
         if outcome["kind"] == "unexpected":
-            message += f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
+            message += (
+                f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
+            )
         damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
         raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])

@@ -37,7 +37,10 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "runtime": settings_of_run.pop("runtime"),
         "settings": masked(settings_of_run),
         "run": run.get("run"),
-        "files": {role: [url(_absolute(name)) for name in names] for role, names in job.get("files", {}).items()},
+        "files": {
+            role: [url(_absolute(name)) for name in names]
+            for role, names in job.get("files", {}).items()
+        },
     }
 
 
@@ -51,7 +54,9 @@ def with_absolute_paths(settings: Settings) -> Settings:
     """Return the same settings with the local paths, globs and folders made absolute."""
     suites, webhook = settings.evaluate.suites, settings.notify.webhook_file
     changes: dict[str, JsonDict] = {
-        "data": {name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS},
+        "data": {
+            name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS
+        },
         "tokenizer": {"existing": _if_there(settings.tokenizer.existing)},
         "shards": {"decontaminate": tuple(map(_if_file, settings.shards.decontaminate))},
         "evaluate": {"suites": {model: tuple(map(_if_file, suites.of(model))) for model in MODELS}},
@@ -96,7 +101,17 @@ def commit() -> str | None:
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists() or not shutil.which("git"):
         return None  # it is another repository that contains this Python's packages, or none
-    command = ["git", "--no-optional-locks", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+changes",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    described = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    described = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
     return described.stdout.strip() or None

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import TRAINING_STAGES, Settings, Training, rules
-from ttrain.core.files import JsonDict, fsync, link_or_copy, read_json, read_object, remove_tree, write_json
+from ttrain.core.files import (
+    JsonDict,
+    fsync,
+    link_or_copy,
+    read_json,
+    read_object,
+    remove_tree,
+    write_json,
+)
 from ttrain.core.text import first_of
 from ttrain.engine.graph import PartialRun, Planned
 from ttrain.errors import UsageError
@@ -57,7 +65,9 @@ def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
     for path in (store.root / "work" / stage).glob(f"*/{INGREDIENTS}"):
         ingredients, step = read_json(path), saved_step(path.parent)
         if ingredients and step:
-            runs_with_checkpoint.append(PartialRun(stage, path.parent.name, path.parent, step, ingredients))
+            runs_with_checkpoint.append(
+                PartialRun(stage, path.parent.name, path.parent, step, ingredients)
+            )
     yield from sorted(runs_with_checkpoint, key=lambda work: (-work.step, work.key))
 
 
@@ -66,7 +76,9 @@ def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
     return differences(work.ingredients, ingredients)
 
 
-def changes_besides(free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False) -> list[str]:
+def changes_besides(
+    free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False
+) -> list[str]:
     """The differences in all but these settings of the stage, and but the code, unless it counts."""
     names = {f"{now['stage']}.{name}" for name in free}
 
@@ -77,7 +89,9 @@ def changes_besides(free: frozenset[str], before: Ingredients, now: Ingredients,
     return differences(compared(before), compared(now))
 
 
-def forbidden_changes(work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET) -> list[str]:
+def forbidden_changes(
+    work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET
+) -> list[str]:
     """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the
     other settings of the stage that are `free`."""
     changed = changes_besides(free, work.ingredients, ingredients)
@@ -90,8 +104,14 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     An `auto` that the work had is the number of its checkpoint, a new one what many rows give.
     """
     usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
-    least = {"tokens": rules.TOKENS, "epochs": usual.epochs, "tokens_per_step": usual.tokens_per_step}
-    by_rows = read_object(checkpoint_of(work.path / "output", work.step) / "state.json").get("identity", {})
+    least = {
+        "tokens": rules.TOKENS,
+        "epochs": usual.epochs,
+        "tokens_per_step": usual.tokens_per_step,
+    }
+    by_rows = read_object(checkpoint_of(work.path / "output", work.step) / "state.json").get(
+        "identity", {}
+    )
 
     def number(values: Mapping[str, Any], name: str) -> Any:
         key = f"{work.stage}.{name}"
@@ -115,18 +135,26 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
             continue
         lines = changes(work, ingredients)
         if not lines:  # the same key
-            return [f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"]
+            return [
+                f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"
+            ]
         key, differs = work.key[:SHOWN_KEY], first_of(lines, SHOWN_CHANGES, "; ")
-        return [f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"]
+        return [
+            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"
+        ]
     return []
 
 
-def find_partial_run(stage: Stage, prefix: str, ingredients: Ingredients, store: ArtifactStore) -> PartialRun | None:
+def find_partial_run(
+    stage: Stage, prefix: str, ingredients: Ingredients, store: ArtifactStore
+) -> PartialRun | None:
     """Find this stage's unfinished work by its key prefix; None if the stage has none.
 
     Raises UsageError with the differences if it cannot be resumed with these ingredients.
     """
-    work = next((work for work in partial_runs(store, stage.name) if work.key.startswith(prefix)), None)
+    work = next(
+        (work for work in partial_runs(store, stage.name) if work.key.startswith(prefix)), None
+    )
     if work and (refused := forbidden_changes(work, ingredients, free=BUDGET | RATES)):
         raise UsageError(
             f"--continue {prefix} is the unfinished work of {work}, which was made under other settings or data: "
@@ -183,8 +211,17 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
             raise UsageError(
                 f"the unfinished work of {work} is gone: a run of other code took it over, or it was cleaned away"
             )
-        entry = {"key": work.key, "to": key, "step": saved_step(work.path), "differences": changes(work, ingredients)}
-        earlier = [old for old in read_json(work.path / CONTINUED) or [] if (old["key"], old["to"]) != (work.key, key)]
+        entry = {
+            "key": work.key,
+            "to": key,
+            "step": saved_step(work.path),
+            "differences": changes(work, ingredients),
+        }
+        earlier = [
+            old
+            for old in read_json(work.path / CONTINUED) or []
+            if (old["key"], old["to"]) != (work.key, key)
+        ]
         write_json(work.path / CONTINUED, [*earlier, entry])
         remove_tree(destination)
         work.path.rename(destination)
@@ -235,7 +272,11 @@ def extension_of(
         return None, 0, f"{nothing}; it starts from scratch"
     step = max(checkpoints)
     shorter = checkpoints[step].parent.parent.name[:SHOWN_KEY]
-    return checkpoints[step], step, f"--extend: continues at step {step} of the shorter training {shorter}"
+    return (
+        checkpoints[step],
+        step,
+        f"--extend: continues at step {step} of the shorter training {shorter}",
+    )
 
 
 # --- Begin again: --fresh, and --from-step N ------------------------------------------------------
@@ -276,7 +317,9 @@ def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) ->
     off there. It lies beside the place of the stage's work. Raises UsageError where there is no such checkpoint."""
     steps = steps_in(source)
     if step not in steps:
-        there_are = f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
+        there_are = (
+            f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
+        )
         raise UsageError(
             f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there are {there_are} "
             f"(runtime.keep_every_steps keeps more)"
@@ -309,4 +352,6 @@ def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
         names = (work.with_name(f"{work.name}.{number}") for number in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         work.rename(aside)
-    return [f"the unfinished work of {planned.name} at step {step} is set aside; --continue {aside.name} resumes it"]
+    return [
+        f"the unfinished work of {planned.name} at step {step} is set aside; --continue {aside.name} resumes it"
+    ]

@@ -21,9 +21,15 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
     index = read_object(shards / "train" / "index.json")
     if index and not config.mask_intervals:
         # each row holds up to `row_length` tokens
-        trained = index["live_tokens"] if index["kind"] != "documents" else index["tokens"] - index["rows"]
+        trained = (
+            index["live_tokens"]
+            if index["kind"] != "documents"
+            else index["tokens"] - index["rows"]
+        )
         least, usual = trained // config.row_length, config.resolved(MANY_ROWS)
-        if least >= usual.rows_per_step and (not config.automatic or config.resolved(least) == usual):
+        if least >= usual.rows_per_step and (
+            not config.automatic or config.resolved(least) == usual
+        ):
             return
     from ttrain.tasks.common import rows
 
@@ -31,7 +37,9 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
     rows.order_of(config.resolved(opened.epoch), opened)
 
 
-def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool = False) -> dict[str, rules.Rule]:
+def rules_of_rows(
+    settings: Settings, stages: Iterable[Planned], *, packs: bool = False
+) -> dict[str, rules.Rule]:
     """The rules of the trainings whose batch or passes their rows decide.
 
     The value is `auto` unless the stage is in the store, or its shards are and `packs`, which loads the libraries for it.
@@ -44,7 +52,13 @@ def rules_of_rows(settings: Settings, stages: Iterable[Planned], *, packs: bool 
         values = config.replaced(TrainingResult.of(trained.result).by_rule) if trained else config
         shards = artifacts.get(SHARDS[name].name)
         tokenizer = artifacts.get(TOKENIZER.name)
-        if packs and values.automatic and shards and tokenizer and not (shards.absent or tokenizer.absent):
+        if (
+            packs
+            and values.automatic
+            and shards
+            and tokenizer
+            and not (shards.absent or tokenizer.absent)
+        ):
             values = values.resolved(_open_rows(values, shards.path, tokenizer.path).epoch)
         reasons = config.by_rows.reasons(config.row_length)
         for key in config.automatic:

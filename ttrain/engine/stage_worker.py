@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, ProgressWriter, exclusive, read_json, read_object, write_json
+from ttrain.core.files import (
+    JsonDict,
+    ProgressWriter,
+    exclusive,
+    read_json,
+    read_object,
+    write_json,
+)
 from ttrain.core.signals import (
     PARENT,
     SAME_SIGNAL_SECONDS,
@@ -29,7 +36,15 @@ from ttrain.core.signals import (
 )
 from ttrain.core.terminal import guard_streams, outlast_output
 from ttrain.engine.system_metrics import SystemMetrics, file_name
-from ttrain.errors import DamagedFile, DataError, Interrupted, NothingNew, RankLost, TTrainError, with_fix
+from ttrain.errors import (
+    DamagedFile,
+    DataError,
+    Interrupted,
+    NothingNew,
+    RankLost,
+    TTrainError,
+    with_fix,
+)
 from ttrain.store import integrity
 from ttrain.store.layout import JOB, TRACKED
 from ttrain.tasks.common.job import StageContext
@@ -90,21 +105,32 @@ def main() -> int:
 
     work = Path(sys.argv[1])
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    end_with_parent(int(os.environ.get(PARENT, os.getppid())))  # it may be gone before this line is reached
+    end_with_parent(
+        int(os.environ.get(PARENT, os.getppid()))
+    )  # it may be gone before this line is reached
     set_up(rank, world)
     spec = read_json(work / JOB)
     if spec is None:
-        log.error("there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?", work / JOB)
+        log.error(
+            "there is no %s; do all nodes have the same TTRAIN_HOME and the same settings?",
+            work / JOB,
+        )
         return 1
     log.setLevel(level_of(spec["runtime"]["log_level"], rank))
     stop = StopFlag(stops_by_itself=not spec["uses_ranks"])
-    with exclusive(work.with_name(f"{work.name}.process.lock")) if rank == 0 else contextlib.nullcontext():
+    with (
+        exclusive(work.with_name(f"{work.name}.process.lock"))
+        if rank == 0
+        else contextlib.nullcontext()
+    ):
         with sample_system_metrics(work, spec):
             outcome = _run(work, spec, stop, rank)
         write(work, rank, outcome)
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
-            os._exit(1)  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
+            os._exit(
+                1
+            )  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
         if world > 1:
             import torch.distributed as dist
 
@@ -122,7 +148,9 @@ def set_up(rank: int = 0, world: int = 1) -> None:
     handler.setFormatter(_WithoutSecrets(f"%(asctime)s {who}%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     log.setLevel(level_of("info", rank))
-    warnings.simplefilter("ignore", FutureWarning)  # between libraries: who trains can do nothing about it
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # between libraries: who trains can do nothing about it
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/comm").write_text(PROCESS_NAME)
 
@@ -133,7 +161,9 @@ def level_of(name: str, rank: int) -> int:
     return max(level, logging.WARNING) if rank and level != logging.DEBUG else level
 
 
-def job_of(work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True) -> tuple[Any, StageContext]:
+def job_of(
+    work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True
+) -> tuple[Any, StageContext]:
     """The settings that the stage may see, validated by who wrote them, and its context."""
     from ttrain.config import Runtime
     from ttrain.tasks import RUNNABLE
@@ -175,14 +205,30 @@ def _outcome_of(error: BaseException, stop: StopFlag) -> JsonDict:
     if signum := stop.settle():  # whatever error a library made of it
         return {"outcome": "interrupted", "error": "stopped by a signal", "signal": signum}
     if isinstance(error, Interrupted):
-        return {"outcome": "interrupted", "error": str(error), "signal": stop.signum or error.signum}
+        return {
+            "outcome": "interrupted",
+            "error": str(error),
+            "signal": stop.signum or error.signum,
+        }
     if isinstance(error, TTrainError):
         log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
         damaged = {"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}
-        files = {"files": list(map(redact.url, error.files))} if isinstance(error, DataError) else {}
-        return {"outcome": "failed", "error": str(error), "kind": type(error).__name__, **damaged, **files}
+        files = (
+            {"files": list(map(redact.url, error.files))} if isinstance(error, DataError) else {}
+        )
+        return {
+            "outcome": "failed",
+            "error": str(error),
+            "kind": type(error).__name__,
+            **damaged,
+            **files,
+        }
     log.error("%s", "".join(traceback.format_exception(error)))
-    return {"outcome": "failed", "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"), "kind": "unexpected"}
+    return {
+        "outcome": "failed",
+        "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"),
+        "kind": "unexpected",
+    }
 
 
 @contextlib.contextmanager
@@ -213,11 +259,17 @@ def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:
 
 def read(work: Path) -> JsonDict | None:
     """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
-    outcomes: list[JsonDict] = [outcome for path in work.glob(RESULTS) if (outcome := read_json(path))]
+    outcomes: list[JsonDict] = [
+        outcome for path in work.glob(RESULTS) if (outcome := read_json(path))
+    ]
     first = next((outcome for outcome in outcomes if outcome["rank"] == 0), None)
     if first and first["outcome"] != "failed":
         return first
-    return min(outcomes, key=lambda outcome: (outcome.get("kind") == RankLost.__name__, outcome["at"]), default=None)
+    return min(
+        outcomes,
+        key=lambda outcome: (outcome.get("kind") == RankLost.__name__, outcome["at"]),
+        default=None,
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ class StopRequest:
     """Whether a run shall stop, and why."""
 
     def __init__(
-        self, say: Callable[[str], object] = lambda text: None, effect: str = "the running stages save their state"
+        self,
+        say: Callable[[str], object] = lambda text: None,
+        effect: str = "the running stages save their state",
     ) -> None:
         """`say` tells the user of the request and of its effect."""
         self._say, self._effect = say, effect
@@ -30,8 +32,13 @@ class StopRequest:
     def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
         """Request the stop; later requests change nothing."""
         if not self.signum:
-            self.stop_reason, self.signum = why, signum  # the signal last: a reader that sees it finds the reason set
-            reason, again = ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
+            self.stop_reason, self.signum = (
+                why,
+                signum,
+            )  # the signal last: a reader that sees it finds the reason set
+            reason, again = (
+                ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
+            )
             self._say(f"{reason}: {self._effect}{again}")
 
     def wait(self, seconds: float) -> None:

@@ -63,12 +63,20 @@ class SystemMetrics:
             first, began, samples, ended = last + 1, time.monotonic(), 0, False
             while not ended:
                 samples += 1
-                ended = self._ending.wait(max(0.0, began + samples * self._seconds - time.monotonic()))
+                ended = self._ending.wait(
+                    max(0.0, began + samples * self._seconds - time.monotonic())
+                )
                 step = first + round(time.monotonic() - began)
                 if step > last:  # otherwise the end came in the same second as a sample
-                    metrics = {f"{self._prefix}{name}": round(value, 3) for name, value in (reader() | gpus()).items()}
+                    metrics = {
+                        f"{self._prefix}{name}": round(value, 3)
+                        for name, value in (reader() | gpus()).items()
+                    }
                     with self._path.open("a") as file:
-                        file.write(json.dumps({"step": step, "time": time.time(), "metrics": metrics}) + "\n")
+                        file.write(
+                            json.dumps({"step": step, "time": time.time(), "metrics": metrics})
+                            + "\n"
+                        )
                     last = step
         except Exception as error:  # never fail a training for a system metric
             log.warning("the system metrics end here: %r", error)
@@ -92,9 +100,15 @@ def machine(directory: Path) -> Callable[[], Figures]:
 
     def transferred() -> Figures:
         network, disks = psutil.net_io_counters(), psutil.disk_io_counters()
-        found = {"network_receive_megabytes": network.bytes_recv, "network_transmit_megabytes": network.bytes_sent}
+        found = {
+            "network_receive_megabytes": network.bytes_recv,
+            "network_transmit_megabytes": network.bytes_sent,
+        }
         if disks:  # some containers tell of none
-            found |= {"disk_read_megabytes": disks.read_bytes, "disk_write_megabytes": disks.write_bytes}
+            found |= {
+                "disk_read_megabytes": disks.read_bytes,
+                "disk_write_megabytes": disks.write_bytes,
+            }
         return found
 
     psutil.cpu_percent()  # the first call has no earlier reading to compare with
@@ -123,6 +137,8 @@ def gpus() -> Figures:
     found: Figures = {}
     for number in range(cuda.device_count()):
         for name, (function, scale) in GPU_METRICS.items():
-            with contextlib.suppress(Exception):  # not every board measures its power; NVML has errors of its own
+            with contextlib.suppress(
+                Exception
+            ):  # not every board measures its power; NVML has errors of its own
                 found[f"gpu_{number}_{name}"] = getattr(cuda, function)(number) * scale
     return found

@@ -45,7 +45,9 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
     https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
     of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
     """
-    assert 0 <= order <= 3, f"order {order}; a context and the byte after it have to fit into 32 bits"
+    assert 0 <= order <= 3, (
+        f"order {order}; a context and the byte after it have to fit into 32 bits"
+    )
     byte = np.frombuffer(data, np.uint8).astype(np.uint32)
     context, chance = np.zeros(len(byte), np.uint32), np.full(len(byte), 1 / 256)
     for length in range(min(order, len(byte) - 1) + 1):
@@ -56,7 +58,9 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         met = _earlier(context[now])
         is_new = pd.Series(with_byte == 0, dtype=np.int64)
         kinds = (is_new.groupby(context[now], sort=False).cumsum() - is_new).to_numpy()
-        chance[now] = np.where(met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now])
+        chance[now] = np.where(
+            met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now]
+        )
     bits: Floats = -np.log2(chance)
     return bits
 

@@ -31,7 +31,10 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
     """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
     DataError if it has no chat."""
     parsers = Parsers(
-        (lambda row: accepted(records.parse_conversation(row), records.Conversation).messages, chat_shapes.CHAT_FIELDS),
+        (
+            lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
+            chat_shapes.CHAT_FIELDS,
+        ),
         lambda row: tuple(map(Message.from_json, row["messages"])),
         lambda messages: [message.identity() for message in messages],
     )
@@ -49,14 +52,18 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
     encoded = encode(items, subject, items.items)
     with_answers = bool(spec.new_tokens and spec.answers)
     total = 1 + with_answers  # the loss is half of the work then
-    scores = perplexity.score_items(spec, subject, encoded, lambda done, of: progress(done, total * of))
+    scores = perplexity.score_items(
+        spec, subject, encoded, lambda done, of: progress(done, total * of)
+    )
     metrics = perplexity.loss_figures(scores)
     rows: list[JsonDict] = [score._asdict() for score in scores]
     for row, encoding in zip(rows, encoded, strict=True):
         if isinstance(encoding, str):
             row["refused"] = encoding
     if with_answers:
-        chats = [() if "refused" in row else chat for row, chat in zip(rows, items.items, strict=True)]
+        chats = [
+            () if "refused" in row else chat for row, chat in zip(rows, items.items, strict=True)
+        ]
         answers = ask(chats, subject, spec, lambda done, of: progress(of + done, total * of))
         metrics += answer_metrics(answers)
         for row, turns in zip(rows, answers, strict=True):
@@ -64,7 +71,9 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
     return items.result(subject.name, metrics, rows)
 
 
-def encode(items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]) -> list[Tokens | str]:
+def encode(
+    items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]
+) -> list[Tokens | str]:
     """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
     of these is reported in a warning. Raises UsageError for a model without a chat template."""
     if not subject.can_chat:
@@ -81,7 +90,11 @@ def encode(items: Items[Any], subject: LoadedModel, conversations: Sequence[Mess
     refused = [encoding for encoding in encoded if isinstance(encoding, str)]
     if refused:
         log.warning(
-            "%s: %d of %d chats are not scored; the first error: %s", items.task, len(refused), len(encoded), refused[0]
+            "%s: %d of %d chats are not scored; the first error: %s",
+            items.task,
+            len(refused),
+            len(encoded),
+            refused[0],
         )
     return encoded
 
@@ -95,9 +108,16 @@ def ask(
     With a short context the answers take at most half of it, and only the end of the preceding turns is given.
     """
     room, longest = subject.room(spec.new_tokens)
-    places = [(number, turn) for number, chat in enumerate(chats) for turn in turns_of(chat, spec.answers)]
-    prompts = [chat_data.prompt_ids(subject.encoder, chats[number][:turn])[-(longest or 0) :] for number, turn in places]
-    generated = generation.answers(subject, prompts, room, (), progress, chat_data.lead_text(subject.encoder))
+    places = [
+        (number, turn) for number, chat in enumerate(chats) for turn in turns_of(chat, spec.answers)
+    ]
+    prompts = [
+        chat_data.prompt_ids(subject.encoder, chats[number][:turn])[-(longest or 0) :]
+        for number, turn in places
+    ]
+    generated = generation.answers(
+        subject, prompts, room, (), progress, chat_data.lead_text(subject.encoder)
+    )
     answers: list[list[JsonDict]] = [[] for _ in chats]
     for (number, turn), (completion, text) in zip(places, generated, strict=True):
         markers = find_markers(subject.encoder, completion.ids, text)
@@ -126,7 +146,9 @@ def answer_metrics(chats: Sequence[Sequence[JsonDict]]) -> list[Metric]:
         _metric("clean", chats, lambda row: ("markers" not in row, 1)),
         _metric("empty", chats, lambda row: (not row["answer"].strip(), 1), higher=False),
         _metric("repeated", chats, lambda row: repeated(words(row["answer"])), higher=False),
-        _metric("length", chats, lambda row: (len(row["answer"]), 1), higher=False, unit="characters"),
+        _metric(
+            "length", chats, lambda row: (len(row["answer"]), 1), higher=False, unit="characters"
+        ),
     ]
 
 
@@ -194,16 +216,22 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
             raise BadRow(RATED)
         return pair
 
-    parsers = Parsers((parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode())
+    parsers = Parsers(
+        (parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode()
+    )
     return read_texts(task, spec, files, parsers)
 
 
-def run_pairs(items: Items[Preference], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
+def run_pairs(
+    items: Items[Preference], subject: LoadedModel, progress: ProgressCallback
+) -> TaskResult:
     """Compute the share of pairs whose chosen answer is likelier, a tie counting one half, and its mean lead in nats.
 
     A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.
     """
-    conversations = [(*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)]
+    conversations = [
+        (*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)
+    ]
     encoded = encode(items, subject, conversations)
     scores = perplexity.score_items(items.spec, subject, encoded, progress)
     rows: list[JsonDict] = []
@@ -218,6 +246,16 @@ def run_pairs(items: Items[Preference], subject: LoadedModel, progress: Progress
         margins.append(margin * sizes[-1])
         preferred.append(((margin > 0) + 0.5 * (margin == 0)) * sizes[-1])
         answers = {"chosen": chosen._asdict(), "rejected": rejected._asdict()}
-        rows.append({"refused": errors[0]} if errors else {"preferred": preferred[-1], "margin": margin, **answers})
-    accuracy = Metric("accuracy", tuple(preferred), tuple(sizes), higher_is_better=True, unit="share")
-    return items.result(subject.name, [accuracy, replace(accuracy, name="margin", sums=tuple(margins), unit="nats")], rows)
+        rows.append(
+            {"refused": errors[0]}
+            if errors
+            else {"preferred": preferred[-1], "margin": margin, **answers}
+        )
+    accuracy = Metric(
+        "accuracy", tuple(preferred), tuple(sizes), higher_is_better=True, unit="share"
+    )
+    return items.result(
+        subject.name,
+        [accuracy, replace(accuracy, name="margin", sums=tuple(margins), unit="nats")],
+        rows,
+    )

@@ -14,13 +14,26 @@ import numpy as np
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.core.files import JsonDict, finite
 from ttrain.core.text import is_number
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
+from ttrain.evaluate.items import (
+    BadRow,
+    Items,
+    SuiteFiles,
+    read_rows,
+    separator,
+    text_of,
+    with_examples,
+)
 from ttrain.evaluate.log_likelihood import Likelihood, log_likelihoods
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
-FIGURES = {"none": "accuracy", "characters": "accuracy_characters", "bytes": "accuracy_bytes", "tokens": "accuracy_tokens"}
+FIGURES = {
+    "none": "accuracy",
+    "characters": "accuracy_characters",
+    "bytes": "accuracy_bytes",
+    "tokens": "accuracy_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,10 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
 
 
 PARSERS = {  # and what a row needs
-    "choices": (parse_choice, '{"question": text, "choices": [texts], "answer": number from 0, letter or text}'),
+    "choices": (
+        parse_choice,
+        '{"question": text, "choices": [texts], "answer": number from 0, letter or text}',
+    ),
     "last_word": (parse_passage, '{"context": text, "target": text}'),
 }
 
@@ -66,26 +82,38 @@ PARSERS = {  # and what a row needs
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
     parser = PARSERS[spec.kind]
-    template, delimiter = (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
+    template, delimiter = (
+        (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
+    )
 
-    def prompt(item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]) -> tuple[ChoicePrompt, object]:
+    def prompt(
+        item: ChoiceQuestion, examples: Sequence[ChoiceQuestion]
+    ) -> tuple[ChoicePrompt, object]:
         shots = ""
         for shot in examples:
             context, continuations = texts(shot)
             shots += context + continuations[shot.answer] + spec.shots_separator
         context, continuations = texts(item)
-        return ChoicePrompt(item, shots + context, continuations), [shots + context, continuations, item.answer]
+        return ChoicePrompt(item, shots + context, continuations), [
+            shots + context,
+            continuations,
+            item.answer,
+        ]
 
     def texts(row: ChoiceQuestion) -> tuple[str, tuple[str, ...]]:
         context = template.replace("{question}", row.question)
-        between = [separator(context, choice) if delimiter is None else delimiter for choice in row.choices]
+        between = [
+            separator(context, choice) if delimiter is None else delimiter for choice in row.choices
+        ]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
     rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
     return with_examples(task, spec, rows, files, parser, prompt)
 
 
-def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
+def score_choices(
+    items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback
+) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
     `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
@@ -105,22 +133,38 @@ def score_choices(items: Items[ChoicePrompt], subject: LoadedModel, progress: Pr
         losses.append(_loss(nats, choice.answer))
         answer_nats.append(nats[choice.answer])
         picked = chosen[items.spec.normalise]
-        rows.append(finite({
-            "question": choice.question, "choices": choice.choices, "answer": choice.answer, "chosen": picked,
-            "right": picked == choice.answer, "nats": nats, **({"cut": cut} if cut else {}),
-        }))  # fmt: skip
+        rows.append(
+            finite(
+                {
+                    "question": choice.question,
+                    "choices": choice.choices,
+                    "answer": choice.answer,
+                    "chosen": picked,
+                    "right": picked == choice.answer,
+                    "nats": nats,
+                    **({"cut": cut} if cut else {}),
+                }
+            )
+        )
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
     figures = [mean(FIGURES[name], right[name]) for name in order]
     figures.append(mean("choice_loss", losses, "nats", higher=False))
-    sizes = tuple(float(len(prompt.continuations[prompt.choice.answer].encode("utf-8"))) for prompt in items.items)
-    figures.append(Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2))
+    sizes = tuple(
+        float(len(prompt.continuations[prompt.choice.answer].encode("utf-8")))
+        for prompt in items.items
+    )
+    figures.append(
+        Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2)
+    )
     figures += cut_figure([row.get("cut", 0) for row in rows])
     return items.result(subject.name, figures, rows)
 
 
 def choice_texts(items: Sequence[ChoicePrompt]) -> list[tuple[str, str]]:
     """(context, continuation) of every choice of every item."""
-    return [(prompt.context, continuation) for prompt in items for continuation in prompt.continuations]
+    return [
+        (prompt.context, continuation) for prompt in items for continuation in prompt.continuations
+    ]
 
 
 def chosen_by(choices: Sequence[str], costs: Sequence[Likelihood]) -> dict[str, int | None]:
@@ -165,7 +209,9 @@ def _loss(nats: Sequence[float], answer: int) -> float:
     return nats[answer] - least + math.log(math.fsum(math.exp(least - cost) for cost in nats))
 
 
-def score_passages(items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
+def score_passages(
+    items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback
+) -> TaskResult:
     """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
     costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [
@@ -174,10 +220,15 @@ def score_passages(items: Items[ChoicePrompt], subject: LoadedModel, progress: P
         *cut_figure([cost.cut for cost in costs]),
     ]
     rows = [
-        finite({
-            "context": prompt.context, "target": prompt.continuations[0], "right": cost.greedy, "nats": cost.nats,
-            **({"cut": cost.cut} if cost.cut else {}),
-        })
+        finite(
+            {
+                "context": prompt.context,
+                "target": prompt.continuations[0],
+                "right": cost.greedy,
+                "nats": cost.nats,
+                **({"cut": cost.cut} if cost.cut else {}),
+            }
+        )
         for prompt, cost in zip(items.items, costs, strict=True)
-    ]  # fmt: skip
+    ]
     return items.result(subject.name, figures, rows)

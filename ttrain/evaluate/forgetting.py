@@ -99,11 +99,15 @@ def heldout_texts(
     labelled_sources = {f"source {name}": digests for name, digests in sources.items()}
     for kind, members in (("night", nights), ("source", labelled_sources)):
         rows = {
-            name: sorted(numbers[digest] for digest in digests if digest in numbers) for name, digests in members.items()
+            name: sorted(numbers[digest] for digest in digests if digest in numbers)
+            for name, digests in members.items()
         }
         scored = {name: tuple(text) for name, text in rows.items() if text}
         if len(scored) > 1:
-            texts += [HeldoutText(kind, name, text, kind == "night" and name == new) for name, text in scored.items()]
+            texts += [
+                HeldoutText(kind, name, text, kind == "night" and name == new)
+                for name, text in scored.items()
+            ]
     return texts
 
 
@@ -125,7 +129,9 @@ def figures(
     """
     if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
         return []
-    if not texts or not all(math.isfinite(scores.value) for scores in (challenger, champion) if scores):
+    if not texts or not all(
+        math.isfinite(scores.value) for scores in (challenger, champion) if scores
+    ):
         return []
     earlier_nights = [text for text in texts if text.kind == "night" and not text.new]
     if len(earlier_nights) > 1:
@@ -134,11 +140,15 @@ def figures(
     listed: list[TextFigure] = []
     for text in texts:
         has_enough = len(text.rows) >= settings.min_samples or not settings.resamples
-        listed.append(_figure(challenger, champion, text, settings, best, judged=has_enough and not text.new))
+        listed.append(
+            _figure(challenger, champion, text, settings, best, judged=has_enough and not text.new)
+        )
     return listed
 
 
-def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) -> TextFigure | None:
+def figure_of_metric(
+    challenger: Metric, champion: Metric, settings: Promotion
+) -> TextFigure | None:
     """The figures of both models in a metric, with all its records judged as one text; None where they cannot be compared.
 
     A metric that is a finite number at the champion alone is lost, on however few records.
@@ -148,7 +158,9 @@ def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) 
         return None
     if not math.isfinite(challenger.value):
         is_lost = settings.forgetting is not None
-        return TextFigure("metric", metric, count, challenger.value, champion.value, judged=is_lost, lost=is_lost)
+        return TextFigure(
+            "metric", metric, count, challenger.value, champion.value, judged=is_lost, lost=is_lost
+        )
     if challenger.sizes != champion.sizes:
         return None
     text = HeldoutText("metric", metric, tuple(range(count)))
@@ -171,17 +183,30 @@ def _figure(
     theirs = champion.restricted(text.rows)
     compared = advantage(ours, theirs, settings)
     difference, interval = compared.difference, compared.interval
-    judged = judged and settings.forgetting is not None and (interval is not None or not settings.resamples)
+    judged = (
+        judged
+        and settings.forgetting is not None
+        and (interval is not None or not settings.resamples)
+    )
     bound = settings.forgetting or 0.0
     least_loss = -difference if interval is None else -interval[1]
     lost = judged and least_loss > bound * abs(theirs.value)
-    figure = replace(alone, champion=theirs.value, difference=difference, interval=interval, judged=judged, lost=lost)
+    figure = replace(
+        alone,
+        champion=theirs.value,
+        difference=difference,
+        interval=interval,
+        judged=judged,
+        lost=lost,
+    )
     earlier = best.get(text.name)
     drift = sign_of(challenger, settings) * (earlier.value - theirs.value) if earlier else 0.0
     if earlier is None or earlier.records != len(text.rows) or drift <= 0:
         return figure
     has_drifted = judged and difference < 0 and least_loss + drift > bound * abs(earlier.value)
-    return replace(figure, lost=lost or has_drifted, best=earlier.value, best_champion=earlier.champion)
+    return replace(
+        figure, lost=lost or has_drifted, best=earlier.value, best_champion=earlier.champion
+    )
 
 
 def advantage(challenger: Metric, champion: Metric, settings: Promotion) -> PairedComparison:
@@ -197,7 +222,9 @@ def advantage(challenger: Metric, champion: Metric, settings: Promotion) -> Pair
 
 def sign_of(metric: Metric, settings: Promotion) -> float:
     """1 if higher values are better, else -1."""
-    higher = settings.higher_is_better if metric.higher_is_better is None else metric.higher_is_better
+    higher = (
+        settings.higher_is_better if metric.higher_is_better is None else metric.higher_is_better
+    )
     return 1.0 if higher else -1.0
 
 

@@ -15,7 +15,15 @@ from ttrain.data.chat import lead_text, prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.errors import UsageError
 from ttrain.evaluate.choices import cut_figure
-from ttrain.evaluate.items import BadRow, Items, SuiteFiles, read_rows, separator, text_of, with_examples
+from ttrain.evaluate.items import (
+    BadRow,
+    Items,
+    SuiteFiles,
+    read_rows,
+    separator,
+    text_of,
+    with_examples,
+)
 from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import TaskResult, mean
 from ttrain.inference.generate import Completion
@@ -66,21 +74,30 @@ def parse(record: JsonDict, match: str) -> Problem:
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
     """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
     file does not exist, DataError if it has no question."""
-    parser = partial(parse, match=spec.match), ROW_FORMAT  # worked examples of another file are parsed by this choice
+    parser = (
+        partial(parse, match=spec.match),
+        ROW_FORMAT,
+    )  # worked examples of another file are parsed by this choice
     rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
     if spec.match == "auto":
         match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
         spec = spec.model_copy(update={"match": match})
-    how = spec.model_dump(mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"})
+    how = spec.model_dump(
+        mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"}
+    )
 
-    def item_of(problem: Problem, examples: tuple[Problem, ...]) -> tuple[ProblemWithExamples, object]:
+    def item_of(
+        problem: Problem, examples: tuple[Problem, ...]
+    ) -> tuple[ProblemWithExamples, object]:
         shots = [[shot.question, shot.answer] for shot in examples]
         return (problem, examples), [problem.question, problem.final, shots, how]
 
     return with_examples(task, spec, rows, files, parser, item_of)
 
 
-def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
+def run(
+    items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback
+) -> TaskResult:
     """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
     of `stop` ended before `new_tokens`."""
     spec = items.spec
@@ -93,7 +110,9 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
     prompts, cut = list[list[int]](), list[int]()
     for problem, examples in items.items:
         ids = whole = _prompt(spec, problem, examples, subject)
-        while longest and len(ids) > longest and examples:  # the oldest example first, then the beginning
+        while (
+            longest and len(ids) > longest and examples
+        ):  # the oldest example first, then the beginning
             examples = examples[1:]
             ids = _prompt(spec, problem, examples, subject)
         prompts.append(ids[-(longest or 0) :])
@@ -103,11 +122,21 @@ def run(items: Items[ProblemWithExamples], subject: LoadedModel, progress: Progr
     answered = answers(subject, prompts, room, stops, progress, lead)
     for (problem, _), (completion, answer) in zip(items.items, answered, strict=True):
         parsed, right = judge_answer(answer, problem.final, spec.match)
-        rows.append({
-            "question": problem.question, "reference": problem.final, "answer": answer, "extracted": parsed,
-            "match": spec.match, "right": right, "ended": completion.ended,
-        })  # fmt: skip
-    metrics = [mean(f"accuracy_{spec.match}", (row["right"] for row in rows)), mean("ended", (row["ended"] for row in rows))]
+        rows.append(
+            {
+                "question": problem.question,
+                "reference": problem.final,
+                "answer": answer,
+                "extracted": parsed,
+                "match": spec.match,
+                "right": right,
+                "ended": completion.ended,
+            }
+        )
+    metrics = [
+        mean(f"accuracy_{spec.match}", (row["right"] for row in rows)),
+        mean("ended", (row["ended"] for row in rows)),
+    ]
     metrics += cut_figure(cut)
     return items.result(subject.name, metrics, rows)
 
@@ -142,7 +171,9 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
     """
     if match == "numeric":
         number = answer_in(answer)
-        return None if number is None else str(number), number is not None and number == answer_in(final)
+        return None if number is None else str(number), number is not None and number == answer_in(
+            final
+        )
     compared = answer.rpartition(MARK)[2]
     if "\n" not in final.strip():
         compared = next((line for line in compared.splitlines() if normalised(line)), "")
@@ -172,7 +203,11 @@ def is_number(text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
+    return (
+        unicodedata.normalize("NFKC", text)
+        .replace("\N{MINUS SIGN}", "-")
+        .replace("\N{FRACTION SLASH}", "/")
+    )
 
 
 def _text_or_number(record: JsonDict, key: str) -> str:
@@ -185,9 +220,15 @@ def _text_or_number(record: JsonDict, key: str) -> str:
     return str(value)
 
 
-def _prompt(spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel) -> list[int]:
+def _prompt(
+    spec: GenerationTask, problem: Problem, examples: Sequence[Problem], subject: LoadedModel
+) -> list[int]:
     if spec.chat:
-        turns = [turn for shot in examples for turn in (Message("user", shot.question), Message("assistant", shot.answer))]
+        turns = [
+            turn
+            for shot in examples
+            for turn in (Message("user", shot.question), Message("assistant", shot.answer))
+        ]
         return prompt_ids(subject.encoder, (*turns, Message("user", problem.question)))
     text = ""
     for shot in examples:

@@ -9,7 +9,15 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ttrain.config.evaluate import HELDOUT_PARTS, ChoicesTask, GenerationTask, LastWordTask, RecordsTask, Task, TextTask
+from ttrain.config.evaluate import (
+    HELDOUT_PARTS,
+    ChoicesTask,
+    GenerationTask,
+    LastWordTask,
+    RecordsTask,
+    Task,
+    TextTask,
+)
 from ttrain.core.files import JsonDict, JsonObject, user_path
 from ttrain.core.text import counted, first_of
 from ttrain.data import json_rows
@@ -64,7 +72,11 @@ class Items(Generic[T]):
         return dict(Counter(row["reason"] for row in self.left_out))
 
     def result(
-        self, subject: str, figures: Iterable[Metric], rows: list[JsonDict], baselines: Mapping[str, float] | None = None
+        self,
+        subject: str,
+        figures: Iterable[Metric],
+        rows: list[JsonDict],
+        baselines: Mapping[str, float] | None = None,
     ) -> TaskResult:
         """The result of a model on these items; the first metric is primary, and has a value for each group too."""
         primary, *others = (replace(metric, records=self.digests) for metric in figures)
@@ -73,10 +85,14 @@ class Items(Generic[T]):
 
 
 Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
-RowParser = tuple[Callable[[JsonDict], T], str]  # parses a row, or raises BadRow with the reason; and what a row needs
+RowParser = tuple[
+    Callable[[JsonDict], T], str
+]  # parses a row, or raises BadRow with the reason; and what a row needs
 
 
-def read_rows(setting: str, file: str, files: SuiteFiles, parser: RowParser[T]) -> tuple[Rows[T], list[JsonDict]]:
+def read_rows(
+    setting: str, file: str, files: SuiteFiles, parser: RowParser[T]
+) -> tuple[Rows[T], list[JsonDict]]:
     """Read a file as (parsed rows, bad rows).
 
     Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
@@ -84,7 +100,9 @@ def read_rows(setting: str, file: str, files: SuiteFiles, parser: RowParser[T]) 
     """
     path = files.base / user_path(file)
     if not path.is_file():
-        raise UsageError(f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file")
+        raise UsageError(
+            f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
+        )
     parse, row_format = parser
     left_out: list[JsonDict] = []
     tally = json_rows.Tally(quarantine=left_out.append)
@@ -95,7 +113,9 @@ def read_rows(setting: str, file: str, files: SuiteFiles, parser: RowParser[T]) 
         except BadRow as bad:
             tally.reject(name, line, str(bad))
     if not rows:
-        reasons = "; ".join(f"{_place(row)}: {row['reason']}" for row in left_out[:3]) or "it is empty"
+        reasons = (
+            "; ".join(f"{_place(row)}: {row['reason']}" for row in left_out[:3]) or "it is empty"
+        )
         raise DataError(f"{setting} {file} has no usable row ({reasons}); a row needs {row_format}")
     return rows, left_out
 
@@ -115,7 +135,9 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     """
     left_out, part = list[JsonDict](), heldout_part(spec)
     if part:
-        rows: Rows[T] = [(parsers.of_heldout(dict(record)), record) for record in files.heldout[part]]
+        rows: Rows[T] = [
+            (parsers.of_heldout(dict(record)), record) for record in files.heldout[part]
+        ]
     else:
         rows, left_out = read_rows(f"tasks.{task}.file", spec.file, files, parsers.of_file)
     rows = sampled(rows, spec.limit, spec.seed)
@@ -148,7 +170,9 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
     """Draw at most `limit` items by the seed, in their original order; all of them without a limit."""
     if limit is None or limit >= len(items):
         return list(items)
-    return [items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))]
+    return [
+        items[number] for number in sorted(random.Random(seed).sample(range(len(items)), limit))
+    ]
 
 
 def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
@@ -164,7 +188,9 @@ def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GRO
             if isinstance(value := row.get(key), str | int) and not isinstance(value, bool):
                 of_key.setdefault(f"{key}={value}", []).append(number)
         if len(of_key) <= most:
-            numbers |= {name: tuple(found) for name, found in of_key.items() if len(found) < len(rows)}
+            numbers |= {
+                name: tuple(found) for name, found in of_key.items() if len(found) < len(rows)
+            }
     return dict(sorted(numbers.items()))
 
 
@@ -181,21 +207,33 @@ def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     notes: list[str] = []
     for each in items:
         for reason, count in each.reasons.items():
-            places = first_of([_place(row) for row in each.left_out if row["reason"] == reason], SHOWN_PLACES)
+            places = first_of(
+                [_place(row) for row in each.left_out if row["reason"] == reason], SHOWN_PLACES
+            )
             notes.append(f"{each.task}: {counted(count, 'row')} left out: {reason} ({places})")
         if copies := len(each.digests) - len(set(each.digests)):
             number = counted(len(each.digests), "item")
-            notes.append(f"{each.task}: {copies:,} of {number} are copies; intervals are narrower than they should be")
+            notes.append(
+                f"{each.task}: {copies:,} of {number} are copies; intervals are narrower than they should be"
+            )
     return notes
 
 
 # Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
-UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")  # fmt: skip # noqa: E501
+UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
+)
 
 
 def separator(text_before: str, text_after: str) -> str:
     """Separator between a text and its continuation: a space if neither has one and the script has spaces."""
-    if not text_before or text_before[-1].isspace() or text_after[:1].isspace() or UNSPACED.match(text_before[-1]):
+    if (
+        not text_before
+        or text_before[-1].isspace()
+        or text_after[:1].isspace()
+        or UNSPACED.match(text_before[-1])
+    ):
         return ""
     return " "
 
@@ -217,20 +255,32 @@ def with_examples(
     drawn = sampled(rows, spec.limit, spec.seed)
     candidates, bad_examples = rows, list[JsonDict]()
     if spec.shots_file is not None:
-        candidates, bad_examples = read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parser)
+        candidates, bad_examples = read_rows(
+            f"tasks.{task}.shots_file", spec.shots_file, files, parser
+        )
     examples = [example for example, _ in candidates]
-    shots = [tuple(islice((example for example in examples if example != row), spec.shots)) for row, _ in drawn]
+    shots = [
+        tuple(islice((example for example in examples if example != row), spec.shots))
+        for row, _ in drawn
+    ]
     if (fewest := min(map(len, shots))) < spec.shots:
         source = spec.shots_file or f"the file of {task}"
         raise DataError(
             f"tasks.{task}.shots is {spec.shots}, but {source} has {counted(fewest, 'row')} "
             f"besides the item itself; set fewer"
         )
-    left_out = [*left_out, *({**row, "reason": f"as an example: {row['reason']}"} for row in bad_examples)]
-    items, identities = zip(*(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True)
+    left_out = [
+        *left_out,
+        *({**row, "reason": f"as an example: {row['reason']}"} for row in bad_examples),
+    ]
+    items, identities = zip(
+        *(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True
+    )
     records_drawn = [record for _, record in drawn]
     digests = tuple(map(record_name, identities))
-    return Items(task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by))
+    return Items(
+        task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by)
+    )
 
 
 def text_of(record: JsonDict, key: str) -> str:

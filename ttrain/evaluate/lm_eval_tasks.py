@@ -51,8 +51,12 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
     Raises UsageError if the harness does not know the task; DataError if the data cannot be loaded.
     """
     setting = f"tasks.{task}.task is {spec.task}"
-    if spec.task not in task_index().all_tasks:  # a path, which the harness would open too, may run Python
-        raise UsageError(f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names")
+    if (
+        spec.task not in task_index().all_tasks
+    ):  # a path, which the harness would open too, may run Python
+        raise UsageError(
+            f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names"
+        )
     try:
         loaded: list[Task] = list(task_index().load(spec.task)["tasks"].values())
     except Exception as error:  # from `datasets` or the network: many types without a common base
@@ -61,7 +65,9 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         ) from error
     documents: list[HarnessItem] = []
     for harness_task in loaded:
-        if spec.shots is not None and harness_task.get_config("num_fewshot") != 0:  # a task that says 0 takes no examples
+        if (
+            spec.shots is not None and harness_task.get_config("num_fewshot") != 0
+        ):  # a task that says 0 takes no examples
             harness_task.set_config(key="num_fewshot", value=spec.shots)
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
@@ -83,12 +89,18 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     answer. By `evaluate`, since `simple_evaluate` asks git and pip for versions, which takes 1.5 s.
     """
     tasks = {task.task_name: task for task, _ in items.items}
-    numbers = {name: [number for task, number in items.items if task is tasks[name]] for name in tasks}
-    judged = lm_eval.evaluate(HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0)
+    numbers = {
+        name: [number for task, number in items.items if task is tasks[name]] for name in tasks
+    }
+    judged = lm_eval.evaluate(
+        HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0
+    )
     places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
     rows, digests = [JsonDict() for _ in places], [""] * len(places)
     # By metric: sums and sizes
-    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([0.0] * len(places), [0.0] * len(places)))
+    parts: dict[str, tuple[list[float], list[float]]] = defaultdict(
+        lambda: ([0.0] * len(places), [0.0] * len(places))
+    )
     fields: dict[str, JsonDict] = {}
     for name, samples in judged["samples"].items():
         for sample in samples:  # several of an item where a task filters answers in several ways
@@ -102,9 +114,14 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
             for label, fields[label], amount, size in _values(tasks[name], sample):
                 sums, sizes = parts[label]
                 sums[place], sizes[place] = amount, size
-    figures = [Metric(label, tuple(sums), tuple(sizes), **fields[label]) for label, (sums, sizes) in parts.items()]
+    figures = [
+        Metric(label, tuple(sums), tuple(sizes), **fields[label])
+        for label, (sums, sizes) in parts.items()
+    ]
     if not figures:
-        raise DataError(f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task")
+        raise DataError(
+            f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task"
+        )
     return replace(items, digests=tuple(digests)).result(subject.name, figures, rows)
 
 
@@ -114,14 +131,23 @@ def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float
     for metric in sample["metrics"]:
         if (form := FORMS.get(aggregation[metric])) is not None:
             label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
-            amount, size = sample[metric] if isinstance(sample[metric], tuple | list) else (sample[metric], 1.0)
+            amount, size = (
+                sample[metric]
+                if isinstance(sample[metric], tuple | list)
+                else (sample[metric], 1.0)
+            )
             fields = {**form, "higher_is_better": higher.get(metric) is not False}
             yield label, fields, float(-amount if form else amount), float(size)
     target = sample["target"]
     if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
         [(log_likelihood, _)] = sample["resps"][target]
         size = len(sample["arguments"][target][1].encode("utf-8"))
-        yield ANSWER_BITS, {**FORMS[aggregations.bits_per_byte], "higher_is_better": False}, -log_likelihood, float(size)
+        yield (
+            ANSWER_BITS,
+            {**FORMS[aggregations.bits_per_byte], "higher_is_better": False},
+            -log_likelihood,
+            float(size),
+        )
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
@@ -137,7 +163,9 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """(log-likelihood, whether it is the greedy continuation) of each continuation after its context."""
-        costs = log_likelihoods(self._subject, [request.args for request in requests], self._progress)
+        costs = log_likelihoods(
+            self._subject, [request.args for request in requests], self._progress
+        )
         return [(-cost.nats, cost.greedy) for cost in costs]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
@@ -153,13 +181,27 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Greedy answer to each prompt, up to the first of its stop texts."""
-        requests_of = Collator([request.args for request in requests], lambda args: -len(args[0]), group_by="gen_kwargs")
+        requests_of = Collator(
+            [request.args for request in requests],
+            lambda args: -len(args[0]),
+            group_by="gen_kwargs",
+        )
         texts: list[str] = []
         for alike in requests_of.get_batched(n=0):
             options = normalize_gen_kwargs(alike[0][1])
             if options["do_sample"]:
-                raise UsageError("a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite")
+                raise UsageError(
+                    "a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite"
+                )
             room, longest = self._subject.room(options["max_gen_toks"])
-            prompts = [ids[-(longest or 0) :] for ids in self._subject.text_ids([prompt for prompt, _ in alike])]
-            texts += [text for _, text in answers(self._subject, prompts, room, options["until"], self._progress)]
+            prompts = [
+                ids[-(longest or 0) :]
+                for ids in self._subject.text_ids([prompt for prompt, _ in alike])
+            ]
+            texts += [
+                text
+                for _, text in answers(
+                    self._subject, prompts, room, options["until"], self._progress
+                )
+            ]
         return list(requests_of.get_original(texts))

@@ -42,7 +42,9 @@ class Likelihood(NamedTuple):
     cut: int
 
 
-def log_likelihoods(subject: LoadedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback) -> list[Likelihood]:
+def log_likelihoods(
+    subject: LoadedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback
+) -> list[Likelihood]:
     """Score each (context, continuation); equal, up to the rounding of sums (1e-5 nats in fp32), for any batches.
 
     Raises DataError for a continuation without tokens.
@@ -74,14 +76,24 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
     it probability 1, so that such a choice always wins: "0" after "45 - 30".)
     """
     encoder, begin_ids = subject.encoder, subject.begin_ids
-    texts = [(bare := context.rstrip(), context[len(bare) :] + continuation) for context, continuation in texts]
-    contexts = list(dict.fromkeys(context for context, _ in texts))  # a question once for all its choices
-    alone = {context: (*begin_ids, *ids) for context, ids in zip(contexts, encoder.encode(contexts), strict=True)}
+    texts = [
+        (bare := context.rstrip(), context[len(bare) :] + continuation)
+        for context, continuation in texts
+    ]
+    contexts = list(
+        dict.fromkeys(context for context, _ in texts)
+    )  # a question once for all its choices
+    alone = {
+        context: (*begin_ids, *ids)
+        for context, ids in zip(contexts, encoder.encode(contexts), strict=True)
+    }
     whole = encoder.encode([context + continuation for context, continuation in texts])
     pairs: list[Pair] = []
     for (context, continuation), ids in zip(texts, whole, strict=True):
         context_ids = alone[context]
-        continuation_ids = ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
+        continuation_ids = (
+            ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
+        )
         if not continuation_ids:
             raise DataError(
                 f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so it has no "
@@ -122,7 +134,10 @@ class StartCache(KVCache):
     def repeated(self, ids: Ids, rows: int) -> dict[str, Any]:
         """Inputs with the keys and values of `ids` in every row; a pass adds to copies of them."""
         shape = (rows, -1, -1, -1)
-        states = [(layer.keys.expand(shape), layer.values.expand(shape)) for layer in self._filled(ids).layers]
+        states = [
+            (layer.keys.expand(shape), layer.values.expand(shape))
+            for layer in self._filled(ids).layers
+        ]
         return {"past_key_values": DynamicCache(states), "use_cache": True}
 
     def _filled(self, ids: Sequence[int]) -> Any:
@@ -130,7 +145,9 @@ class StartCache(KVCache):
         rest = ids[cache.get_seq_length() :]
         if rest:
             ids_1T = torch.tensor([list(rest)], device=self._device)
-            self._losses(ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True)
+            self._losses(
+                ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True
+            )
         self.put(ids, cache)
         return cache
 

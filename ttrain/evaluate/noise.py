@@ -50,4 +50,6 @@ class Noise:
 def noise_of(home: Path, metric: str, settings: JsonObject) -> Noise | None:
     """The noise of the setting of these recorded settings, as the home's runs show it; None where fewer than two do."""
     values = values_by_seed(home, metric).get(setting_key(settings), {}).values()
-    return Noise.of_values({*values})  # a seed of another model's training leaves the metric as it is
+    return Noise.of_values(
+        {*values}
+    )  # a seed of another model's training leaves the metric as it is

@@ -89,7 +89,9 @@ def score_each(
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
     most = batch_tokens or most_batch_tokens(device)
-    enough = 512 if device.type == "cpu" else 8192  # for full speed: on a CPU they take as long each as of 2048
+    enough = (
+        512 if device.type == "cpu" else 8192
+    )  # for full speed: on a CPU they take as long each as of 2048
     batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats = np.zeros(len(numbered_windows))
@@ -98,10 +100,15 @@ def score_each(
     try:
         losses = TokenLosses(model)
         for done, batch in enumerate(mine, start=1):
-            inputs_BT, labels_BT = padded([(*arrays[number], window) for number, window in numbered_windows[batch]])
+            inputs_BT, labels_BT = padded(
+                [(*arrays[number], window) for number, window in numbered_windows[batch]]
+            )
             each_N = losses(inputs_BT.to(device), labels_BT)
             firsts_B = (labels_BT != IGNORE).sum(1).cumsum(0)[:-1].numpy()
-            nats[batch] = [window_nats.sum() for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)]
+            nats[batch] = [
+                window_nats.sum()
+                for window_nats in np.split(each_N.double().cpu().numpy(), firsts_B)
+            ]
             progress(done, len(mine))
     finally:
         model.train(was_training)
@@ -110,7 +117,9 @@ def score_each(
     totals = [0.0] * len(arrays)
     for cost, (number, _) in zip(nats.tolist(), numbered_windows, strict=True):
         totals[number] += cost
-    return [Score(total, int(live[1:].sum())) for total, (_, live) in zip(totals, arrays, strict=True)]
+    return [
+        Score(total, int(live[1:].sum())) for total, (_, live) in zip(totals, arrays, strict=True)
+    ]
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
@@ -137,7 +146,9 @@ def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, 
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
         inputs_BT[row, : end - start - 1] = ids[start : end - 1]
-        labels_BT[row, first - start - 1 : end - start - 1] = np.where(live[first:end], ids[first:end], IGNORE)
+        labels_BT[row, first - start - 1 : end - start - 1] = np.where(
+            live[first:end], ids[first:end], IGNORE
+        )
     return torch.from_numpy(inputs_BT), torch.from_numpy(labels_BT)
 
 
@@ -151,7 +162,10 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    parse, fields = sources.document_parser(spec.text_field), sources.document_fields(spec.text_field, f"tasks.{task}.")
+    parse, fields = (
+        sources.document_parser(spec.text_field),
+        sources.document_fields(spec.text_field, f"tasks.{task}."),
+    )
     of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
     return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
@@ -164,22 +178,43 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
     """
     ids = subject.encoder.encode(items.items)
-    scores = score_items(items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress)
+    scores = score_items(
+        items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress
+    )
     sizes = [len(text.encode("utf-8")) for text in items.items]
-    lossy = [subject.encoder.decode(text_ids) != text for text, text_ids in zip(items.items, ids, strict=True)]
+    lossy = [
+        subject.encoder.decode(text_ids) != text
+        for text, text_ids in zip(items.items, ids, strict=True)
+    ]
     if any(lossy):
         log.warning(
             "%s: the tokenizer of %s does not reproduce %d of %d documents, so its bits per byte are too low",
-            items.task, subject.name, sum(lossy), len(lossy),
-        )  # fmt: skip
+            items.task,
+            subject.name,
+            sum(lossy),
+            len(lossy),
+        )
     rows = [
-        {"text": text[:EXCERPT_CHARACTERS], "bytes": size, "tokens": tokens, "nats": nats, "lossy": is_lossy}
-        for text, size, (nats, tokens), is_lossy in zip(items.items, sizes, scores, lossy, strict=True)
+        {
+            "text": text[:EXCERPT_CHARACTERS],
+            "bytes": size,
+            "tokens": tokens,
+            "nats": nats,
+            "lossy": is_lossy,
+        }
+        for text, size, (nats, tokens), is_lossy in zip(
+            items.items, sizes, scores, lossy, strict=True
+        )
     ]
     nats = tuple(score.nats for score in scores)
-    bits = Metric("bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2)
+    bits = Metric(
+        "bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2
+    )
     return items.result(
-        subject.name, [bits, *loss_figures(scores)], rows, baselines.bits_per_byte("".join(items.items).encode("utf-8"))
+        subject.name,
+        [bits, *loss_figures(scores)],
+        rows,
+        baselines.bits_per_byte("".join(items.items).encode("utf-8")),
     )
 
 
@@ -190,7 +225,10 @@ def text_tokens(subject: LoadedModel, ids: Sequence[int]) -> Tokens:
 
 
 def score_items(
-    spec: Windows, subject: LoadedModel, sequences: Sequence[Tokens | str], progress: ProgressCallback
+    spec: Windows,
+    subject: LoadedModel,
+    sequences: Sequence[Tokens | str],
+    progress: ProgressCallback,
 ) -> list[Score]:
     """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
     in place of its tokens."""
@@ -209,7 +247,10 @@ def score_items(
 
 def loss_figures(scores: Sequence[Score]) -> list[Metric]:
     """Loss and perplexity per token."""
-    nats, tokens = tuple(score.nats for score in scores), tuple(float(score.tokens) for score in scores)
+    nats, tokens = (
+        tuple(score.nats for score in scores),
+        tuple(float(score.tokens) for score in scores),
+    )
     return [
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),

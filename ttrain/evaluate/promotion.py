@@ -20,11 +20,20 @@ ANY_FIGURE = "FIGURE"  # stands for any metric of a kind with too many to list, 
 FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
     "text": (BITS_PER_BYTE.family, "loss", "perplexity"),
     "pairs": ("accuracy", "margin"),
-    "choices": ("accuracy", "accuracy_characters", "accuracy_bytes", "accuracy_tokens", "choice_loss", BITS_PER_BYTE.family),
+    "choices": (
+        "accuracy",
+        "accuracy_characters",
+        "accuracy_bytes",
+        "accuracy_tokens",
+        "choice_loss",
+        BITS_PER_BYTE.family,
+    ),
     "last_word": ("accuracy", "perplexity"),
     "generation": ("accuracy_exact", "accuracy_numeric", "ended"),
 }
-OF_DOCUMENTS = frozenset(BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values())  # metrics over held-out documents
+OF_DOCUMENTS = frozenset(
+    BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values()
+)  # metrics over held-out documents
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,9 @@ def check_metric(settings: Settings) -> None:
         for figure in FIGURES.get(spec.kind, (ANY_FIGURE,))
     ]
     metric = settings.promotion.metric
-    name = re.sub("/[^/:]*:.*", "", metric, flags=re.DOTALL)  # without a group such as lang:zh or source:a/b
+    name = re.sub(
+        "/[^/:]*:.*", "", metric, flags=re.DOTALL
+    )  # without a group such as lang:zh or source:a/b
     any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
     if not {name, any_name}.intersection(of_heldout + of_suites):
         raise UsageError(
@@ -137,20 +148,30 @@ def decide(
     return replace(decision, promote=False, reason=reason)
 
 
-def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, first: First) -> Decision:
+def _compared(
+    challenger: Metric, champion: Metric | None, settings: Promotion, first: First
+) -> Decision:
     """Decide by the metric over all records."""
 
     def decided(promote: bool, reason: str, **comparison: Any) -> Decision:
         old = None if champion is None else champion.value
         rules = (settings.margin, settings.confidence)
-        return Decision(promote, settings.metric, challenger.value, old, *rules, reason, **comparison)
+        return Decision(
+            promote, settings.metric, challenger.value, old, *rules, reason, **comparison
+        )
 
     if not math.isfinite(challenger.value):
-        return decided(False, f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number")
+        return decided(
+            False,
+            f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number",
+        )
     if champion is None:
         return decided(*first)
     if not math.isfinite(champion.value):
-        return decided(True, f"the champion's {settings.metric} is {champion.value}, which is not a finite number")
+        return decided(
+            True,
+            f"the champion's {settings.metric} is {champion.value}, which is not a finite number",
+        )
     if why := _incomparable_reason(challenger, champion):
         return decided(False, why)
     compared = forgetting.advantage(challenger, champion, settings)
@@ -158,15 +179,27 @@ def _compared(challenger: Metric, champion: Metric | None, settings: Promotion, 
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     if not settings.resamples or samples < settings.min_samples or compared.interval is None:
         better = difference > margin
-        why = f"{samples} held-out records are too few for an interval" if settings.resamples else "resamples is 0"
+        why = (
+            f"{samples} held-out records are too few for an interval"
+            if settings.resamples
+            else "resamples is 0"
+        )
         relation = f", which is {'more' if better else 'not more'} than the margin {margin:g}"
-        return decided(better, f"{change}{'' if difference < 0 <= margin else relation}; {why}", difference=difference)
+        return decided(
+            better,
+            f"{change}{'' if difference < 0 <= margin else relation}; {why}",
+            difference=difference,
+        )
     low, _ = compared.interval
     better = low > margin
     reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
-    numbers = {"interval": compared.interval, "smallest_difference": compared.smallest, "samples": samples}
+    numbers = {
+        "interval": compared.interval,
+        "smallest_difference": compared.smallest,
+        "samples": samples,
+    }
     return decided(better, reason, difference=difference, **numbers)
 
 
@@ -236,12 +269,20 @@ def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Deci
     Where the user sets promotion.resamples=0, or a metric has no records, the figures alone decide.
     """
     few = too_few(records, rules.min_samples)
-    if not few or not records or not rules.resamples or decision.difference is None or decision.lost:
+    if (
+        not few
+        or not records
+        or not rules.resamples
+        or decision.difference is None
+        or decision.lost
+    ):
         return decision
     return replace(decision, promote=False, reason=few)
 
 
-def _of_other_models(challenger: Evaluation, champion: Evaluation, rules: Promotion) -> Iterator[TextFigure]:
+def _of_other_models(
+    challenger: Evaluation, champion: Evaluation, rules: Promotion
+) -> Iterator[TextFigure]:
     """The figures in the metric of each model that does not decide and has one that is not over documents."""
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:

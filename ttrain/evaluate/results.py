@@ -13,7 +13,9 @@ from ttrain.evaluate.task_result import Metric, TaskResult, not_judged
 Table = tuple[list[str], list[tuple[str, ...]]]  # header, rows
 NOT_COMPARED = PairedComparison(math.nan, "", None, math.nan, None, 0)
 OTHER_ITEMS = "not the same items"
-OTHER_COUNTS = "the models count the items differently, as with two tokenizers: compare a metric per byte"
+OTHER_COUNTS = (
+    "the models count the items differently, as with two tokenizers: compare a metric per byte"
+)
 
 
 class Results:
@@ -31,32 +33,55 @@ class Results:
         TASK/METRIC/BASELINE."""
         recorded: dict[str, Metric] = {}
         for outcome in self.outcomes:
-            names = {metric.name: f"{outcome.task}/{metric.name}/{outcome.subject}" for metric in outcome.figures}
+            names = {
+                metric.name: f"{outcome.task}/{metric.name}/{outcome.subject}"
+                for metric in outcome.figures
+            }
             recorded |= outcome.recorded(names, f"{outcome.task}/{outcome.primary.name}/")
         return recorded
 
     def metrics(self) -> dict[str, float]:
         """The values of the recorded metrics that are finite."""
-        return {name: metric.value for name, metric in self.recorded().items() if math.isfinite(metric.value)}
+        return {
+            name: metric.value
+            for name, metric in self.recorded().items()
+            if math.isfinite(metric.value)
+        }
 
     def counts(self) -> dict[str, int]:
         """Number of items and of left-out rows of each task."""
         numbers: dict[str, int] = {}
         for task in (outcome.items for outcome in self.outcomes):
-            numbers |= {f"{task.task}/items": len(task.digests), f"{task.task}/left_out": len(task.left_out)}
+            numbers |= {
+                f"{task.task}/items": len(task.digests),
+                f"{task.task}/left_out": len(task.left_out),
+            }
         return numbers
 
     def comparisons(self) -> list[JsonDict]:
         """Compare every other model with the first on each metric that decides: the fields of the `PairedComparison`,
         `verdict` in words, and `p_of_all`, which is p corrected for the number of comparisons by Holm's rule."""
-        pairs = [(first, other) for first, *others in map(dict.values, self._tasks.values()) for other in others]
-        decisive = [(*pair, *metrics) for pair in pairs for metrics in zip(*(of.compared for of in pair), strict=False)]
+        pairs = [
+            (first, other)
+            for first, *others in map(dict.values, self._tasks.values())
+            for other in others
+        ]
+        decisive = [
+            (*pair, *metrics)
+            for pair in pairs
+            for metrics in zip(*(of.compared for of in pair), strict=False)
+        ]
         comparisons: list[JsonDict] = []
         for first, other, metric, other_metric in decisive:
             why, compared = _incomparable_reason(first, other, metric, other_metric), NOT_COMPARED
             if not why:
                 compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
-            names = {"task": first.task, "figure": metric.name, "first": first.subject, "second": other.subject}
+            names = {
+                "task": first.task,
+                "figure": metric.name,
+                "first": first.subject,
+                "second": other.subject,
+            }
             comparisons.append({**names, **asdict(compared), "verdict": why})
         corrected = statistics.holm([comparison["p"] for comparison in comparisons])
         for comparison, p in zip(comparisons, corrected, strict=True):
@@ -80,23 +105,42 @@ class Results:
         tasks = []
         for task, by_model in self._tasks.items():
             first = next(iter(by_model.values()))
-            tasks.append({
-                "task": task, "kind": first.items.spec.kind, "figure": first.primary.name,
-                "items": len(first.items.digests), "digest": digest_of(list(first.items.digests)),
-                "left_out": first.items.reasons, "baselines": dict(first.baselines),
-                "models": {model: {"figures": self._figures(outcome)} for model, outcome in by_model.items()},
-            })  # fmt: skip
+            tasks.append(
+                {
+                    "task": task,
+                    "kind": first.items.spec.kind,
+                    "figure": first.primary.name,
+                    "items": len(first.items.digests),
+                    "digest": digest_of(list(first.items.digests)),
+                    "left_out": first.items.reasons,
+                    "baselines": dict(first.baselines),
+                    "models": {
+                        model: {"figures": self._figures(outcome)}
+                        for model, outcome in by_model.items()
+                    },
+                }
+            )
         compared = finite(self.comparisons())
-        return {"confidence": self.rule.confidence, "models": self.models, "tasks": tasks, "comparisons": compared}
+        return {
+            "confidence": self.rule.confidence,
+            "models": self.models,
+            "tasks": tasks,
+            "comparisons": compared,
+        }
 
     def _figures(self, outcome: TaskResult) -> JsonDict:
         figures = {}
         for metric in outcome.figures:
-            figures[metric.name + metric.suffix] = finite({
-                "value": metric.value, "interval": statistics.interval(metric, self.rule), "unit": metric.unit,
-                "smallest": statistics.smallest(metric), "higher_is_better": metric.higher_is_better,
-                "items": metric.items,
-            })  # fmt: skip
+            figures[metric.name + metric.suffix] = finite(
+                {
+                    "value": metric.value,
+                    "interval": statistics.interval(metric, self.rule),
+                    "unit": metric.unit,
+                    "smallest": statistics.smallest(metric),
+                    "higher_is_better": metric.higher_is_better,
+                    "items": metric.items,
+                }
+            )
         return figures
 
     def table(self) -> Table:
@@ -108,9 +152,13 @@ class Results:
             lines: dict[str, dict[str, Metric]] = {}
             for model, outcome in by_model.items():
                 for metric in outcome.figures:
-                    lines.setdefault(f"  {metric.group}" if metric.group else metric.name, {})[model] = metric
+                    lines.setdefault(f"  {metric.group}" if metric.group else metric.name, {})[
+                        model
+                    ] = metric
             for name, metrics in lines.items():
-                cells = [self.cell(metrics[model]) if model in metrics else "" for model in self.models]
+                cells = [
+                    self.cell(metrics[model]) if model in metrics else "" for model in self.models
+                ]
                 rows.append((task, name, *cells, f"{next(iter(metrics.values())).items:,}"))
                 for word, value in first.baselines.items() if name == first.primary.name else ():
                     rows.append((task, f"  {word}", *[number(value)] * len(self.models), ""))
@@ -127,9 +175,29 @@ class Results:
         for pair in self.comparisons():
             difference, interval, cells = pair["difference"], pair["interval"], ("", "", "")
             if not math.isnan(difference):
-                cells = (_shown(difference, "+"), span(interval, "+") if interval else "", _p(pair["p_of_all"]))
-            rows.append((pair["task"], pair["figure"], f"{pair['first']} - {pair['second']}", *cells, pair["verdict"]))
-        return ["task", "figure", "models", "difference", f"{self.rule.confidence:.0%} interval", "p", "verdict"], rows
+                cells = (
+                    _shown(difference, "+"),
+                    span(interval, "+") if interval else "",
+                    _p(pair["p_of_all"]),
+                )
+            rows.append(
+                (
+                    pair["task"],
+                    pair["figure"],
+                    f"{pair['first']} - {pair['second']}",
+                    *cells,
+                    pair["verdict"],
+                )
+            )
+        return [
+            "task",
+            "figure",
+            "models",
+            "difference",
+            f"{self.rule.confidence:.0%} interval",
+            "p",
+            "verdict",
+        ], rows
 
     def rows(self) -> Iterator[JsonDict]:
         """Yield every item of every model, with its prompt and answer."""
@@ -138,13 +206,19 @@ class Results:
                 yield {"task": outcome.task, "model": outcome.subject, "item": digest, **row}
 
 
-def _incomparable_reason(first: TaskResult, second: TaskResult, metric: Metric, other: Metric) -> str:
+def _incomparable_reason(
+    first: TaskResult, second: TaskResult, metric: Metric, other: Metric
+) -> str:
     """Why this metric of two results cannot be compared; "" if it can."""
     if first.items.digests != second.items.digests:
         return OTHER_ITEMS
     if not statistics.comparable(metric, other):
         return OTHER_COUNTS
-    broken = [of.subject for of, value in ((first, metric.value), (second, other.value)) if not math.isfinite(value)]
+    broken = [
+        of.subject
+        for of, value in ((first, metric.value), (second, other.value))
+        if not math.isfinite(value)
+    ]
     return f"the metric of {' and '.join(broken)} is not finite" if broken else ""
 
 

@@ -20,7 +20,9 @@ from ttrain.inference.loading import LoadedModel
 ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
 
 
-def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]) -> list[Items[Any]]:
+def read(
+    suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]
+) -> list[Items[Any]]:
     """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.
@@ -29,11 +31,15 @@ def read(suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObjec
     for loaded in suites:
         check_parts(loaded, heldout)
         files = SuiteFiles(loaded.base, heldout)
-        items += [functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()]
+        items += [
+            functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()
+        ]
     return items
 
 
-def ask(items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgress) -> list[TaskResult]:
+def ask(
+    items: Sequence[Items[Any]], subject: LoadedModel, report: ReportProgress
+) -> list[TaskResult]:
     """Evaluate a model on every task."""
     outcomes = []
     for number, task_items in enumerate(items):

@@ -40,7 +40,9 @@ def question(text: str) -> SamplePrompt:
     return SamplePrompt(text, (Message("user", text),))
 
 
-def of_documents(texts: Iterable[str], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
+def of_documents(
+    texts: Iterable[str], encoder: Encoder, *, new_tokens: int, room: int
+) -> list[SamplePrompt]:
     """The beginnings of two documents, of at most `room` tokens.
 
     Those with the lowest hashes, so that runs with the same held-out rows have the same prompts.
@@ -49,23 +51,36 @@ def of_documents(texts: Iterable[str], encoder: Encoder, *, new_tokens: int, roo
     return _chosen((prompt for prompt in begun if prompt.text.strip()), encoder, new_tokens)
 
 
-def of_chats(chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int) -> list[SamplePrompt]:
+def of_chats(
+    chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int
+) -> list[SamplePrompt]:
     """The same of questions: the first one of a chat, with the turns before it, and its answer."""
     prompts: list[SamplePrompt] = []
-    for turns in sorted(chats, key=lambda turns: hash_of_text("\n".join(turn.content for turn in turns))):
+    for turns in sorted(
+        chats, key=lambda turns: hash_of_text("\n".join(turn.content for turn in turns))
+    ):
         before = tuple(itertools.takewhile(lambda turn: turn.role != "assistant", turns))
-        if before and before[-1].role == "user" and before[-1].content.strip() and len(before) < len(turns):
+        if (
+            before
+            and before[-1].role == "user"
+            and before[-1].content.strip()
+            and len(before) < len(turns)
+        ):
             prompts.append(SamplePrompt(before[-1].content, before, turns[len(before)].content))
     short = (prompt for prompt in prompts if len(chat.prompt_ids(encoder, prompt.turns)) <= room)
     return _chosen(short, encoder, new_tokens)
 
 
-def _chosen(prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int) -> list[SamplePrompt]:
+def _chosen(
+    prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int
+) -> list[SamplePrompt]:
     """The first prompts with different texts, with as much of their references as a model writes."""
     chosen: dict[str, SamplePrompt] = {}
     for prompt in prompts:
         (reference_ids,) = encoder.encode([prompt.reference])
-        reference = encoder.decode(list(reference_ids[:new_tokens])).rstrip("\N{REPLACEMENT CHARACTER}")
+        reference = encoder.decode(list(reference_ids[:new_tokens])).rstrip(
+            "\N{REPLACEMENT CHARACTER}"
+        )
         chosen.setdefault(prompt.text, replace(prompt, reference=reference))
         if len(chosen) == SAMPLED:
             break
@@ -81,15 +96,21 @@ def _begun(text: str, most_bytes: int) -> SamplePrompt:
     return SamplePrompt(shown, reference=text[len(shown) :])
 
 
-def continuations(subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int) -> list[dict[str, str]]:
+def continuations(
+    subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int
+) -> list[dict[str, str]]:
     """The prompt, its most likely continuation as `answer`, and the `reference` where there is one."""
     encoder = subject.encoder
     ids = [
-        chat.prompt_ids(encoder, prompt.turns) if prompt.turns else [encoder.bos_id, *encoder.encode([prompt.text])[0]]
+        chat.prompt_ids(encoder, prompt.turns)
+        if prompt.turns
+        else [encoder.bos_id, *encoder.encode([prompt.text])[0]]
         for prompt in prompts
     ]
     try:
-        answers = [encoder.decode(completion.ids) for completion in subject.generate(ids, new_tokens)]
+        answers = [
+            encoder.decode(completion.ids) for completion in subject.generate(ids, new_tokens)
+        ]
     except ArtifactError:  # of a model that has diverged, which is scored all the same
         answers = [""] * len(ids)
     samples: list[dict[str, str]] = []

@@ -82,7 +82,11 @@ def interval(figure: Metric, rule: Rule) -> Interval | None:
 def comparable(first: Metric, second: Metric) -> bool:
     """Whether both metrics count the items alike: nats per token are not comparable between two tokenizers, nats per byte
     are."""
-    return first.sizes == second.sizes and first.factor == second.factor and first.shown == second.shown
+    return (
+        first.sizes == second.sizes
+        and first.factor == second.factor
+        and first.shown == second.shown
+    )
 
 
 def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> PairedComparison:
@@ -91,7 +95,9 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
     assert comparable(first, second), f"{first.name} does not count the items as {second.name} does"
     difference = first.value - second.value + 0.0  # avoids -0.0
     sign = 1 if first.higher_is_better else -1
-    better = "first" if sign * difference > 0 else "second" if sign * difference < 0 else ""  # "" for NaN, too
+    better = (
+        "first" if sign * difference > 0 else "second" if sign * difference < 0 else ""
+    )  # "" for NaN, too
     (ours, sizes), (theirs, _) = _counting(first), _counting(second)
     count = len(sizes)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()) or not count:
@@ -101,7 +107,9 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
     else:
         p = randomised(ours - theirs, rule.resamples, rule.seed)
     needed = smallest(first, second, level=(1 - rule.confidence) / among)
-    ends = _interval_of_difference(first, ours, theirs, sizes, rule) if count >= FEWEST_ITEMS else None
+    ends = (
+        _interval_of_difference(first, ours, theirs, sizes, rule) if count >= FEWEST_ITEMS else None
+    )
     return PairedComparison(difference, better, ends, p, needed, count)
 
 
@@ -122,19 +130,29 @@ def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05
     else:
         error = _standard_error(spread - _influence(second, _counting(second)[0], sizes))
     difference = (NORMAL.inv_cdf(1 - level / 2) + NORMAL.inv_cdf(POWER)) * error
-    if _are_counts(sums, sizes):  # the sign test needs so many items, all for one model: 2 / 2^6 is 0.03, 2 / 2^5 is 0.06
-        return max(difference, abs(first.factor) * min(1.0, math.ceil(math.log2(2 / level)) / count))
+    if _are_counts(
+        sums, sizes
+    ):  # the sign test needs so many items, all for one model: 2 / 2^6 is 0.03, 2 / 2^5 is 0.06
+        return max(
+            difference, abs(first.factor) * min(1.0, math.ceil(math.log2(2 / level)) / count)
+        )
     return difference
 
 
-def _interval_of_difference(first: Metric, ours: Floats, theirs: Floats, sizes: Floats, rule: Rule) -> Interval | None:
+def _interval_of_difference(
+    first: Metric, ours: Floats, theirs: Floats, sizes: Floats, rule: Rule
+) -> Interval | None:
     """Interval of a paired difference; `ours` are the sums of the first metric.
 
     Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width even if the models agree on every item.
     Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250.
     """
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
-        count, wins, losses = len(sizes) + 2, (ours > theirs).sum() + 0.5, (theirs > ours).sum() + 0.5
+        count, wins, losses = (
+            len(sizes) + 2,
+            (ours > theirs).sum() + 0.5,
+            (theirs > ours).sum() + 0.5,
+        )
         middle = float(wins - losses) / count
         error = math.sqrt(wins + losses - (wins - losses) ** 2 / count) / count
         reach = NORMAL.inv_cdf((1 + rule.confidence) / 2) * error
@@ -161,14 +179,18 @@ def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> Float
 def _percentiles(drawn: Floats, count: int, confidence: float) -> Interval:
     """Percentiles widened as Student's t is beyond the normal: plain ones cover too little on few items, 0.88 instead of
     0.95 on ten documents, these 0.92 (Hesterberg 2015, https://arxiv.org/abs/1411.5279, section 4.4)."""
-    tail = NORMAL.cdf(-math.sqrt(count / (count - 1)) * student_quantile((1 + confidence) / 2, count - 1))
+    tail = NORMAL.cdf(
+        -math.sqrt(count / (count - 1)) * student_quantile((1 + confidence) / 2, count - 1)
+    )
     low, high = np.quantile(drawn, (tail, 1 - tail))
     return float(low), float(high)
 
 
 def student_quantile(share: float, freedom: float) -> float:
     """Quantile of Student's t."""
-    from scipy import special  # here, since the process that forks the stages loads this module, but no scipy
+    from scipy import (
+        special,
+    )  # here, since the process that forks the stages loads this module, but no scipy
 
     return float(special.stdtrit(freedom, share))
 
@@ -221,7 +243,14 @@ def _independent(sums: Floats, sizes: Floats, confidence: float) -> float:
     error = _standard_error((sums - share * sizes) * (items / parts))
     least = parts**2 / float((sizes**2).sum())
     count = min(parts, max(least, share * (1 - share) / error**2)) if error else least
-    return count * (NORMAL.inv_cdf((1 + confidence) / 2) / student_quantile((1 + confidence) / 2, max(4, least - 1))) ** 2
+    return (
+        count
+        * (
+            NORMAL.inv_cdf((1 + confidence) / 2)
+            / student_quantile((1 + confidence) / 2, max(4, least - 1))
+        )
+        ** 2
+    )
 
 
 def _wilson(share: float, count: float, confidence: float) -> Interval:

@@ -55,7 +55,9 @@ def load(name: str) -> LoadedSuite:
 def load_heldout() -> LoadedSuite:
     """Everything that a run may have held out, also by its optional stages."""
     suites = [load(name) for name in (HELDOUT, "pairs")]
-    return _with_tasks(suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items()))
+    return _with_tasks(
+        suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items())
+    )
 
 
 def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
@@ -68,9 +70,13 @@ def find(name: str) -> Path:
     if path.suffix not in ENDINGS and os.sep not in name:
         path = _shipped() / f"{name}.yaml"
         if not path.is_file():
-            raise name_syntax.unknown("suite", name, names(), also="; or name a file that ends in .yaml")
+            raise name_syntax.unknown(
+                "suite", name, names(), also="; or name a file that ends in .yaml"
+            )
     if not path.is_file():
-        raise UsageError(f"there is no suite file {name}; create it, or use one of {', '.join(names())}")
+        raise UsageError(
+            f"there is no suite file {name}; create it, or use one of {', '.join(names())}"
+        )
     return path.absolute()
 
 
@@ -81,7 +87,11 @@ def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
     """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
-    tasks = {name: task for name, task in loaded.suite.tasks.items() if heldout_part(task) in (None, *parts)}
+    tasks = {
+        name: task
+        for name, task in loaded.suite.tasks.items()
+        if heldout_part(task) in (None, *parts)
+    }
     if not tasks:
         missing = sorted({str(heldout_part(task)) for task in loaded.suite.tasks.values()})
         raise UsageError(
@@ -95,7 +105,9 @@ def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
     """Lower the limits of the tasks that have them: `limit` items of each task, `max_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
-        task |= {name: min(most, task[name] or most) for name, most in limits.items() if name in task}
+        task |= {
+            name: min(most, task[name] or most) for name, most in limits.items() if name in task
+        }
     return replace(loaded, suite=checked(tree, loaded.name))
 
 
@@ -106,7 +118,11 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
     except ValidationError as error:
         lines: list[str] = []
         for wrong in error.errors():  # the place of a task's setting is tasks, name, kind, setting
-            kind = str(wrong["loc"][-1]) if wrong["type"] == "string_pattern_mismatch" else wrong["type"]
+            kind = (
+                str(wrong["loc"][-1])
+                if wrong["type"] == "string_pattern_mismatch"
+                else wrong["type"]
+            )
             sentence = SENTENCES.get(kind, "").format(input=wrong["input"], **wrong.get("ctx", {}))
             rule = sentence or rule_of(wrong)
             value = "" if sentence else f"{wrong['input']!r} but "
@@ -122,7 +138,9 @@ def files_of(loaded: LoadedSuite) -> list[Path]:
             if (file := getattr(spec, setting, None)) is not None:
                 path = loaded.base / user_path(file)
                 if not path.is_file():
-                    raise UsageError(f"{loaded.name}: {task}.{setting} is {file}, but there is no file {path}")
+                    raise UsageError(
+                        f"{loaded.name}: {task}.{setting} is {file}, but there is no file {path}"
+                    )
                 files.append(path)
     return list(dict.fromkeys(files))
 

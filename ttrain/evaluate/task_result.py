@@ -18,9 +18,13 @@ from ttrain.store.layout import Artifact
 
 LN2 = math.log(2)
 ANSWER_BITS = "bits_per_byte"  # of the right answer, beside an accuracy
-DIGEST_CHARACTERS = 16  # 64 bits: among a million records two have the same with a probability of 3e-8
+DIGEST_CHARACTERS = (
+    16  # 64 bits: among a million records two have the same with a probability of 3e-8
+)
 
-Shown = Literal["exp"] | None  # how the quotient of a metric is displayed: as its exponential, or as it is
+Shown = (
+    Literal["exp"] | None
+)  # how the quotient of a metric is displayed: as its exponential, or as it is
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,23 @@ class Metric:
 
     def half(self, which: bool) -> Metric:
         """The same metric over one of two halves of its records, by their digests."""
-        return self.restricted([number for number, name in enumerate(self.records) if (int(name[-1], 16) % 2 == 1) is which])
+        return self.restricted(
+            [
+                number
+                for number, name in enumerate(self.records)
+                if (int(name[-1], 16) % 2 == 1) is which
+            ]
+        )
 
 
-def mean(name: str, values: Iterable[float], unit: str = "share", *, higher: bool = True, shown: Shown = None) -> Metric:
+def mean(
+    name: str,
+    values: Iterable[float],
+    unit: str = "share",
+    *,
+    higher: bool = True,
+    shown: Shown = None,
+) -> Metric:
     """The metric that is the mean of one value of each item."""
     sums = tuple(map(float, values))
     return Metric(name, sums, (1.0,) * len(sums), higher_is_better=higher, unit=unit, shown=shown)
@@ -121,14 +138,22 @@ class TaskResult:
     def compared(self) -> tuple[Metric, ...]:
         """The metrics on which models are compared: the primary one, and beside an accuracy the bits per byte of the right
         answers, which tell small models apart while their accuracies are at chance."""
-        answers = (metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group)
+        answers = (
+            metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group
+        )
         return (self.primary, *answers) if self.primary.unit == "share" else (self.primary,)
 
     def recorded(self, names: Mapping[str, str], prefix: str = "") -> dict[str, Metric]:
         """The metrics that have a name in an evaluation, by that name and their group's suffix; the baselines by their names
         after the prefix."""
-        named = {names[metric.name] + metric.suffix: metric for metric in self.figures if metric.name in names}
-        named |= {prefix + name: Metric.of_value(name, value) for name, value in self.baselines.items()}
+        named = {
+            names[metric.name] + metric.suffix: metric
+            for metric in self.figures
+            if metric.name in names
+        }
+        named |= {
+            prefix + name: Metric.of_value(name, value) for name, value in self.baselines.items()
+        }
         return {name: replace(metric, name=name) for name, metric in named.items()}
 
 

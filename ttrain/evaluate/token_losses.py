@@ -18,7 +18,9 @@ from ttrain.train.losses import default_chunk_tokens
 
 Parts = tuple[nn.Module, nn.Module]  # the decoder and the output head of a model
 PROBED_TOKENS = 8
-SLICE_ENTRIES = 1 << 18  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
+SLICE_ENTRIES = (
+    1 << 18
+)  # of softmax on a CPU: a megabyte of fp32, so that its passes stay in the cache of a core
 
 
 @final
@@ -49,7 +51,9 @@ class TokenLosses:
         return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 
     @torch.no_grad()
-    def with_greedy(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+    def with_greedy(
+        self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The nats of each label, and whether it is the most likely token, both of shape [N]."""
         nats: list[Tensor] = []
         are_likeliest: list[Tensor] = []
@@ -58,7 +62,9 @@ class TokenLosses:
             are_likeliest.append(logits_CV.argmax(-1) == labels_C)
         return torch.cat(nats), torch.cat(are_likeliest)
 
-    def _logits(self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: JsonDict) -> Iterator[tuple[Tensor, Tensor]]:
+    def _logits(
+        self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: JsonDict
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the logits of the positions that count and their labels, in chunks; one chunk of none if none counts."""
         inputs = {"use_cache": False, **inputs, "input_ids": input_ids_BT}
         head: nn.Module = nn.Identity()
@@ -70,7 +76,9 @@ class TokenLosses:
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
         rows_N, labels_N = live_N.to(states.device), labels_BT.flatten()[live_N].to(states.device)
         chunk = default_chunk_tokens(states.device)
-        for rows_C, labels_C in zip(torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True):
+        for rows_C, labels_C in zip(
+            torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True
+        ):
             yield head(states.index_select(0, rows_C)), labels_C
 
 
@@ -85,7 +93,11 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
         return None
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
     logits = model(input_ids=input_ids_BT, use_cache=False).logits
-    return (decoder, head) if hidden is not None and torch.equal(head(hidden).float(), logits.float()) else None
+    return (
+        (decoder, head)
+        if hidden is not None and torch.equal(head(hidden).float(), logits.float())
+        else None
+    )
 
 
 def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
@@ -94,4 +106,6 @@ def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     on_cpu = logits_CV.device.type == "cpu"
     rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if on_cpu else len(labels_C))
     slices = zip(torch.split(logits_CV, rows), torch.split(labels_C, rows), strict=True)
-    return torch.cat([F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices])
+    return torch.cat(
+        [F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices]
+    )

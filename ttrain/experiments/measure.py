@@ -13,7 +13,10 @@ from ttrain.errors import UsageError
 from ttrain.reports import facts, summary
 from ttrain.tasks import EVALUATE, SHARDS, SOURCE, STAGES, TOKENIZER, Stage
 
-PREFIXES = {"eval": EVALUATE.name, "tok": TOKENIZER.name}  # of metrics that do not begin with their stage's name
+PREFIXES = {
+    "eval": EVALUATE.name,
+    "tok": TOKENIZER.name,
+}  # of metrics that do not begin with their stage's name
 # the training stage, by the metric of its model
 MODEL_OF = {row.metric.of_run: name for name, row in TRAINING_STAGES.items()}
 
@@ -87,7 +90,9 @@ def without_later_models(graph: Graph, measured: Measure) -> Graph:
     if model not in graph:
         return graph
     needed = graph.needed_by(model)
-    stages = (name for row in TRAINING_STAGES.values() for name in (row.name, SHARDS[row.name].name))
+    stages = (
+        name for row in TRAINING_STAGES.values() for name in (row.name, SHARDS[row.name].name)
+    )
     return graph.replacing({name: None for name in stages if name in graph and name not in needed})
 
 
@@ -113,7 +118,9 @@ def _is_affected(stage: Stage, key: str) -> bool:
     if section == "data":
         dataset = subkey.partition(".")[0]
         return stage.dataset == dataset or (stage == TOKENIZER and dataset == "pretrain")
-    return any(f"{key}.".startswith(f"{prefix}.") or prefix.startswith(f"{key}.") for prefix in stage.sees)
+    return any(
+        f"{key}.".startswith(f"{prefix}.") or prefix.startswith(f"{key}.") for prefix in stage.sees
+    )
 
 
 def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset[str]) -> str:
@@ -124,7 +131,9 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
         raise UsageError(
             f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
         )
-    varied_trainings = [name for name in settings.trainings if any(key.startswith(f"{name}.") for key in keys)]
+    varied_trainings = [
+        name for name in settings.trainings if any(key.startswith(f"{name}.") for key in keys)
+    ]
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
         raise UsageError(f"{', '.join(keys)} shapes no training; name a metric: --metric eval/NAME")

@@ -67,7 +67,9 @@ class Request:
 
     def settings(self, change: Change, seed: int = 1) -> Settings:
         """The settings of a trial."""
-        own = [Override(COMMAND_LINE, key, value) for key, value in change.values.items()]  # as its command has them
+        own = [
+            Override(COMMAND_LINE, key, value) for key, value in change.values.items()
+        ]  # as its command has them
         seeds = [Override("seed of the trial", key, seed) for key in SEEDS]
         return settings_of([*self.overrides, *own, *seeds]).settings
 
@@ -90,7 +92,8 @@ class Request:
         """The stages that run once, those that run once for each seed, and those of each trial, in their order."""
         graph = self.graph()
         by_change, by_seed = (
-            measure.affected_by(measure.directly_affected(keys, graph), graph) for keys in (self.varied, SEEDS)
+            measure.affected_by(measure.directly_affected(keys, graph), graph)
+            for keys in (self.varied, SEEDS)
         )
         own = [name for name in graph if name in by_change]
         of_seed = [name for name in graph if name in by_seed - by_change]
@@ -102,16 +105,25 @@ class Request:
         Data and code of each stage are in it: where they differ, earlier values cannot be compared.
         """
         tree = with_absolute_paths(self.baseline).model_dump(mode="json")
-        changes = self.changes if any(key.startswith("data.") for key in self.varied) else self.changes[:1]
+        changes = (
+            self.changes
+            if any(key.startswith("data.") for key in self.varied)
+            else self.changes[:1]
+        )
         of_changes = [self.settings(change) for change in changes]
         return digest_of(
             {
-                "settings": {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT},
+                "settings": {
+                    name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT
+                },
                 "space": repr(self.space) if self.draws else "",
                 "changes": [[change.name, dict(change.values)] for change in self.changes],
                 "measure": asdict(self.measure),
                 "rounds": self.options.rounds,
-                "data": [[file_digests(STAGES[name], each, store) for each in of_changes] for name in self.graph()],
+                "data": [
+                    [file_digests(STAGES[name], each, store) for each in of_changes]
+                    for name in self.graph()
+                ],
                 "code": [code_digests(STAGES[name].module, store.cache) for name in self.graph()],
             }
         )
@@ -135,15 +147,31 @@ class Request:
         return sweeps.find_or_begin(store.root, facts)
 
 
-def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()) -> Request:
+def request_of(
+    pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()
+) -> Request:
     """Check and complete a request; `files` name changes. Raises UsageError where a value or the metric is invalid."""
     varying = space.parse_space(overrides)
     named = [change for path in files for change in read_changes(path)]
-    plain = [item for item in overrides if not (isinstance(item.value, str) and space.varies(item.key, item.value))]
-    if not varying.dimensions and not named:  # what the command line sets of the models is the change
-        change = Change.of({item.key: item.value for item in plain if item.origin == COMMAND_LINE and _shapes(item.key)})
+    plain = [
+        item
+        for item in overrides
+        if not (isinstance(item.value, str) and space.varies(item.key, item.value))
+    ]
+    if (
+        not varying.dimensions and not named
+    ):  # what the command line sets of the models is the change
+        change = Change.of(
+            {
+                item.key: item.value
+                for item in plain
+                if item.origin == COMMAND_LINE and _shapes(item.key)
+            }
+        )
         named = [change] if change.values else []
-        plain = [item for item in plain if item.origin != COMMAND_LINE or item.key not in change.values]
+        plain = [
+            item for item in plain if item.origin != COMMAND_LINE or item.key not in change.values
+        ]
     if not varying.dimensions and (not named or options.sampler == "tpe"):
         raise UsageError(
             f"a sweep needs settings to compare; give one several values, as {', '.join(space.FORMS.values())}, for example "
@@ -157,7 +185,9 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
     request = Request(pipeline, plain, varying, listed, len(named), draws, Measure("", ""), options)
     request = replace(request, changes=_different(request))
     if len(request.changes) < 2:
-        raise UsageError("the changes are the present settings, so there is nothing to compare; give other values")
+        raise UsageError(
+            "the changes are the present settings, so there is nothing to compare; give other values"
+        )
     runtime, varied = request.baseline.runtime, request.varied
     if runtime.nodes > 1 or runtime.sharding == "dask":
         raise UsageError(
@@ -165,9 +195,13 @@ def request_of(pipeline: Pipeline, overrides: Sequence[Override], options: Optio
             f"set runtime.nodes=1 runtime.sharding=processes"
         )
     if seeds := sorted(varied.intersection(SEEDS)):
-        raise UsageError(f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds")
+        raise UsageError(
+            f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds"
+        )
     graph = pipeline(request.baseline)
-    chosen = measure.choose(request.baseline, sorted(varied), graph, metric=options.metric, maximize=options.maximize)
+    chosen = measure.choose(
+        request.baseline, sorted(varied), graph, metric=options.metric, maximize=options.maximize
+    )
     return replace(request, measure=chosen)
 
 
@@ -185,9 +219,18 @@ def _different(request: Request) -> list[Change]:
             settings = request.settings(change)
         except UsageError as error:
             raise UsageError(f"the sweep cannot try {change.name}: {error}") from None
-        same = next((earlier.name for known, earlier in distinct if known == settings or earlier.name == change.name), "")
+        same = next(
+            (
+                earlier.name
+                for known, earlier in distinct
+                if known == settings or earlier.name == change.name
+            ),
+            "",
+        )
         if same and number <= request.named:
-            raise UsageError(f"the change {change.name} has the settings, or the name, of {same}; remove one of them")
+            raise UsageError(
+                f"the change {change.name} has the settings, or the name, of {same}; remove one of them"
+            )
         if not same:
             distinct.append((settings, change))
     return [change for _, change in distinct]

@@ -16,16 +16,22 @@ from ttrain.store.sweeps import Place
 
 LEVEL = 0.02  # of all tests by which rounds stop changes, each of which is tested in each round
 FEWEST_FREEDOM = 3  # of the noise that the home knows, to stop a change after its first seed
-FRESH = 1000  # the fresh seeds of 5 rounds are 5001 to 5005: no other number of rounds has used them
+FRESH = (
+    1000  # the fresh seeds of 5 rounds are 5001 to 5005: no other number of rounds has used them
+)
 
 
 @dataclass
 class Standing:
     """How far an experiment is."""
 
-    seeds: dict[int, list[int]]  # of each change that is decided: the seeds which it shares with the baseline
+    seeds: dict[
+        int, list[int]
+    ]  # of each change that is decided: the seeds which it shares with the baseline
     wanted: list[Place]  # trials that the next decision needs; empty once all is decided
-    stopped: dict[int, bool] = field(default_factory=dict)  # by rounds: whether also worse than the baseline
+    stopped: dict[int, bool] = field(
+        default_factory=dict
+    )  # by rounds: whether also worse than the baseline
     winner: int | None = None  # the best change of the rounds, which fresh seeds decide
 
 
@@ -48,7 +54,9 @@ class Rounds:
         for seed in range(1, self.seeds + 1):
             if len(alive) < 2 or alive[0]:  # nothing to compare, or nothing to compare with
                 return standing
-            standing.wanted = [(change, seed) for change in alive if (change, seed) not in self.values]
+            standing.wanted = [
+                (change, seed) for change in alive if (change, seed) not in self.values
+            ]
             if standing.wanted:
                 return standing
             for change in alive:
@@ -74,7 +82,9 @@ class Rounds:
 
     def _behind(self, alive: Sequence[int], seeds: int) -> dict[int, bool]:
         """The changes that are worse than the best by more than the noise, and whether also than the baseline."""
-        table = np.array([[self.values[change, seed] for seed in range(1, seeds + 1)] for change in alive])
+        table = np.array(
+            [[self.values[change, seed] for seed in range(1, seeds + 1)] for change in alive]
+        )
         noise = Noise.of_table(table) if seeds > 1 else self.noise
         if noise is None or not noise.spread or (seeds == 1 and noise.freedom < FEWEST_FREEDOM):
             return {}
@@ -82,4 +92,8 @@ class Rounds:
         reach = student_quantile(1 - level / 2, noise.freedom) * noise.spread * math.sqrt(2 / seeds)
         means = dict(zip(alive, table.mean(1).tolist(), strict=True))
         least, baseline = min(means.values()), means.get(0, math.inf)
-        return {change: mean > baseline + reach for change, mean in means.items() if change and mean > least + reach}
+        return {
+            change: mean > baseline + reach
+            for change, mean in means.items()
+            if change and mean > least + reach
+        }

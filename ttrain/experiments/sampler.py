@@ -28,7 +28,9 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
     distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
     earlier = [
         optuna.trial.create_trial(
-            params={key: _drawn(space, key, value) for key, value in changes[change].values.items()},
+            params={
+                key: _drawn(space, key, value) for key, value in changes[change].values.items()
+            },
             distributions=distributions,
             value=value,
         )
@@ -36,17 +38,26 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
     ]
     names = {each.name for each in changes}
     for attempt in range(DRAWS):
-        sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=DRAWS * number + attempt)
+        sampler = optuna.samplers.TPESampler(
+            n_startup_trials=STARTUP, seed=DRAWS * number + attempt
+        )
         study = optuna.create_study(sampler=sampler)
         study.add_trials(earlier)
-        change = Change.of({key: _value(space, key, drawn) for key, drawn in study.ask(distributions).params.items()})
+        change = Change.of(
+            {
+                key: _value(space, key, drawn)
+                for key, drawn in study.ask(distributions).params.items()
+            }
+        )
         if change.name not in names:
             return change
     for listed in space.combinations(space.size) if space.size else ():
         change = Change.of(listed)
         if change.name not in names:
             return change
-    raise UsageError(f"{', '.join(space.dimensions)} have no values left for change {number}; vary them more widely")
+    raise UsageError(
+        f"{', '.join(space.dimensions)} have no values left for change {number}; vary them more widely"
+    )
 
 
 def _distribution(dimension: Any) -> BaseDistribution:
@@ -64,4 +75,8 @@ def _value(space: Space, key: str, drawn: Any) -> Any:
 def _drawn(space: Space, key: str, value: Any) -> Any:
     """A value in the form in which Optuna draws it."""
     dimension = space.dimensions[key]
-    return value if isinstance(dimension, Interval) else [*map(repr, dimension.values)].index(repr(value))
+    return (
+        value
+        if isinstance(dimension, Interval)
+        else [*map(repr, dimension.values)].index(repr(value))
+    )

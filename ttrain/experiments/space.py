@@ -20,7 +20,12 @@ from ttrain.errors import UsageError
 
 DIGITS = 4  # of a drawn number: enough for any setting, and short enough to be typed again
 Values = Mapping[str, Any]  # of the settings that vary, by name
-FORMS = {"list": "a,b,...", "log": "log(low,high)", "uniform": "uniform(low,high)", "choice": "choice(a,b,...)"}
+FORMS = {
+    "list": "a,b,...",
+    "log": "log(low,high)",
+    "uniform": "uniform(low,high)",
+    "choice": "choice(a,b,...)",
+}
 RANGE = re.compile(rf"\s*({'|'.join(FORMS)})\s*\(")
 
 
@@ -74,15 +79,21 @@ class Space:
         if self.size is None or self.size > count:
             return self.spread(count)
         values = (dimension.values or () for dimension in self.dimensions.values())
-        return [dict(zip(self.dimensions, chosen, strict=True)) for chosen in itertools.product(*values)]
+        return [
+            dict(zip(self.dimensions, chosen, strict=True)) for chosen in itertools.product(*values)
+        ]
 
     def spread(self, count: int) -> list[Values]:
         """`count` combinations that together reach all parts of each setting's range: the middles of a Latin hypercube
         (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
         random = np.random.default_rng(1)
         parts = {key: random.permutation(count) for key in self.dimensions}
-        shares = ({key: float(parts[key][row] + 0.5) / count for key in parts} for row in range(count))
-        return [{key: self.dimensions[key].at(share) for key, share in row.items()} for row in shares]
+        shares = (
+            {key: float(parts[key][row] + 0.5) / count for key in parts} for row in range(count)
+        )
+        return [
+            {key: self.dimensions[key].at(share) for key, share in row.items()} for row in shares
+        ]
 
 
 def parse_space(overrides: Sequence[Override]) -> Space:
@@ -96,7 +107,9 @@ def parse_space(overrides: Sequence[Override]) -> Space:
 def varies(key: str, text: str) -> bool:
     """Whether a text has several values: a range, or a comma where the setting takes one number or word."""
     kind = type_of(Settings, key)
-    takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint({*types_of(kind), *map(get_origin, types_of(kind))})
+    takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint(
+        {*types_of(kind), *map(get_origin, types_of(kind))}
+    )
     return bool(RANGE.match(text)) or ("," in text and takes_one)
 
 
@@ -121,15 +134,21 @@ def parse(key: str, text: str) -> Dimension:
             f"put them where the library that opens the URL finds them, such as its environment variables"
         )
     is_range = bool(RANGE.match(text))
-    kind, _, inside = text.strip().removesuffix(")").partition("(") if is_range else ("list", "", text)
+    kind, _, inside = (
+        text.strip().removesuffix(")").partition("(") if is_range else ("list", "", text)
+    )
     kind, has_ends = kind.strip(), kind.strip() in ("log", "uniform")
     try:
         values = read_list(f"[{inside}]", float if has_ends else type_of(Settings, key))
     except InvalidYaml:
-        raise UsageError(f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets") from None
+        raise UsageError(
+            f"{key} is '{text}', whose values cannot be read; quote what has commas or brackets"
+        ) from None
     if not has_ends:
         return ValueList(tuple(values))
-    are_numbers = len(values) == 2 and all(is_number(value) and math.isfinite(value) for value in values)
+    are_numbers = len(values) == 2 and all(
+        is_number(value) and math.isfinite(value) for value in values
+    )
     if not are_numbers or values[0] >= values[1] or (kind == "log" and values[0] <= 0):
         rule = "two numbers, the lower first" + (" and above 0" if kind == "log" else "")
         raise UsageError(f"{key} is '{text}' but must have {rule}; write {FORMS[kind]}")

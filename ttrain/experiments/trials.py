@@ -31,7 +31,9 @@ ENOUGH_RECORDS = 200  # of which one half chooses and the other decides; of fewe
 NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 
 
-def run(request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay) -> None:
+def run(
+    request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay
+) -> None:
     """Run trials until nothing is left to decide. Raises Interrupted, or an error that every trial would have."""
     experiment.note(outcome="running", process=runs.this_process())
     for trial in experiment.trials:
@@ -55,8 +57,15 @@ def run(request: Request, experiment: Experiment, store: ArtifactStore, display:
 class Worker:
     """Runs trials of one experiment, as other processes may too."""
 
-    def __init__(self, request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay) -> None:
-        self.request, self.experiment, self.store, self.display = request, experiment, store, display
+    def __init__(
+        self, request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay
+    ) -> None:
+        self.request, self.experiment, self.store, self.display = (
+            request,
+            experiment,
+            store,
+            display,
+        )
         once, by_seed, _ = request.stages()
         self.shared = [*once, *by_seed]  # stages of several trials
         self._tracking = request.baseline.tracking
@@ -99,9 +108,15 @@ class Worker:
             return [(change, 1) for change in waiting]
         from ttrain.experiments import sampler
 
-        trials = (trial for trial in judgement.trials.values() if trial.seed == 1 and trial.change > self.request.named)
+        trials = (
+            trial
+            for trial in judgement.trials.values()
+            if trial.seed == 1 and trial.change > self.request.named
+        )
         values = {trial.change: judgement.sign * value_of(trial) for trial in trials}
-        self.experiment.add(lambda: asdict(sampler.draw(self.request.space, changes, values)), len(changes))
+        self.experiment.add(
+            lambda: asdict(sampler.draw(self.request.space, changes, values)), len(changes)
+        )
         return [(len(changes), 1)]
 
     def _run(self, trial: Trial) -> None:
@@ -113,8 +128,16 @@ class Worker:
         try:
             plan = self.request.plan(change, trial.seed, self.store)
             earlier = runs.read(self.store.root, trial.run) if trial.run else None
-            part = {"name": self.experiment.name, "change": trial.change, "setting": change.name, "seed": trial.seed}
-            facts = {"sweep": part, **({"continues": id_of(earlier)} if earlier else {})}  # an interrupted one
+            part = {
+                "name": self.experiment.name,
+                "change": trial.change,
+                "setting": change.name,
+                "seed": trial.seed,
+            }
+            facts = {
+                "sweep": part,
+                **({"continues": id_of(earlier)} if earlier else {}),
+            }  # an interrupted one
             execution = PipelineRun(plan, partial(self._show, name), facts=facts, registers=False)
             # before its stages begin, so that a trial which is killed in one continues this run
             trial = self.experiment.put(replace(trial, run=execution.record.run))
@@ -148,9 +171,15 @@ class Worker:
             )
         if evaluation := artifacts.get(EVALUATE.name):
             metric = scores_of(evaluation.path, measure.metric)
-            chooses = self.request.options.rounds and len(self.request.changes) + self.request.draws > 2
+            chooses = (
+                self.request.options.rounds and len(self.request.changes) + self.request.draws > 2
+            )
             has_enough = chooses and metric is not None and metric.items >= ENOUGH_RECORDS
-            halves = [metric.half(which).value for which in (False, True)] if metric and has_enough else []
+            halves = (
+                [metric.half(which).value for which in (False, True)]
+                if metric and has_enough
+                else []
+            )
             trial = replace(trial, evaluation=evaluation.key, halves=halves)
         return replace(trial, outcome=COMPLETED, value=value)
 
@@ -158,7 +187,11 @@ class Worker:
         """The trial that ended by an error. Raises it where nothing could be compared: the baseline failed, or a stage that
         several trials share, or none had begun. Settings that cannot be combined are this trial's own."""
         failed = execution.failures if execution else {}
-        is_of_all = not failed.keys().isdisjoint(self.shared) if failed else not isinstance(error, UsageError)
+        is_of_all = (
+            not failed.keys().isdisjoint(self.shared)
+            if failed
+            else not isinstance(error, UsageError)
+        )
         if is_of_all or not trial.change:
             raise error
         diverged = isinstance(error, StageFailed) and error.kind == NOT_FINITE

@@ -80,7 +80,14 @@ class Verdict:
         mean = "" if self.mean is None else f"{self.mean:.4f}"
         difference = "" if self.difference is None else f"{self.difference:+.4f}"
         intervals = map(_shown, (self.over_seeds, self.over_records))
-        return (self.setting, str(len(self.seeds)), mean, difference, *intervals, f"{self.verdict} {self.why}".strip())
+        return (
+            self.setting,
+            str(len(self.seeds)),
+            mean,
+            difference,
+            *intervals,
+            f"{self.verdict} {self.why}".strip(),
+        )
 
     def to_json(self) -> JsonDict:
         """With what follows from the values."""
@@ -112,13 +119,21 @@ class Judgement:
     @cached_property
     def trials(self) -> dict[Place, Trial]:
         """The trials that have a metric, by change and seed."""
-        done = (trial for trial in self.experiment.trials if trial.outcome == COMPLETED and trial.value is not None)
+        done = (
+            trial
+            for trial in self.experiment.trials
+            if trial.outcome == COMPLETED and trial.value is not None
+        )
         return {trial.place: trial for trial in done}
 
     @cached_property
     def lost(self) -> dict[int, Trial]:
         """The changes of which a trial diverged or failed."""
-        return {trial.change: trial for trial in self.experiment.trials if trial.outcome in (DIVERGED, FAILED)}
+        return {
+            trial.change: trial
+            for trial in self.experiment.trials
+            if trial.outcome in (DIVERGED, FAILED)
+        }
 
     @cached_property
     def sign(self) -> int:
@@ -137,8 +152,13 @@ class Judgement:
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The baseline and the changes, in their order."""
-        measured = [self._measured(number, change.name) for number, change in enumerate(self.changes)]
-        tested = [math.nan if number in (0, self.standing.winner) else _p(row) for number, row in enumerate(measured)]
+        measured = [
+            self._measured(number, change.name) for number, change in enumerate(self.changes)
+        ]
+        tested = [
+            math.nan if number in (0, self.standing.winner) else _p(row)
+            for number, row in enumerate(measured)
+        ]
         corrected = statistics.holm(tested)
         return [self._judged(number, row, corrected[number]) for number, row in enumerate(measured)]
 
@@ -169,15 +189,24 @@ class Judgement:
         return {
             "sweep": experiment.name,
             "outcome": experiment.outcome,
-            **{name: experiment[name] for name in ("started", "seeds", "looks", "rounds", "measure", "noise", "tracking")},
+            **{
+                name: experiment[name]
+                for name in ("started", "seeds", "looks", "rounds", "measure", "noise", "tracking")
+            },
             "verdict": self.sentence,
-            "settings": [{**row.to_json(), "changes": dict(change.values)} for row, change in settings],
+            "settings": [
+                {**row.to_json(), "changes": dict(change.values)} for row, change in settings
+            ],
             "trials": [asdict(trial) for trial in experiment.trials],
         }
 
     def _measured(self, number: int, name: str) -> Verdict:
         """What was measured of a change with the seeds that it shares with the baseline."""
-        seeds = [seed for seed in self.standing.seeds.get(number, ()) if {(number, seed), (0, seed)} <= self.trials.keys()]
+        seeds = [
+            seed
+            for seed in self.standing.seeds.get(number, ())
+            if {(number, seed), (0, seed)} <= self.trials.keys()
+        ]
         own, base = ([self.trials[change, seed] for seed in seeds] for change in (number, 0))
         over_records = self._over_records(own, base) if number and seeds else None
         return Verdict(name, seeds, [*map(value_of, own)], [*map(value_of, base)], over_records)
@@ -194,22 +223,34 @@ class Judgement:
             return row
         direction = BETTER if self.sign * row.difference < 0 else WORSE
         if row.repeats:
-            return replace(row, verdict=UNDECIDED, why="(the seeds change nothing here, so they are no replicates)")
+            return replace(
+                row,
+                verdict=UNDECIDED,
+                why="(the seeds change nothing here, so they are no replicates)",
+            )
         level = LEVEL / 2 ** experiment["looks"]
         if number in standing.stopped:
             is_worse = standing.stopped[number] or (p < level and direction == WORSE)
-            why = f"(behind the best by more than the noise after {counted(len(row.seeds), 'seed')})"
+            why = (
+                f"(behind the best by more than the noise after {counted(len(row.seeds), 'seed')})"
+            )
             return replace(row, verdict=WORSE if is_worse else STOPPED, why=why)
         if standing.wanted and (is_winner or len(row.seeds) < experiment["seeds"]):
             return row
         if is_winner and len(row.seeds) > 1:
-            return replace(row, verdict=direction if _p(row) < level else EQUAL, why="(on fresh seeds)")
+            return replace(
+                row, verdict=direction if _p(row) < level else EQUAL, why="(on fresh seeds)"
+            )
         if p < level and (direction == WORSE or standing.winner is None):
             return replace(row, verdict=direction)
         if standing.winner and direction == BETTER and not is_winner:
-            return replace(row, verdict=UNDECIDED, why="(not the best of the rounds; compare it alone)")
+            return replace(
+                row, verdict=UNDECIDED, why="(not the best of the rounds; compare it alone)"
+            )
         if _p(row) < level:
-            return replace(row, verdict=UNDECIDED, why="(of so many settings one may differ so much by chance)")
+            return replace(
+                row, verdict=UNDECIDED, why="(of so many settings one may differ so much by chance)"
+            )
         return replace(row, verdict=UNDECIDED, why=_what_it_takes(row))
 
     def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
@@ -226,7 +267,10 @@ class Judgement:
         paths = (self.store.path(EVALUATE.name, trial.evaluation or "") for trial in trials)
         found = [scores_of(path, self.measure.metric) for path in paths]
         metrics = [metric for metric in found if metric]
-        if len(metrics) < len(found) or len({(metric.records, metric.sizes) for metric in metrics}) > 1:
+        if (
+            len(metrics) < len(found)
+            or len({(metric.records, metric.sizes) for metric in metrics}) > 1
+        ):
             return None
         sums = zip(*(metric.sums for metric in metrics), strict=True)
         average = replace(metrics[0], sums=tuple(math.fsum(each) / len(metrics) for each in sums))

@@ -21,7 +21,15 @@ from ttrain.export import gguf_convert
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
-from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, SECOND_HEAD, Reference, base_digest_of, weights_digest
+from ttrain.store.model_files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    BASE,
+    SECOND_HEAD,
+    Reference,
+    base_digest_of,
+    weights_digest,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,22 +37,46 @@ if TYPE_CHECKING:
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 
 CARD = "README.md"
 # What an export writes, and so the only files that --force replaces.
 WRITTEN = re.compile(
     "|".join(
-        (*map(re.escape, (*TOKENIZER_FILES, CARD, "config.json", "generation_config.json", ADAPTER_CONFIG, BASE)),
-         r".+\.safetensors(\.index\.json)?", r".+\.gguf", r"(modeling|configuration)_\w+\.py")
+        (
+            *map(
+                re.escape,
+                (
+                    *TOKENIZER_FILES,
+                    CARD,
+                    "config.json",
+                    "generation_config.json",
+                    ADAPTER_CONFIG,
+                    BASE,
+                ),
+            ),
+            r".+\.safetensors(\.index\.json)?",
+            r".+\.gguf",
+            r"(modeling|configuration)_\w+\.py",
+        )
     )
-)  # fmt: skip
+)
 
-LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # what the Hub knows licences by, and what YAML takes as one word
+LICENCE = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9.+-]*"
+)  # what the Hub knows licences by, and what YAML takes as one word
 
-SHARD_SIZE = re.compile(r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE)  # as transformers takes it
+SHARD_SIZE = re.compile(
+    r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE
+)  # as transformers takes it
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -75,7 +107,11 @@ class Export:
 
 
 def export(
-    reference: Reference, target: Path, request: Request, *, say: Callable[[str], object] = lambda text: None
+    reference: Reference,
+    target: Path,
+    request: Request,
+    *,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Export:
     """Write what `reference` names into the directory `target`; `say` is called with a line for each step.
 
@@ -87,7 +123,10 @@ def export(
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    work, replaced = temporary_path(target), target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    work, replaced = (
+        temporary_path(target),
+        target.with_name(f".{target.name}.replaced-{os.getpid()}"),
+    )
     try:
         work.mkdir()
         exported, remarks = _fill(reference, work, request, target.name, say)
@@ -105,33 +144,57 @@ def export(
         remove_tree(replaced)
     finally:
         remove_tree(work)
-    return Export(target, exported.files, exported.dtype, exported.parameters, sizes, tuple(remarks))
+    return Export(
+        target, exported.files, exported.dtype, exported.parameters, sizes, tuple(remarks)
+    )
 
 
 def _check_request(reference: Reference, request: Request) -> None:
     if not SHARD_SIZE.fullmatch(request.shard_size):
-        raise UsageError(f"--shard-size is '{request.shard_size}' but must be a number with KB, MB or GB, for example 5GB")
+        raise UsageError(
+            f"--shard-size is '{request.shard_size}' but must be a number with KB, MB or GB, for example 5GB"
+        )
     if request.licence is not None and not LICENCE.fullmatch(request.licence):
-        raise UsageError(f"--license is '{request.licence}' but must be one word that names it, for example mit")
+        raise UsageError(
+            f"--license is '{request.licence}' but must be one word that names it, for example mit"
+        )
     if request.gguf:
         converter(request.gguf)
         if reference.adapter and not request.merge:
-            raise UsageError(f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge")
+            raise UsageError(
+                f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge"
+            )
     if request.merge and reference.adapter is None:
-        raise UsageError(f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out")
+        raise UsageError(
+            f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out"
+        )
 
 
 def _check_target(reference: Reference, target: Path, request: Request) -> None:
-    for source in {reference.model.resolve(), reference.directory.resolve(), (home() / "store").resolve()}:
+    for source in {
+        reference.model.resolve(),
+        reference.directory.resolve(),
+        (home() / "store").resolve(),
+    }:
         if target == source or source in target.parents:
-            raise UsageError(f"--to is {target}, which lies in {source}; choose a directory of its own")
+            raise UsageError(
+                f"--to is {target}, which lies in {source}; choose a directory of its own"
+            )
     if target.is_file():
         raise UsageError(f"--to is {target}, which is a file; choose a directory")
-    names = sorted(path.name + "/" * path.is_dir() for path in target.iterdir()) if target.is_dir() else []
+    names = (
+        sorted(path.name + "/" * path.is_dir() for path in target.iterdir())
+        if target.is_dir()
+        else []
+    )
     if names and not request.force:
-        raise UsageError(f"--to is {target}, which is not empty; choose another directory, or replace it with --force")
+        raise UsageError(
+            f"--to is {target}, which is not empty; choose another directory, or replace it with --force"
+        )
     if names and {"config.json", ADAPTER_CONFIG}.isdisjoint(names):
-        raise UsageError(f"--to is {target}, which is not empty and holds no model; --force replaces models only")
+        raise UsageError(
+            f"--to is {target}, which is not empty and holds no model; --force replaces models only"
+        )
     if others := [name for name in names if not WRITTEN.fullmatch(name)]:
         raise UsageError(
             f"--to is {target}, which holds more than a model: {first_of(others, 3)}; --force replaces what an "
@@ -159,7 +222,9 @@ def _fill(
         say(f"loading {reference.directory}")
         model = factory.load(reference.model)  # raises ArtifactError for weights that do not fit
         if reference.adapter:
-            model = adapters.merge(adapters.load(model, reference.adapter, weights_digest(reference.model)))
+            model = adapters.merge(
+                adapters.load(model, reference.adapter, weights_digest(reference.model))
+            )
         say(f"writing {request.dtype}")
         parameters = write(model, work, dtype=request.dtype, shard_size=request.shard_size)
         remarks += _second_head(reference, work, request)
@@ -190,13 +255,19 @@ def _second_head(reference: Reference, work: Path, request: Request) -> list[str
     if head:
         write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
     elif request.keep_head:
-        raise UsageError(f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out")
+        raise UsageError(
+            f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out"
+        )
     return []
 
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
     """Copy those of the files that exist; returns their names."""
-    return [shutil.copyfile(source / name, work / name).name for name in names if (source / name).is_file()]
+    return [
+        shutil.copyfile(source / name, work / name).name
+        for name in names
+        if (source / name).is_file()
+    ]
 
 
 def _copy_code(source: Path, work: Path) -> bool:
@@ -234,7 +305,15 @@ def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
     target = directory / f"{name}-{OUTTYPES[dtype]}.gguf"
     pre = pre_tokenizer(read_json(directory / "tokenizer.json"))
     program = ["-P", gguf_convert.__file__, pre, str(script)] if pre else [str(script)]
-    arguments = [str(directory), "--outfile", str(target), "--outtype", OUTTYPES[dtype], "--model-name", name]
+    arguments = [
+        str(directory),
+        "--outfile",
+        str(target),
+        "--outtype",
+        OUTTYPES[dtype],
+        "--model-name",
+        name,
+    ]
     done = subprocess.run(
         [sys.executable, *program, *arguments],
         stdout=subprocess.PIPE,
@@ -257,10 +336,18 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
 
     ttrain's own are split as GPT-2's.
     """
-    if not isinstance(tokenizer, dict) or tokenizer.get("normalizer") or tokenizer["model"].get("type") != "BPE":
+    if (
+        not isinstance(tokenizer, dict)
+        or tokenizer.get("normalizer")
+        or tokenizer["model"].get("type") != "BPE"
+    ):
         return None
     split = tokenizer.get("pre_tokenizer") or {}
-    is_gpt2 = split.get("type") == "ByteLevel" and split.get("use_regex", True) and not split.get("add_prefix_space")
+    is_gpt2 = (
+        split.get("type") == "ByteLevel"
+        and split.get("use_regex", True)
+        and not split.get("add_prefix_space")
+    )
     return "gpt-2" if is_gpt2 else None
 
 
@@ -281,7 +368,9 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
         cast(name, parameter.data, dtype)
     config, generation_config = model.config, model.generation_config
     kind = getattr(torch, DTYPES[dtype])
-    model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=kind)
+    model = type(model).from_pretrained(
+        None, config=config, state_dict=model.state_dict(), dtype=kind
+    )
     # A model that was loaded gets the names of the file that was read when it is saved, one that was made those that the
     # architecture is known by: three matrices an expert, where transformers holds all experts of a layer in two tensors.
     with torch.device("meta"):
@@ -297,7 +386,9 @@ def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
     """Write a file of tensors, such as an adapter's, in another type; returns its number of elements."""
     from safetensors.torch import load_file, save_file
 
-    tensors = {name: cast(name, tensor, dtype).contiguous() for name, tensor in load_file(source).items()}
+    tensors = {
+        name: cast(name, tensor, dtype).contiguous() for name, tensor in load_file(source).items()
+    }
     save_file(tensors, target, metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -315,7 +406,9 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
     cast_tensor = tensor.to(kind)
     if not cast_tensor.isfinite().all():
         if not tensor.isfinite().all():
-            raise ArtifactError(f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used")
+            raise ArtifactError(
+                f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used"
+            )
         raise UsageError(
             f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, but the tensor {name} reaches "
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
@@ -326,7 +419,9 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
 def check_repository(name: str) -> None:
     """Raise UsageError unless the name may be that of a repository on the Hub, OWNER/NAME."""
     if not REPOSITORY.fullmatch(name):
-        raise UsageError(f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub")
+        raise UsageError(
+            f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub"
+        )
 
 
 def push(exported: Export, repository: str, *, public: bool = False) -> str:

@@ -115,7 +115,11 @@ class AnswerQueue:
     @property
     def requests(self) -> int:
         """Number of requests that are answered or wait."""
-        self._orders = [of for of in self._orders if not (of.has_ended or all(each.has_ended for each in of.answers))]
+        self._orders = [
+            of
+            for of in self._orders
+            if not (of.has_ended or all(each.has_ended for each in of.answers))
+        ]
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
@@ -148,7 +152,9 @@ class AnswerQueue:
                 order.sampling.replaced({"max_tokens": batch[0].max_tokens}),
                 numbers=[answer.number for answer in batch],
                 on_tokens=take,
-                kv_cache=self._kv_caches.setdefault(order.model, KVCache(order.model)) if len(batch) == 1 else None,
+                kv_cache=self._kv_caches.setdefault(order.model, KVCache(order.model))
+                if len(batch) == 1
+                else None,
             )
         except Exception as error:  # of any kind, such as CUDA's: the next request may be smaller
             order.has_ended = True

@@ -24,7 +24,9 @@ from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
-WINDOW_BATCHES = 16  # the prompts of this many batches are sorted by length, and written when all are answered
+WINDOW_BATCHES = (
+    16  # the prompts of this many batches are sorted by length, and written when all are answered
+)
 
 PARTIAL = ".partial"  # ending of the file that collects answers until all are complete
 
@@ -68,13 +70,17 @@ def answers(
     for start in range(0, len(prompts), size):
         window = prompts[start : start + size]
         ids = [
-            prompt_ids(loaded_model.encoder, prompt.messages) if prompt.messages else loaded_model.text_ids([prompt.text])[0]
+            prompt_ids(loaded_model.encoder, prompt.messages)
+            if prompt.messages
+            else loaded_model.text_ids([prompt.text])[0]
             for prompt in window
         ]
         answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
             numbers = [window[at].number for at in batch]
-            completions = generate.generate(loaded_model, [ids[at] for at in batch], sampling, numbers=numbers)
+            completions = generate.generate(
+                loaded_model, [ids[at] for at in batch], sampling, numbers=numbers
+            )
             tally.seconds += completions[0].seconds
             for at, completion in zip(batch, completions, strict=True):
                 lead = lead_text(loaded_model.encoder) if window[at].messages else ""
@@ -95,10 +101,16 @@ def answers(
 def identity(reference: Reference) -> list[str]:
     """Digests of the model's weights, the adapter's if there is one, the tokenizer and its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
-    return [reference.base_digest, *adapter, *map(sha256_file, existing.files_in(reference.tokenizer))]
+    return [
+        reference.base_digest,
+        *adapter,
+        *map(sha256_file, existing.files_in(reference.tokenizer)),
+    ]
 
 
-def write_answers(path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]) -> int:
+def write_answers(
+    path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]
+) -> int:
     """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
 
     Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies their inputs: the same command
@@ -137,7 +149,11 @@ def _batches(
     shorten the answers to short ones. Prompts that leave no room are left out."""
     longest, numbers = loaded_model.max_length, dict[int, list[int]]()
     for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
-        room = sampling.max_tokens if longest is None else min(sampling.max_tokens, longest - len(ids[at]))
+        room = (
+            sampling.max_tokens
+            if longest is None
+            else min(sampling.max_tokens, longest - len(ids[at]))
+        )
         if room > 0:
             numbers.setdefault(room, []).append(at)
     for alike in numbers.values():
@@ -186,7 +202,9 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
     if not isinstance(record, dict):
         raise Malformed("not a JSON object")
     if reserved_keys := [key for key in ANSWER_KEYS if key in record]:
-        raise Malformed(f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it")
+        raise Malformed(
+            f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it"
+        )
     prompt, text = record.get("prompt"), record.get("text")
     if isinstance(prompt, str) and raw:
         return Prompt(number, record, text=prompt)
@@ -195,14 +213,22 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
     if isinstance(prompt, str):
         messages = [Message("user", prompt)]
     elif any(record.get(key) is not None for key in ("prompt", *CHAT_KEYS)):
-        answers = {key: record.get(key) or NO_ANSWER for key in ("output", "completion")}  # an answer is optional here
-        row = tools.without_null_keys(json.dumps({**record, **answers}))  # the record is written as it is
+        answers = {
+            key: record.get(key) or NO_ANSWER for key in ("output", "completion")
+        }  # an answer is optional here
+        row = tools.without_null_keys(
+            json.dumps({**record, **answers})
+        )  # the record is written as it is
         messages = messages_of(row)
     else:
-        raise Malformed(f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt")
+        raise Malformed(
+            f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt"
+        )
     reference = messages.pop().content if messages[-1].role == "assistant" else None
     if not messages:
         raise Malformed("there is no question before the answer")
     if system and messages[0].role != "system":
         messages.insert(0, Message("system", system))
-    return Prompt(number, record, tuple(messages), reference=None if reference == NO_ANSWER else reference)
+    return Prompt(
+        number, record, tuple(messages), reference=None if reference == NO_ANSWER else reference
+    )

@@ -15,7 +15,9 @@ from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 ANSWER_SHARE = 4  # 1/4 of the context stays free for the answer, if it may be that long
-Selected = tuple[LoadedModel, JsonDict]  # the model that answers a question, and details for the reply
+Selected = tuple[
+    LoadedModel, JsonDict
+]  # the model that answers a question, and details for the reply
 ModelSelector = Callable[[str], Selected]
 
 
@@ -33,9 +35,14 @@ class Reply:
 
     def to_json(self) -> JsonDict:
         return {
-            "answer": self.text, "model": self.by, "tokens": self.tokens, "stop": self.stop,
-            "seconds": round(self.seconds, 3), "forgotten": self.forgotten, **self.choice,
-        }  # fmt: skip
+            "answer": self.text,
+            "model": self.by,
+            "tokens": self.tokens,
+            "stop": self.stop,
+            "seconds": round(self.seconds, 3),
+            "forgotten": self.forgotten,
+            **self.choice,
+        }
 
 
 @dataclass(eq=False)
@@ -47,7 +54,9 @@ class Chat:
     system: str = ""
     _turns: list[Message] = field(default_factory=list)
     _kv_caches: dict[LoadedModel, KVCache] = field(default_factory=dict)
-    _question_count: int = 0  # over the whole chat, so that repeating a question can give another answer
+    _question_count: int = (
+        0  # over the whole chat, so that repeating a question can give another answer
+    )
 
     @property
     def messages(self) -> list[Message]:
@@ -81,9 +90,13 @@ class Chat:
         completion = None
         try:
             (completion,) = generate.generate(
-                loaded_model, [ids], self.sampling, numbers=[self._question_count], on_tokens=show,
+                loaded_model,
+                [ids],
+                self.sampling,
+                numbers=[self._question_count],
+                on_tokens=show,
                 kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
-            )  # fmt: skip
+            )
         except KeyboardInterrupt:
             pass
         if completion is not None and completion.ended:
@@ -104,7 +117,9 @@ class Chat:
         """(ids of the prompt, number of oldest turns left out of it)."""
         longest = loaded_model.max_length
         reserved = min(self.sampling.max_tokens, longest // ANSWER_SHARE) if longest else 0
-        for start in range(0, len(self._turns) + 1, 2):  # in pairs: a template may require alternating questions and answers
+        for start in range(
+            0, len(self._turns) + 1, 2
+        ):  # in pairs: a template may require alternating questions and answers
             turns = (*self.messages[: bool(self.system)], *self._turns[start:], user_message)
             ids = prompt_ids(loaded_model.encoder, turns)
             if longest is None or len(ids) + reserved <= longest:
@@ -120,7 +135,10 @@ class Chat:
 def save(path: Path, chats: Sequence[Chat]) -> int:
     """Append each conversation as a line that `data.sft` can read; returns how many were written. Raises UsageError."""
     lines = [
-        json.dumps({"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False) + "\n"
+        json.dumps(
+            {"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False
+        )
+        + "\n"
         for chat in chats
         if any(message.role == "assistant" for message in chat.messages)
     ]

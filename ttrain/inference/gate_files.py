@@ -33,7 +33,9 @@ def read(directory: Path) -> GateFile:
     """Read the gate of a directory. Raises UsageError if there is none."""
     path = directory / GATE
     if not path.is_file():
-        raise UsageError(f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one")
+        raise UsageError(
+            f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one"
+        )
     return GateFile.model_validate(read_json(path))
 
 
@@ -51,7 +53,9 @@ def expert_of(reference: Reference) -> Expert:
 
 def reference_of(expert: Expert) -> Reference:
     """The model reference of an expert, for loading it."""
-    return Reference(expert.reference, Path(expert.model), Path(expert.adapter) if expert.adapter else None)
+    return Reference(
+        expert.reference, Path(expert.model), Path(expert.adapter) if expert.adapter else None
+    )
 
 
 def check(expert: Expert) -> None:

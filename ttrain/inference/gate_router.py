@@ -38,7 +38,9 @@ def run_ids(text: str, settings: Gate) -> Ids:
     The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer of SplitMix64
     (prng.di.unimi.it/splitmix64.c).
     """
-    codes = np.frombuffer(f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    codes = np.frombuffer(
+        f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4"
+    ).astype(np.uint64)
     hashes, ids_by_length = codes, []
     for length in range(1, min(settings.ngram_characters, len(codes)) + 1):
         ids_by_length.append(spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
@@ -48,7 +50,9 @@ def run_ids(text: str, settings: Gate) -> Ids:
 
 def padded(rows: Sequence[Ids]) -> Tensor:
     """Pad the ids of several texts to shape [B, L]."""
-    return pad_sequence([torch.from_numpy(ids) for ids in rows], batch_first=True, padding_value=PADDING)
+    return pad_sequence(
+        [torch.from_numpy(ids) for ids in rows], batch_first=True, padding_value=PADDING
+    )
 
 
 @final
@@ -58,7 +62,9 @@ class Router(nn.Module):
     def __init__(self, settings: Gate, experts: int) -> None:
         super().__init__()
         self.settings = settings
-        self.embedding = nn.EmbeddingBag(settings.buckets + 1, settings.embedding_size, mode="mean", padding_idx=PADDING)
+        self.embedding = nn.EmbeddingBag(
+            settings.buckets + 1, settings.embedding_size, mode="mean", padding_idx=PADDING
+        )
         self.layers = nn.Sequential(
             nn.LayerNorm(settings.embedding_size),  # a mean over many n-grams is small
             nn.Linear(settings.embedding_size, settings.hidden),
@@ -76,7 +82,9 @@ class Router(nn.Module):
         self.eval()
         device, batches = self.embedding.weight.device, []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
-            ids_BL = padded([run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]])
+            ids_BL = padded(
+                [run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]]
+            )
             with torch.inference_mode():
                 batches.append(self(ids_BL.to(device)).float().softmax(-1).cpu())
         return torch.cat(batches)
@@ -118,5 +126,7 @@ class GateSelector:
         if number not in self._models:
             expert = self.experts[number]
             gate_files.check(expert)
-            self._models[number] = loading.load(gate_files.reference_of(expert), **self._load_options)
+            self._models[number] = loading.load(
+                gate_files.reference_of(expert), **self._load_options
+            )
         return self._models[number], {"probabilities": [round(share, 4) for share in probabilities]}

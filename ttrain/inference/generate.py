@@ -69,7 +69,11 @@ def generate(
     Raises DataError for a prompt that leaves no room for an answer.
     """
     longest = max(map(len, prompts))
-    room = sampling.max_tokens if loaded_model.max_length is None else loaded_model.max_length - longest
+    room = (
+        sampling.max_tokens
+        if loaded_model.max_length is None
+        else loaded_model.max_length - longest
+    )
     if room <= 0:
         raise DataError(
             f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
@@ -81,15 +85,20 @@ def generate(
     processors.insert(0, _FiniteScores(loaded_model.name))
     pad = int(loaded_model.model.generation_config.pad_token_id)
     rows = [torch.as_tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")  # so that all answers begin at the same position
+    padded = partial(
+        pad_sequence, batch_first=True, padding_side="left"
+    )  # so that all answers begin at the same position
     watches = [_TokenWatch(on_tokens, loaded_model.stop_ids, longest)] if on_tokens else []
     cache = kv_cache.take(prompts[0][:-1]) if kv_cache else None  # the last token predicts
-    with torch.no_grad():  # not inference_mode: tables cached in the model would be unusable for further training
+    with (
+        torch.no_grad()
+    ):  # not inference_mode: tables cached in the model would be unusable for further training
         found_BT = loaded_model.model.generate(
             input_ids=padded(rows, padding_value=pad).to(loaded_model.device),
             attention_mask=padded([torch.ones_like(ids) for ids in rows]).to(loaded_model.device),
             generation_config=GenerationConfig(
-                max_new_tokens=min(sampling.max_tokens, room), eos_token_id=list(loaded_model.stop_ids)
+                max_new_tokens=min(sampling.max_tokens, room),
+                eos_token_id=list(loaded_model.stop_ids),
             ),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList(watches),
@@ -145,7 +154,9 @@ class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is no
     """
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
-        seeds = [int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) for number in numbers]
+        seeds = [
+            int(np.random.SeedSequence([seed, number]).generate_state(1)[0]) for number in numbers
+        ]
         self._generators = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -183,15 +194,23 @@ class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
         self._ended |= {row for row, ids in enumerate(answers) if ids[-1] in self._stop_ids}
         unended = {row: ids for row, ids in enumerate(answers) if row not in self._ended}
         self._ended |= set(self._on_tokens(unended) or ())
-        return torch.tensor([row in self._ended for row in range(len(answers))], device=input_ids.device)
+        return torch.tensor(
+            [row in self._ended for row in range(len(answers))], device=input_ids.device
+        )
 
 
-def logits_processors(sampling: Sampling, numbers: Sequence[int], prompt_tokens: int) -> LogitsProcessorList:
+def logits_processors(
+    sampling: Sampling, numbers: Sequence[int], prompt_tokens: int
+) -> LogitsProcessorList:
     """Logits processors in transformers' order. The repetition penalty applies to the answer only: over the whole prompt
     it would also penalise the tokens that end a turn, and no answer would end."""
     processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty, prompt_ignore_length=prompt_tokens))
+        processors.append(
+            RepetitionPenaltyLogitsProcessor(
+                sampling.repetition_penalty, prompt_ignore_length=prompt_tokens
+            )
+        )
     if sampling.temperature:
         processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
@@ -215,7 +234,9 @@ class KVCache:
         self._config = causal.config
         accepts_cache = "past_key_values" in inspect.signature(causal.forward).parameters
         # A prefix has a cache of its own.
-        self._is_used = accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix
+        self._is_used = (
+            accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix
+        )
         self._ids: Sequence[int] = ()
         self._cache: Any = None
 
@@ -229,7 +250,11 @@ class KVCache:
         same = common(self._ids, ids)
         if cache is None or not same:
             cache = DynamicCache(config=self._config) if self._is_used else None
-            return cache if cache and all(type(layer) is DynamicLayer for layer in cache.layers) else None
+            return (
+                cache
+                if cache and all(type(layer) is DynamicLayer for layer in cache.layers)
+                else None
+            )
         if same < len(self._ids):
             cache.crop(same - len(self._ids))
         return cache

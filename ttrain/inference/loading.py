@@ -97,9 +97,15 @@ class LoadedModel:
         what follows it in the ids has no meaning."""
 
         def stopped(answers: dict[int, list[int]]) -> list[int]:
-            return [row for row, ids in answers.items() if stop and stop.search(self.encoder.decode(ids))]
+            return [
+                row
+                for row, ids in answers.items()
+                if stop and stop.search(self.encoder.decode(ids))
+            ]
 
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # so that there is little padding
+        order = sorted(
+            range(len(prompts)), key=lambda number: -len(prompts[number])
+        )  # so that there is little padding
         completions: dict[int, Completion] = {}
         while order:
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
@@ -160,14 +166,20 @@ def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
     return with_encoder(name, model, encoder, begins, can_chat=can_chat)
 
 
-def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool) -> LoadedModel:
+def with_encoder(
+    name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool
+) -> LoadedModel:
     """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
     causal = causal_of(model)
     config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
-    own_stops = [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
+    own_stops = (
+        [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
+    )
     stops = {encoder.eos_id, encoder.end_id, *own_stops}
     adapter = getattr(model, "active_peft_config", None)
-    virtual_tokens = adapter.num_virtual_tokens if adapter is not None and adapter.is_prompt_learning else 0
+    virtual_tokens = (
+        adapter.num_virtual_tokens if adapter is not None and adapter.is_prompt_learning else 0
+    )
     max_length = getattr(config, "max_position_embeddings", None)
     loaded = LoadedModel(
         name=name,
@@ -181,9 +193,13 @@ def with_encoder(name: str, model: Any, encoder: Encoder, begins: tuple[int, ...
         batch_tokens=most_batch_tokens(next(model.parameters()).device),
     )
     # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
-    pad = encoder.pad_id if encoder.pad_id < config.vocab_size else 0  # masked, but it must exist in the embedding
+    pad = (
+        encoder.pad_id if encoder.pad_id < config.vocab_size else 0
+    )  # masked, but it must exist in the embedding
     settings = {"do_sample": False, "eos_token_id": list(loaded.stop_ids), "pad_token_id": pad}
-    causal.generation_config = GenerationConfig(**settings, use_cache=getattr(config, "use_cache", True) is not False)
+    causal.generation_config = GenerationConfig(
+        **settings, use_cache=getattr(config, "use_cache", True) is not False
+    )
     model.generation_config = causal.generation_config
     return loaded
 
@@ -194,7 +210,9 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
     A foreign tokenizer is completed in a temporary directory: the user's files are not changed.
     """
     if not (directory / existing.JSON).is_file():
-        raise ArtifactError(f"{directory} holds no {existing.JSON}, so its model cannot be given text")
+        raise ArtifactError(
+            f"{directory} holds no {existing.JSON}, so its model cannot be given text"
+        )
     if (directory / "chat_template.jinja").is_file():
         try:
             encoder = Encoder(directory)

@@ -14,11 +14,21 @@ from ttrain.errors import UsageError
 class Sampling(Section):
     """Settings of one answer. At temperature 0 decoding is greedy, and the seed has no effect."""
 
-    temperature: float = Field(0.0, ge=0, le=10, description="0: always the most likely token; higher: more various")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that together have this share; 1: all")
+    temperature: float = Field(
+        0.0, ge=0, le=10, description="0: always the most likely token; higher: more various"
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="keep the likeliest tokens that together have this share; 1: all",
+    )
     top_k: int = Field(0, ge=0, description="keep that many of the likeliest tokens; 0: all")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=10, description="above 1, what the answer holds already gets less likely (arXiv:1909.05858)"
+        1.0,
+        gt=0,
+        le=10,
+        description="above 1, what the answer holds already gets less likely (arXiv:1909.05858)",
     )
     max_tokens: int = Field(256, ge=1, description="longest answer, in tokens")
     seed: int = Field(1, ge=0, lt=2**32, description="the same seed, the same answer")

@@ -67,7 +67,9 @@ class Body(Sampling):
         values = {name: value for name, value in body.items() if value is not None}
         if "max_completion_tokens" in values:
             values["max_tokens"] = values.pop("max_completion_tokens")
-        texts = {name: [values[name]] for name in ("stop", "prompt") if isinstance(values.get(name), str)}
+        texts = {
+            name: [values[name]] for name in ("stop", "prompt") if isinstance(values.get(name), str)
+        }
         return values | texts
 
 
@@ -78,7 +80,9 @@ class ChatBody(Body):
     def prompts(self, model: LoadedModel) -> list[list[int]]:
         """The ids of the prompt. Raises UsageError for a model without a chat template."""
         if not model.can_chat:
-            raise UsageError(f"the model '{model.name}' has no chat template; ask it at /v1/completions")
+            raise UsageError(
+                f"the model '{model.name}' has no chat template; ask it at /v1/completions"
+            )
         messages = tuple(messages_of({"messages": self.messages, "tools": self.tools}))
         return [prompt_ids(model.encoder, messages)]
 
@@ -109,7 +113,9 @@ class Endpoint:
         routes = [
             Route("/", self.page),
             Route("/v1/models", self.models),
-            Route("/v1/chat/completions", functools.partial(self.answer, ChatBody), methods=["POST"]),
+            Route(
+                "/v1/chat/completions", functools.partial(self.answer, ChatBody), methods=["POST"]
+            ),
             Route("/v1/completions", functools.partial(self.answer, TextBody), methods=["POST"]),
             Route("/preferences", self.preferences, methods=["GET", "POST"]),
         ]
@@ -120,7 +126,10 @@ class Endpoint:
         return FileResponse(PAGE, headers={"Cache-Control": "no-store"})
 
     async def models(self, request: Request) -> Response:
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "ttrain"} for name in self.names()]
+        models = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "ttrain"}
+            for name in self.names()
+        ]
         return JSONResponse({"object": "list", "data": models})
 
     async def preferences(self, request: Request) -> Response:
@@ -158,7 +167,9 @@ class Endpoint:
             if await request.is_disconnected():
                 order.has_ended = True
                 break
-        choices = [reply.choice(index, texts[index], reason) for index, reason in enumerate(reasons)]
+        choices = [
+            reply.choice(index, texts[index], reason) for index, reason in enumerate(reasons)
+        ]
         return JSONResponse(reply.fields | {"choices": choices, "usage": reply.usage()})
 
 
@@ -180,14 +191,21 @@ class _Reply:
         answers = self._order.answers
         prompts = sum(len(answer.prompt) for answer in answers[:: self._body.n])
         tokens = sum(len(answer.stream.ids) for answer in answers)
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": tokens,
+            "total_tokens": prompts + tokens,
+        }
 
     def choice(self, index: int, text: str, reason: str | None) -> JsonDict:
         """An answer, or a piece of it."""
         choice = {"index": index, "finish_reason": reason, "logprobs": None}
         if not self._is_chat:
             return {**choice, "text": text}
-        return {**choice, "delta" if self._body.stream else "message": {"role": "assistant", "content": text}}
+        return {
+            **choice,
+            "delta" if self._body.stream else "message": {"role": "assistant", "content": text},
+        }
 
     async def events(self) -> AsyncIterator[str]:
         """The events of a stream."""
@@ -223,7 +241,11 @@ def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
             )
         if "seed" not in body.model_fields_set:
             number = secrets.randbits(63)  # another answer each time
-        order.answers.append(Answer(order, len(order.answers), prompt, tokens, number, TextStream(model.encoder, lead)))
+        order.answers.append(
+            Answer(
+                order, len(order.answers), prompt, tokens, number, TextStream(model.encoder, lead)
+            )
+        )
     return order
 
 
@@ -237,5 +259,9 @@ def _error_response(request: Request, error: Exception) -> Response:
         content = _error(error.status_code, error.detail, getattr(error, "code", None))
         return JSONResponse(content, error.status_code, error.headers)
     status = 400 if isinstance(error, ValueError | UsageError | DataError) else 500
-    message = invalid_values(error.errors()[:1]) if isinstance(error, ValidationError) else first_line(error)
+    message = (
+        invalid_values(error.errors()[:1])
+        if isinstance(error, ValidationError)
+        else first_line(error)
+    )
     return JSONResponse(_error(status, message), status)

@@ -37,7 +37,10 @@ class Lineage:
             "kind": self.named.kind,
             "name": self.named.name,
             "run": self.named.run["run"] if self.named.run else None,
-            "stages": [{**facts_of(one), "known_from": STORE if one.path.exists() else TRACKER} for one in self.artifacts],
+            "stages": [
+                {**facts_of(one), "known_from": STORE if one.path.exists() else TRACKER}
+                for one in self.artifacts
+            ],
         }
 
 
@@ -83,7 +86,9 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "commit": provenance.get("commit"),
         "seed": settings.get(f"{section}.seed", settings.get("reading.seed")),
         "settings": {name: value for name, (value, _) in changed},
-        "inputs": {name: {"stage": stage, "key": key} for name, (stage, key) in inputs_of(artifact).items()},
+        "inputs": {
+            name: {"stage": stage, "key": key} for name, (stage, key) in inputs_of(artifact).items()
+        },
         "data": _data_of(artifact),
         "libraries": {**versions, **provenance.get("libraries", {})},
         "runtime": provenance.get("runtime"),
@@ -94,14 +99,19 @@ def facts_of(artifact: Artifact) -> JsonDict:
 
 def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
     """The user's files with the counts of kept rows, or the files of an imported model, by role."""
-    counted = {(file.get("role", "train"), file["name"]): file for file in ShardsResult.of(artifact.result).files}
+    counted = {
+        (file.get("role", "train"), file["name"]): file
+        for file in ShardsResult.of(artifact.result).files
+    }
     entries = []
     for role in artifact.manifest["ingredients"].get("files", {}):
         for file in datasets.files_of(artifact, role):
             counts = counted.get((role, file["name"]), {})
             entry = {name: file.get(name) for name in ("name", "sha256", "location")}
             entry |= {name: counts.get(name) for name in ("tokens", "bytes")}
-            entries.append({"part": role, **entry, "documents": counts.get("kept", counts.get("documents"))})
+            entries.append(
+                {"part": role, **entry, "documents": counts.get("kept", counts.get("documents"))}
+            )
     return entries
 
 
@@ -109,8 +119,14 @@ def notes_of(artifact: Artifact) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
     manifest, notes = artifact.manifest, list[str]()
     for entry in (*manifest.get("adopted", ()), *(manifest.get("continued") or ())):
-        made = f"begun as {{}}, continued at step {entry['step']}" if "step" in entry else "adopted from {},"
-        notes.append(f"{made.format(entry['key'][:SHOWN_KEY])} although {'; '.join(entry['differences'])}")
+        made = (
+            f"begun as {{}}, continued at step {entry['step']}"
+            if "step" in entry
+            else "adopted from {},"
+        )
+        notes.append(
+            f"{made.format(entry['key'][:SHOWN_KEY])} although {'; '.join(entry['differences'])}"
+        )
     if manifest.get("extends"):
         notes.append(f"extends a shorter training from its checkpoint {manifest['extends']}")
     return notes

@@ -97,7 +97,9 @@ def find(
     if record := find_run(home, run_name):
         return _of_run(record, stage)
     if from_hub and not is_path and existing.HUB_REFERENCE.fullmatch(text):
-        return Named("directory", text, directory=existing.model_files(text, "MODEL")["config"][0].parent)
+        return Named(
+            "directory", text, directory=existing.model_files(text, "MODEL")["config"][0].parent
+        )
     hint = _models_in(store)
     raise name_syntax.unknown("model", text, names, begin=hint, also=f"; {hint}" if names else "")
 
@@ -116,7 +118,11 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
     if stage:
         name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
         entries = [entry for entry in entries if entry["name"] == stage]
-    artifacts = tuple((entry["name"], entry["key"]) for entry in entries if entry.get("key") and entry["outcome"] in DONE)
+    artifacts = tuple(
+        (entry["name"], entry["key"])
+        for entry in entries
+        if entry.get("key") and entry["outcome"] in DONE
+    )
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
 
 
@@ -145,10 +151,14 @@ def _of_key(store: ArtifactStore, text: str) -> Named | None:
     stage, slash, prefix = text.rpartition("/")
     if len(prefix) < SHORTEST_KEY or not HEX.issuperset(prefix) or (slash and stage not in STAGES):
         return None
-    artifacts = filter(None, map(store.at, (store.root / "store").glob(f"{stage or '*'}/{prefix}*")))
+    artifacts = filter(
+        None, map(store.at, (store.root / "store").glob(f"{stage or '*'}/{prefix}*"))
+    )
     matches = sorted((artifact.stage, artifact.key) for artifact in artifacts)
     if len(matches) > 1:
-        raise name_syntax.ambiguous(text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches])
+        raise name_syntax.ambiguous(
+            text, "keys", [f"{name}/{key[:SHOWN_KEY]}" for name, key in matches]
+        )
     return Named("key", "/".join(matches[0]), tuple(matches)) if matches else None
 
 
@@ -169,7 +179,9 @@ def run_of(
     root = layout.home() if home is None else home
     stages = sorted({text for text in texts if text in STAGES})
     if run_name is not None and not stages:
-        raise UsageError(f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; leave --run out")
+        raise UsageError(
+            f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; leave --run out"
+        )
     if run_name is not None:
         return need_run(root, run_name)
     store = ArtifactStore(root)
@@ -192,7 +204,11 @@ def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: Sequence[str])
     lacking = [stage for stage in stages if not store.find(stage, keys[stage])]
     for stage in lacking:
         if store.at(store.path(stage, keys[stage])):  # it is there, but not as it was published
-            log.warning("%s of the run %s is damaged and not taken; see `ttrain artifacts verify`", stage, run["run"])
+            log.warning(
+                "%s of the run %s is damaged and not taken; see `ttrain artifacts verify`",
+                stage,
+                run["run"],
+            )
     return not lacking
 
 
@@ -283,7 +299,11 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
     named_base = str(read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path"))
     artifacts = store.artifacts() if digest else ()
     same = (made for made in artifacts if digest == _stored_digest(made) and not store.damage(made))
-    for directory in (beside, *(made.path / MODEL_DIRECTORY for made in same), Path(named_base).absolute()):
+    for directory in (
+        beside,
+        *(made.path / MODEL_DIRECTORY for made in same),
+        Path(named_base).absolute(),
+    ):
         if (directory / "config.json").is_file():
             return directory
     wanted = f"with the weights {digest[:SHOWN_KEY]}" if digest else f"({named_base})"
@@ -307,7 +327,9 @@ def _stored_digest(artifact: Artifact) -> str | None:
     files = artifact.manifest["files"]
     directory = artifact.path / MODEL_DIRECTORY
     try:
-        return weights_digest(directory, digest=lambda file: files[f"{MODEL_DIRECTORY}/{file.name}"]["sha256"])
+        return weights_digest(
+            directory, digest=lambda file: files[f"{MODEL_DIRECTORY}/{file.name}"]["sha256"]
+        )
     except (ArtifactError, KeyError):
         return None
 
@@ -320,7 +342,9 @@ def with_models(home: Path) -> list[str]:
             artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
                 made.append((stage, f"{run['run']}:{stage}"))
-    aliases = [f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases]
+    aliases = [
+        f"{models.name}@{alias}" for models in Registry(home).sets() for alias in models.aliases
+    ]
     return [*dict.fromkeys(stage for stage, _ in made), *aliases, *(of_run for _, of_run in made)]
 
 
@@ -335,7 +359,9 @@ def newest_with(home: Path, stage: str) -> JsonDict:
         if runs.is_own(run) and stage in runs.keys_of(run):
             return run
     pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
-    raise UsageError(f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`")
+    raise UsageError(
+        f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`"
+    )
 
 
 def with_secrets(run: runs.RecordedRun) -> runs.RecordedRun:

@@ -58,7 +58,11 @@ def reproduce(
     home to keep, where an interrupted reproduction continues; None: a temporary one. Raises the
     error of a failed stage, or Interrupted once its state is saved.
     """
-    place = contextlib.nullcontext(_usable(directory)) if directory else temporary_directory("reproduce")
+    place = (
+        contextlib.nullcontext(_usable(directory))
+        if directory
+        else temporary_directory("reproduce")
+    )
     effect = "the stage saves its state" if directory else "without --home, nothing is kept"
     stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
     built, stages = dict[str, Artifact](), list[JsonDict]()
@@ -74,7 +78,9 @@ def reproduce(
             compared = _compared(recorded, outcome.artifact)
             stages.append({**compared, "seconds": round(outcome.seconds, 2)})
             state = "equal" if compared["equal"] else "different"
-            screen(recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""})
+            screen(
+                recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""}
+            )
             if not compared["equal"]:
                 break
         store.cache.save()
@@ -95,7 +101,9 @@ def _usable(directory: Path) -> Path:
     names = {path.name for path in home.iterdir()} if home.is_dir() else set()
     is_other = bool(names) and names.isdisjoint({"store", "work"})
     if home.is_file() or is_other or "runs" in names:
-        raise UsageError(f"--home is {home}, which holds other files; name a directory that is new or empty")
+        raise UsageError(
+            f"--home is {home}, which holds other files; name a directory that is new or empty"
+        )
     return home
 
 
@@ -106,7 +114,9 @@ def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
     changed = differences(recorded.manifest["ingredients"], rebuilt.manifest["ingredients"])
     remarks = [*library_changes(recorded.manifest, libraries.versions()), *notes_of(recorded)]
     then, now = recorded.provenance.get("machine") or {}, provenance.machine()
-    machine = [f"{name}: {then[name]} → {now.get(name)}" for name in then if then[name] != now.get(name)]
+    machine = [
+        f"{name}: {then[name]} → {now.get(name)}" for name in then if then[name] != now.get(name)
+    ]
     return {
         "stage": recorded.stage,
         "key": recorded.key,
@@ -134,7 +144,9 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     problems = [problem for recipe in recipes for problem in _data_problems(*recipe, store)]
     store.cache.save()
     if problems:
-        raise ArtifactError(f"{lineage.named.name} cannot be made again: {'; '.join(dict.fromkeys(problems))}")
+        raise ArtifactError(
+            f"{lineage.named.name} cannot be made again: {'; '.join(dict.fromkeys(problems))}"
+        )
     return recipes
 
 
@@ -177,7 +189,9 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 def _runtime(artifact: Artifact) -> Runtime:
     """The recorded runtime; ranks of several machines become ranks of this one."""
     recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
-    kept = {name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED}
+    kept = {
+        name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED
+    }
     # By default a stage uses all cores, and this machine may have another number of them.
     cores = (artifact.provenance.get("machine") or {}).get("cores")
     return Runtime.model_validate(
@@ -195,7 +209,9 @@ def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore)
     """Problems with the raw data of a stage: missing, unreadable, or changed."""
     recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
     try:
-        lines = differences(recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)})
+        lines = differences(
+            recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)}
+        )
     except TTrainError as error:
         lines = [str(error)]
     return [f"{artifact.stage}: {line}" for line in lines]

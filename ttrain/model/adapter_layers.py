@@ -26,7 +26,11 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
         if arguments or options or not self.is_plain(name):
             return super().forward(x, *arguments, **options)  # type: ignore[no-any-return]
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.base_layer.weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else self.base_layer.weight.dtype
+        )
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
         bias = None if self.base_layer.bias is None else self.base_layer.bias.to(dtype)
         arguments = (x.to(dtype), self._weight(dtype), bias, down, up, self.scaling[name])
@@ -62,14 +66,22 @@ class LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, down_rD: Tensor, up_Fr: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight_FD: Tensor,
+        bias_F: Tensor | None,
+        down_rD: Tensor,
+        up_Fr: Tensor,
+        scale: float,
     ) -> Tensor:
         dtype = weight_FD.dtype
         x_ND = x.flatten(0, -2)
         down, up = down_rD.to(dtype), (up_Fr * scale).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             h_Nr = x_ND @ down.T
-            y = torch.nn.functional.linear(x, weight_FD, bias_F)  # not a view, since some models write into it
+            y = torch.nn.functional.linear(
+                x, weight_FD, bias_F
+            )  # not a view, since some models write into it
             y.view(-1, y.shape[-1]).addmm_(h_Nr, up.T)
         ctx.save_for_backward(x_ND, weight_FD, down, up, h_Nr)
         ctx.scale, ctx.type = scale, down_rD.dtype
@@ -100,7 +112,9 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
         virtual = self.active_peft_config.num_virtual_tokens
         mask_BT, positions_BT = options.get("attention_mask"), options.get("position_ids")
         if mask_BT is not None:
-            options["attention_mask"] = torch.cat([mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1)
+            options["attention_mask"] = torch.cat(
+                [mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1
+            )
         if positions_BT is not None:
             options["position_ids"] = positions_BT + virtual
         return self.base_model(*arguments, past_key_values=past_key_values, **options)
@@ -143,7 +157,11 @@ def _check_positions(model: PreTrainedModel, config: Lora) -> None:
     needed = config.row_length + config.virtual_tokens
     if limit is not None and needed > limit:
         length = limit - config.virtual_tokens
-        fix = f"set lora.row_length to at most {length}" if length > 0 else "lower lora.virtual_tokens"
+        fix = (
+            f"set lora.row_length to at most {length}"
+            if length > 0
+            else "lower lora.virtual_tokens"
+        )
         raise UsageError(
             f"lora.row_length is {config.row_length} and lora.virtual_tokens {config.virtual_tokens}, together {needed} "
             f"positions, but the base model has {limit}; {fix}"

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM, TaskType, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftModelForCausalLM,
+    TaskType,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -59,7 +67,9 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         bias="none",
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
-        settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})  # not written to adapter_config.json
+        settings._register_custom_module(
+            {torch.nn.Linear: adapter_layers.FusedLinear}
+        )  # not written to adapter_config.json
     with without_warnings_of_peft():
         return get_peft_model(model, settings)
 
@@ -68,15 +78,21 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
 def without_warnings_of_peft() -> Iterator[None]:
     """Hide what PEFT warns of while it wraps a model, and no user can change."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # where a model has both kinds of layers
+        warnings.filterwarnings(
+            "ignore", message="fan_in_fan_out is set to"
+        )  # where a model has both kinds of layers
         # PEFT 0.21.2, its newest version, asks transformers 5.23 by a name that is to go.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+        )
         yield
 
 
 def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
     """Raise UsageError if weights that are not layers, mostly stacked experts, would need more than plain LoRA."""
-    weight_names = ", ".join(sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters}))
+    weight_names = ", ".join(
+        sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters})
+    )
     for key, value in (("kind", config.kind), ("dropout", config.dropout)):
         if targets.parameters and value not in ("lora", 0):
             raise UsageError(
@@ -93,13 +109,16 @@ def state(model: PeftModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def files(model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None) -> dict[str, bytes]:
+def files(
+    model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None
+) -> dict[str, bytes]:
     """`adapter_config.json`: rank, alpha, targets, the base's name; `base.json`: the digest of the base's weights.
 
     `held_in`: the base's quantization during training; None: not quantized.
     """
     settings = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in model.peft_config[NAME].to_dict().items()
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in model.peft_config[NAME].to_dict().items()
     }
     settings |= {"base_model_name_or_path": base, "inference_mode": True}
     ours = {"base_weights_sha256": base_digest, **({"base_held_in": held_in} if held_in else {})}
@@ -120,7 +139,9 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
         settings = PeftConfig.from_pretrained(str(directory))
         weights = load_file(directory / ADAPTER)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ArtifactError(f"cannot read {ADAPTER_CONFIG} and {ADAPTER} of {directory}: {error}") from None
+        raise ArtifactError(
+            f"cannot read {ADAPTER_CONFIG} and {ADAPTER} of {directory}: {error}"
+        ) from None
     settings.inference_mode = True
     kind: Any = adapter_layers.PrefixModel if settings.is_prompt_learning else PeftModelForCausalLM
     try:
@@ -151,7 +172,10 @@ def merge(model: PeftModel) -> PreTrainedModel:
 def _check_base(directory: Path, base_digest: str) -> None:
     """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     if (expected_digest := base_digest_of(directory)) is None:
-        log.warning("the adapter %s does not say on which base it was trained; only names and shapes are checked", directory)
+        log.warning(
+            "the adapter %s does not say on which base it was trained; only names and shapes are checked",
+            directory,
+        )
     elif expected_digest != base_digest:
         raise ArtifactError(
             f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
@@ -181,11 +205,18 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
     `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
     `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
     """
-    linear, stacked, head_layer = linear_layers(model), expert_stacks(model), model.get_output_embeddings()
+    linear, stacked, head_layer = (
+        linear_layers(model),
+        expert_stacks(model),
+        model.get_output_embeddings(),
+    )
     head = next((name for name, layer in linear.items() if layer is head_layer), None)
     body = [name for name in linear if name != head]
     presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: _within_attention(model, body)}
-    matches = {name: presets[name] if name in presets else _matching([*linear, *stacked], name) for name in names}
+    matches = {
+        name: presets[name] if name in presets else _matching([*linear, *stacked], name)
+        for name in names
+    }
     targets = set().union(*matches.values())
     if unknown := [name for name in names if not matches[name]]:
         choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
@@ -212,15 +243,22 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer by its full name, the output head among them."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+    }
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
     """Full names of weights in three dimensions, [experts, out, in], that belong to no layer of torch (convolutions do)."""
     return [
-        f"{name}.{parameter}" for name, module in model.named_modules() if not type(module).__module__.startswith("torch.nn")
-        for parameter, weight in module.named_parameters(recurse=False) if weight.ndim == 3
-    ]  # fmt: skip
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn")
+        for parameter, weight in module.named_parameters(recurse=False)
+        if weight.ndim == 3
+    ]
 
 
 def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
@@ -236,7 +274,11 @@ def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
 
 def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
     """Layers inside a module whose class name contains "attention", as in every architecture of transformers."""
-    inside = [f"{name}." for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
+    inside = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if "attention" in type(module).__name__.lower()
+    ]
     return [name for name in linear if name.startswith(tuple(inside))]
 
 
@@ -272,7 +314,9 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
             f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
             f"or set lora.quantize=none"
         )
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per layer and pass on a CPU
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
+        logging.ERROR
+    )  # a line per layer and pass on a CPU
     settings = BitsAndBytesConfig(
         load_in_8bit=config.quantize == "int8",
         load_in_4bit=config.quantize == "nf4",

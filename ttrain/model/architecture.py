@@ -29,8 +29,21 @@ NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "num_layers"),
     "heads": ("num_attention_heads",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_dim"),
-    "max_length": ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length", "context_length"),
+    "intermediate_size": (
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "ffn_hidden_size",
+        "d_ff",
+        "inner_dim",
+    ),
+    "max_length": (
+        "max_position_embeddings",
+        "max_seq_len",
+        "n_positions",
+        "max_sequence_length",
+        "context_length",
+    ),
     "tie_embeddings": ("tie_word_embeddings",),
     "init_std": ("initializer_range", "init_std"),
     "dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
@@ -38,15 +51,28 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 ROPE = ("rope_theta", "rope_type", "rope_factor")
 
-OWN_ROPE = ("partial_rotary_factor",)  # rotary settings of the architecture that we have no setting for
+OWN_ROPE = (
+    "partial_rotary_factor",
+)  # rotary settings of the architecture that we have no setting for
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1 (arXiv:2407.21783)
 # A record alone in a row gave other logits than in a packed row, by 0.2 to 0.3 at logits of 0.5.
 OFFSET = frozenset(
-    {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "trocr", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+    {
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "trocr",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
 )
 
-OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})  # come from the tokenizer
+OURS = frozenset(
+    {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
+)  # come from the tokenizer
 
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
@@ -65,7 +91,14 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
     try:
         hf_config = names.make(**values)
         _set_rope(config, hf_config, names)
-    except (StrictDataclassError, ValueError, TypeError, ArithmeticError, KeyError, AttributeError) as error:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        KeyError,
+        AttributeError,
+    ) as error:
         raise UsageError(
             f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error), most=1000)}"
         ) from None
@@ -83,11 +116,19 @@ class FieldNames:
         self.make: Callable[..., PretrainedConfig] = CONFIG_MAPPING[kind]
         config_class: Any = self.make
         inherited = {field.name for field in dataclasses.fields(PretrainedConfig)}
-        self.fields = {field.name: field for field in dataclasses.fields(config_class) if field.name not in inherited}
+        self.fields = {
+            field.name: field
+            for field in dataclasses.fields(config_class)
+            if field.name not in inherited
+        }
         self.aliases: dict[str, str] = dict(config_class.attribute_map)
         if why := _unsuitable(config_class, kind):
             decoder = f"{kind}_text"
-            hint = f"set model.kind={decoder}" if decoder in kinds.names() else "choose a decoder: llama, qwen3, gpt2, ..."
+            hint = (
+                f"set model.kind={decoder}"
+                if decoder in kinds.names()
+                else "choose a decoder: llama, qwen3, gpt2, ..."
+            )
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
@@ -97,9 +138,15 @@ class FieldNames:
 
     def decoder(self) -> Fields:
         """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
-        fields: Fields = {name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields}
+        fields: Fields = {
+            name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields
+        }
         for name, field in self.fields.items():
-            if "drop" in name and isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            if (
+                "drop" in name
+                and isinstance(field.default, int | float)
+                and not isinstance(field.default, bool)
+            ):
                 fields[name] = type(field.default)(0)
         return fields
 
@@ -110,7 +157,9 @@ def _unsuitable(config_class: Any, kind: str) -> str:
         return "is made of several models"
     if config_class.is_encoder_decoder:
         return "has an encoder"
-    return "counts positions from pad_token_id on, not from 0 in each record" if kind in OFFSET else ""
+    return (
+        "counts positions from pad_token_id on, not from 0 in each record" if kind in OFFSET else ""
+    )
 
 
 def _dense_size(config: Model) -> int:
@@ -121,13 +170,22 @@ def _dense_size(config: Model) -> int:
 def _sizes(config: Model, names: FieldNames) -> Fields:
     """The sizes under the architecture's own names."""
     values = {setting: getattr(config, setting) for setting in NAMES}
-    values |= {"kv_heads": config.kv_heads or config.heads, "intermediate_size": _dense_size(config)}
-    sizes = {"head_dim": config.hidden_size // config.heads} if "head_dim" in names.fields else Fields()
+    values |= {
+        "kv_heads": config.kv_heads or config.heads,
+        "intermediate_size": _dense_size(config),
+    }
+    sizes = (
+        {"head_dim": config.hidden_size // config.heads} if "head_dim" in names.fields else Fields()
+    )
     for setting, value in values.items():
         name = names.of(setting)
         if name is None:
             _refuse_if_set(config, setting, names)
-        elif setting == "intermediate_size" and config.intermediate_size is None and names.fields[name].default is None:
+        elif (
+            setting == "intermediate_size"
+            and config.intermediate_size is None
+            and names.fields[name].default is None
+        ):
             continue  # the architecture derives it in its own way
         else:
             sizes[name] = value
@@ -138,7 +196,9 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
     value, default = getattr(config, setting), Model.model_fields[setting].default
     if value == default or setting == "max_length":  # without such a field any length is allowed
         return
-    near = difflib.get_close_matches(NAMES.get(setting, (setting,))[0], names.fields, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(
+        NAMES.get(setting, (setting,))[0], names.fields, n=2, cutoff=0.5
+    )
     hint = f", or set the fields that it has with model.fields ({', '.join(near)})" if near else ""
     raise UsageError(
         f"model.{setting} is {value} but the architecture {names.kind} has no such setting; "
@@ -148,17 +208,31 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
 
 def _fields(config: Model, names: FieldNames) -> Fields:
     """`model.fields`, checked against the config's own fields."""
-    reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(OURS, "tokenizer")
+    reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(
+        OURS, "tokenizer"
+    )
     fields = {}
     for field_name, value in config.fields.items():
         name = names.aliases.get(field_name, field_name)
         if name not in names.fields:
-            near = difflib.get_close_matches(field_name, [*names.fields, *names.aliases], n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(names.fields))}"
-            raise UsageError(f"model.fields.{field_name} is not a field of the config of {names.kind}; {hint}")
+            near = difflib.get_close_matches(
+                field_name, [*names.fields, *names.aliases], n=3, cutoff=0.5
+            )
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"there are {', '.join(sorted(names.fields))}"
+            )
+            raise UsageError(
+                f"model.fields.{field_name} is not a field of the config of {names.kind}; {hint}"
+            )
         if name in reserved:
-            raise UsageError(f"model.fields.{field_name} is what {reserved[name]} says; leave it out")
-        fields[name] = _typed(copy.deepcopy(value), names.fields[name].type)  # transformers completes mappings in place
+            raise UsageError(
+                f"model.fields.{field_name} is what {reserved[name]} says; leave it out"
+            )
+        fields[name] = _typed(
+            copy.deepcopy(value), names.fields[name].type
+        )  # transformers completes mappings in place
     return fields
 
 
@@ -183,7 +257,9 @@ def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> 
     if "rope_parameters" in config.fields:
         for setting in ROPE:
             if getattr(config, setting) != Model.model_fields[setting].default:
-                raise UsageError(f"model.{setting} is set, and so is model.fields.rope_parameters; leave one out")
+                raise UsageError(
+                    f"model.{setting} is set, and so is model.fields.rope_parameters; leave one out"
+                )
         return
     rope = {name: present[name] for name in OWN_ROPE if name in present}
     rope |= {"rope_theta": config.rope_theta, "rope_type": config.rope_type}
@@ -197,7 +273,9 @@ def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> 
     hf_config.validate()
 
 
-SIZE_MULTIPLE = 8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
+SIZE_MULTIPLE = (
+    8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
+)
 # Field names of the same setting; the first one that a config class has is used.
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
@@ -208,7 +286,12 @@ SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 # What makes glm4_moe a qwen3 with shared experts.
-AS_QWEN3 = {"norm_topk_prob": True, "use_qk_norm": True, "num_mtp_layers": 0, "partial_rotary_factor": 1.0}
+AS_QWEN3 = {
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "partial_rotary_factor": 1.0,
+}
 
 
 def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
@@ -225,7 +308,9 @@ def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
         )
     kind, added = model.kind, Fields()
     if kind == "llama":
-        kind = "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
+        kind = (
+            "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
+        )
     elif kind == "qwen3" and moe.shared_experts:
         kind, added = "glm4_moe", AS_QWEN3
     elif kind == "qwen3":
@@ -250,24 +335,33 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
             f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
         )
     fields: Fields = {experts: moe.experts}
-    for setting, candidates, value in (("top_k", TOP_K, moe.top_k), ("shared_experts", SHARED, moe.shared_experts)):
+    for setting, candidates, value in (
+        ("top_k", TOP_K, moe.top_k),
+        ("shared_experts", SHARED, moe.shared_experts),
+    ):
         if name := _name(candidates, names):
             fields[name] = value
         elif value:
-            raise UsageError(f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; leave it out")
+            raise UsageError(
+                f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; leave it out"
+            )
     dense, visited = _dense_size(model), moe.top_k + moe.shared_experts
     # By default, a token's experts together are as wide as a dense layer
     width = moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
     fields["intermediate_size"] = width
     if "moe_intermediate_size" in names.fields:
         fields |= {"moe_intermediate_size": width, "intermediate_size": dense}
-    fields |= {name: 1 for name in ("n_group", "topk_group") if name in names.fields}  # all experts form one group
+    fields |= {
+        name: 1 for name in ("n_group", "topk_group") if name in names.fields
+    }  # all experts form one group
     if name := _name(DENSE, names):
         fields[name] = moe.dense_layers
     elif "mlp_only_layers" in names.fields:
         fields["mlp_only_layers"] = list(range(moe.dense_layers))
     elif "mlp_layer_types" in names.fields:
-        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (model.layers - moe.dense_layers)
+        fields["mlp_layer_types"] = ["dense"] * moe.dense_layers + ["sparse"] * (
+            model.layers - moe.dense_layers
+        )
     elif moe.dense_layers:
         raise UsageError(
             f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have experts; set it to 0"

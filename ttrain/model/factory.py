@@ -27,7 +27,9 @@ BUILD_ERRORS = (
 )
 
 
-def build(config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int) -> PreTrainedModel:
+def build(
+    config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int
+) -> PreTrainedModel:
     """Build a freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
 
     Raises UsageError, naming the setting, if the architecture cannot have these sizes.
@@ -57,29 +59,44 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
     `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
     """
-    if not (directory / MODEL).is_file() and (index := directory / (MODEL + INDEX_SUFFIX)).is_file():
+    if (
+        not (directory / MODEL).is_file()
+        and (index := directory / (MODEL + INDEX_SUFFIX)).is_file()
+    ):
         shard_names(index)  # which transformers opens wherever they lead
-    if (directory / "adapter_config.json").exists():  # which transformers loads too, also from a pickle
-        raise ArtifactError(f"{directory} holds a model and an adapter; move the adapter_config.json to another directory")
+    if (
+        directory / "adapter_config.json"
+    ).exists():  # which transformers loads too, also from a pickle
+        raise ArtifactError(
+            f"{directory} holds a model and an adapter; move the adapter_config.json to another directory"
+        )
     try:
         if read_object(directory / "config.json").get("model_type") in kinds.OWN_KINDS:
             kinds.register_own()
         model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, local_files_only=True,
+            directory,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
             use_safetensors=True,  # never a pickle
             trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
             **options,
-        )  # fmt: skip
+        )
     except (OSError, SafetensorError, *BUILD_ERRORS) as error:
         never = "it needs the code beside its weights, which ttrain never runs"
         reason = never if "trust_remote_code" in str(error) else _reason(error)
         raise ArtifactError(f"cannot load a model from {directory}: {reason}") from None
     shapes = _shapes(model.state_dict())
     missing = {name: shapes.get(name, []) for name in report["missing_keys"]}
-    wrong = [*_misfits(missing, report["unexpected_keys"], report["mismatched_keys"]), *map(str, report["error_msgs"])]
+    wrong = [
+        *_misfits(missing, report["unexpected_keys"], report["mismatched_keys"]),
+        *map(str, report["error_msgs"]),
+    ]
     if wrong:
-        raise ArtifactError(f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong))
+        raise ArtifactError(
+            f"the weights in {directory} do not fit their config:\n  " + "\n  ".join(wrong)
+        )
     need_finite(dict(model.named_parameters()), str(directory))
     return model
 
@@ -108,7 +125,9 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
     config.pop("_name_or_path", None)  # the base's local path: not content, and private
     return {
         "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
-        "generation_config.json": json.dumps(model.generation_config.to_dict(), indent=2, sort_keys=True).encode(),
+        "generation_config.json": json.dumps(
+            model.generation_config.to_dict(), indent=2, sort_keys=True
+        ).encode(),
         **kinds.own_files(model.config),
     }
 
@@ -123,9 +142,13 @@ def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
     """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
     own, given = _shapes(own_tensors), _shapes(weights)
     missing = {name: own[name] for name in own.keys() - given}
-    reshaped = [(name, given[name], own[name]) for name in own.keys() & given if own[name] != given[name]]
+    reshaped = [
+        (name, given[name], own[name]) for name in own.keys() & given if own[name] != given[name]
+    ]
     if wrong := _misfits(missing, given.keys() - own, reshaped):
-        raise ArtifactError("the checkpoint's weights do not fit the model:\n  " + "\n  ".join(wrong))
+        raise ArtifactError(
+            "the checkpoint's weights do not fit the model:\n  " + "\n  ".join(wrong)
+        )
     with torch.no_grad():
         for name, tensor in own_tensors.items():
             tensor.copy_(weights[name])
@@ -136,27 +159,61 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
 
 
 def _misfits(
-    missing: Mapping[str, Shape], unexpected: Iterable[str], reshaped: Iterable[tuple[str, Shape, Shape]]
+    missing: Mapping[str, Shape],
+    unexpected: Iterable[str],
+    reshaped: Iterable[tuple[str, Shape, Shape]],
 ) -> list[str]:
     """A line for each weight that does not fit. `reshaped`: (name, its shape, the model's shape)."""
     return [
         *(f"missing: {name} {missing[name]}" for name in sorted(missing)),
         *(f"unexpected: {name}" for name in sorted(unexpected)),
-        *(f"mis-shaped: {name} is {[*shape]} but must be {[*wanted]}" for name, shape, wanted in sorted(reshaped)),
+        *(
+            f"mis-shaped: {name} is {[*shape]} but must be {[*wanted]}"
+            for name, shape, wanted in sorted(reshaped)
+        ),
     ]
 
 
 # Last name parts of weights that write into the residual stream: outputs of attention and of the feed-forward layer.
-RESIDUAL = frozenset({"o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out", "w2", "wo",
-                      "Wo", "linear_out", "proj_down"})  # fmt: skip
+RESIDUAL = frozenset(
+    {
+        "o_proj",
+        "down_proj",
+        "c_proj",
+        "out_proj",
+        "dense",
+        "dense_4h_to_h",
+        "fc2",
+        "fc_out",
+        "w2",
+        "wo",
+        "Wo",
+        "linear_out",
+        "proj_down",
+    }
+)
 # Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router, a norm.
-ELSEWHERE = frozenset({"intermediate", "transform", "lm_head", "predictions", "generator_predictions", "gate", "router_mlp",
-                       "input_layernorm"})  # fmt: skip
+ELSEWHERE = frozenset(
+    {
+        "intermediate",
+        "transform",
+        "lm_head",
+        "predictions",
+        "generator_predictions",
+        "gate",
+        "router_mlp",
+        "input_layernorm",
+    }
+)
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
     """The number of parameters, or of those alone that are trained."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained)
+    return sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.requires_grad or not trained
+    )
 
 
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:

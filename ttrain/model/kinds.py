@@ -25,15 +25,26 @@ def check_kind(kind: str) -> None:
     """Raise UsageError, with the closest names, if there is no such `model.kind`."""
     if kind not in names():
         near = difflib.get_close_matches(kind, sorted(names()), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; docs/models.md names the usual ones"
-        raise UsageError(f"model.kind is '{kind}', which is not a causal architecture of transformers{hint}")
+        hint = (
+            f"; did you mean {' or '.join(near)}?"
+            if near
+            else "; docs/models.md names the usual ones"
+        )
+        raise UsageError(
+            f"model.kind is '{kind}', which is not a causal architecture of transformers{hint}"
+        )
 
 
 @functools.cache
 def names() -> frozenset[str]:
     """Architectures with a causal head in transformers, and ours; not all of them can be trained here."""
     spec = importlib.util.find_spec("transformers")
-    source = Path((spec and spec.origin) or "").with_name("models").joinpath(*MODULE).read_text(encoding="utf-8")
+    source = (
+        Path((spec and spec.origin) or "")
+        .with_name("models")
+        .joinpath(*MODULE)
+        .read_text(encoding="utf-8")
+    )
     # TABLE = OrderedDict([("name", ...), ...])
     table = source.partition(f"\n{TABLE} = OrderedDict(")[2].partition("\n)")[0]
     return frozenset(dict(ast.literal_eval(table.strip()))) | frozenset(OWN_KINDS)
@@ -52,7 +63,9 @@ def check_targets(section: str, adapter: Lora, model: Model) -> None:
     if model.kind not in RULED_KINDS or model.moe is not None or adapter.kind == "prefix":
         return
     layers = RULED_LAYERS if model.tie_embeddings else (*RULED_LAYERS, "lm_head")
-    unknown = [name for name in adapter.targets if name.rpartition(".")[2] not in (*layers, *PRESETS)]
+    unknown = [
+        name for name in adapter.targets if name.rpartition(".")[2] not in (*layers, *PRESETS)
+    ]
     if unknown:
         raise UsageError(
             f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted are {', '.join(layers)}; "
@@ -79,5 +92,7 @@ def own_files(config: PretrainedConfig) -> dict[str, bytes]:
     """
     if config.model_type not in OWN_KINDS:
         return {}
-    paths = (Path(__file__).with_name(f"modeling_{name}.py") for name in (config.model_type, "shared"))
+    paths = (
+        Path(__file__).with_name(f"modeling_{name}.py") for name in (config.model_type, "shared")
+    )
     return {path.name: path.read_bytes() for path in paths}

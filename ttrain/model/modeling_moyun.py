@@ -59,13 +59,17 @@ class MoyunPositions(nn.Module):
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__()
-        self.register_buffer("table", sinusoids(config.max_position_embeddings, config.hidden_size), persistent=False)
+        self.register_buffer(
+            "table", sinusoids(config.max_position_embeddings, config.hidden_size), persistent=False
+        )
 
     def forward(self, x_BTD: Tensor, position_ids_BT: Tensor, last: int) -> Tensor:
         """Add positions. Raises ValueError if position number `last` is beyond the table."""
         table: Any = self.table
         if last >= len(table):
-            raise ValueError(f"position {last} is beyond the {len(table)} that the model has (max_position_embeddings)")
+            raise ValueError(
+                f"position {last} is beyond the {len(table)} that the model has (max_position_embeddings)"
+            )
         added: Tensor = x_BTD + table[position_ids_BT].to(x_BTD.dtype)
         return added
 
@@ -84,15 +88,26 @@ class MoyunAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
 
     def forward(
-        self, x_BTD: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None = None, **others: Any
+        self,
+        x_BTD: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **others: Any,
     ) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q, k, v = (each(x_BTD).view(heads).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            each(x_BTD).view(heads).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
         dropout = self.attention_dropout if self.training else 0.0
-        mixed, _ = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **others)
+        mixed, _ = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **others
+        )
         output: Tensor = self.o_proj(mixed.reshape(x_BTD.shape))
         return output
 
@@ -102,7 +117,9 @@ class MoyunLayer(PostNormLayer):
 
     def __init__(self, config: MoyunConfig, layer: int) -> None:
         attention = MoyunAttention(config, layer)
-        super().__init__(config, attention, ReluMLP(config.hidden_size, config.intermediate_size, config.dropout))
+        super().__init__(
+            config, attention, ReluMLP(config.hidden_size, config.intermediate_size, config.dropout)
+        )
 
 
 class MoyunPreTrainedModel(OwnPreTrainedModel):
@@ -116,7 +133,10 @@ class MoyunPreTrainedModel(OwnPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, MoyunPositions):
-            init.copy_(module.table, sinusoids(self.config.max_position_embeddings, self.config.hidden_size))
+            init.copy_(
+                module.table,
+                sinusoids(self.config.max_position_embeddings, self.config.hidden_size),
+            )
 
 
 class MoyunModel(OwnModel, MoyunPreTrainedModel):
@@ -126,12 +146,18 @@ class MoyunModel(OwnModel, MoyunPreTrainedModel):
         super().__init__(config)
         self.positions = MoyunPositions(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(MoyunLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            MoyunLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.post_init()
 
-    def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
+    def decode(
+        self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any
+    ) -> Tensor:
         last = past_length + x_BTD.shape[1] - 1
-        x_BTD = self.dropout(self.positions(x_BTD * math.sqrt(self.config.hidden_size), position_ids, last))
+        x_BTD = self.dropout(
+            self.positions(x_BTD * math.sqrt(self.config.hidden_size), position_ids, last)
+        )
         for layer in self.layers:
             x_BTD = layer(x_BTD, **others)
         return x_BTD

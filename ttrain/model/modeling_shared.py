@@ -43,23 +43,38 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no 
     def __post_init__(self, **others: Any) -> None:
         super().__post_init__(**others)
         prefix = f"modeling_{self.model_type}.{self.class_name}"
-        self.auto_map = {"AutoConfig": f"{prefix}Config", "AutoModelForCausalLM": f"{prefix}ForCausalLM"}
+        self.auto_map = {
+            "AutoConfig": f"{prefix}Config",
+            "AutoModelForCausalLM": f"{prefix}ForCausalLM",
+        }
 
     def validate_architecture(self) -> None:
         """Raise ValueError if sizes do not fit each other: heads must divide the width."""
         heads = self.num_attention_heads
         if self.hidden_size % heads:
-            raise ValueError(f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}")
+            raise ValueError(
+                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}"
+            )
 
 
 def eager_attention(
-    module: nn.Module, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, **others: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    module: nn.Module,
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
     """Attention, [B, T, H, K], and its weights: transformers uses it unless `sdpa` is requested."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
     if mask is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
+        scores_BHTS = (
+            scores_BHTS.masked_fill(~mask, -math.inf)
+            if mask.dtype == torch.bool
+            else scores_BHTS + mask
+        )
     weights_BHTS = nn.functional.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(q_BHTK.dtype)
     mixed = nn.functional.dropout(weights_BHTS, dropout, module.training) @ v_BHSK
     return mixed.transpose(1, 2).contiguous(), weights_BHTS
@@ -89,7 +104,9 @@ class PostNormLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, *arguments: Any, **others: Any) -> Tensor:
-        x_BTD = self.post_attention_layernorm(x_BTD + self.dropout(self.self_attn(x_BTD, *arguments, **others)))
+        x_BTD = self.post_attention_layernorm(
+            x_BTD + self.dropout(self.self_attn(x_BTD, *arguments, **others))
+        )
         output: Tensor = self.post_mlp_layernorm(x_BTD + self.dropout(self.mlp(x_BTD)))
         return output
 
@@ -113,7 +130,9 @@ class OwnModel:
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.gradient_checkpointing = False
 
-    def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
+    def decode(
+        self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any
+    ) -> Tensor:
         """Hidden states after the last layer. `past_length`: positions in the cache; `others` go to each layer."""
         raise NotImplementedError
 
@@ -133,12 +152,24 @@ class OwnModel:
             past_key_values = DynamicCache(config=self.config)
         past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None:
-            position_ids = torch.arange(past_length, past_length + x_BTD.shape[1], device=x_BTD.device)[None]
+            position_ids = torch.arange(
+                past_length, past_length + x_BTD.shape[1], device=x_BTD.device
+            )[None]
         mask = create_causal_mask(
-            config=self.config, inputs_embeds=x_BTD, attention_mask=attention_mask, past_key_values=past_key_values,
+            config=self.config,
+            inputs_embeds=x_BTD,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
             position_ids=position_ids,
-        )  # fmt: skip
-        x_BTD = self.decode(x_BTD, position_ids, past_length, attention_mask=mask, past_key_values=past_key_values, **others)
+        )
+        x_BTD = self.decode(
+            x_BTD,
+            position_ids,
+            past_length,
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            **others,
+        )
         return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
 
 
@@ -171,12 +202,22 @@ class OwnForCausalLM:
     ) -> CausalLMOutputWithPast:
         """As `OwnModel.forward`; labels are shifted here, as in all models of transformers."""
         outputs = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            use_cache=use_cache, **others,
-        )  # fmt: skip
-        kept_positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **others,
+        )
+        kept_positions = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
         logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept_positions])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values)
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size
+            )
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values
+        )

@@ -70,7 +70,10 @@ class TinySeekConfig(OwnConfig):
 
     def __post_init__(self, **others: Any) -> None:
         self.latent_size = self.latent_size or max(self.rope_head_dim, self.hidden_size // 4)
-        self.rope_parameters = self.rope_parameters or {"rope_type": "default", "rope_theta": 10_000.0}
+        self.rope_parameters = self.rope_parameters or {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+        }
         super().__post_init__(**others)
 
     def validate_architecture(self) -> None:
@@ -80,10 +83,14 @@ class TinySeekConfig(OwnConfig):
             raise ValueError(f"rope_head_dim is {self.rope_head_dim} but must be even")
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
             visited, experts = self.num_experts_per_tok, self.num_local_experts
-            raise ValueError(f"num_experts_per_tok is {visited} but must be from 1 to {experts}, as many as there are")
+            raise ValueError(
+                f"num_experts_per_tok is {visited} but must be from 1 to {experts}, as many as there are"
+            )
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind != "default":
-            raise ValueError(f"rope_type is {kind}, but tinyseek has the plain rotation only; set it to default")
+            raise ValueError(
+                f"rope_type is {kind}, but tinyseek has the plain rotation only; set it to default"
+            )
 
 
 def rotated(x_BTR: Tensor, position_ids_BT: Tensor, theta: float) -> Tensor:
@@ -127,12 +134,19 @@ class TinySeekAttention(nn.Module):
         projections = (self.q_b_proj(q_BTC), self.k_b_proj(kv_BTC), self.v_b_proj(kv_BTC))
         q, k, v = (each.view(heads).transpose(1, 2) for each in projections)
         turned = (self.q_rope_proj(q_BTC), self.k_rope_proj(x_BTD))
-        q_R, k_R = (rotated(each, position_ids_BT, self.theta)[:, None].expand(-1, q.shape[1], -1, -1) for each in turned)
+        q_R, k_R = (
+            rotated(each, position_ids_BT, self.theta)[:, None].expand(-1, q.shape[1], -1, -1)
+            for each in turned
+        )
         q, k = torch.cat((q, q_R.to(q.dtype)), -1), torch.cat((k, k_R.to(k.dtype)), -1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        mixed, _ = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **others)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        mixed, _ = attend(
+            self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **others
+        )
         output: Tensor = self.o_proj(mixed.reshape(x_BTD.shape))
         return output
 
@@ -146,8 +160,14 @@ class TinySeekAlignedExperts(nn.Module):
         E, D, F = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
         self.num_experts = E
         self.act_fn = ACT2FN["relu"]
-        self.up_proj, self.up_proj_bias = nn.Parameter(torch.empty(E, F, D)), nn.Parameter(torch.zeros(E, F))
-        self.down_proj, self.down_proj_bias = nn.Parameter(torch.empty(E, D, F)), nn.Parameter(torch.zeros(E, D))
+        self.up_proj, self.up_proj_bias = (
+            nn.Parameter(torch.empty(E, F, D)),
+            nn.Parameter(torch.zeros(E, F)),
+        )
+        self.down_proj, self.down_proj_bias = (
+            nn.Parameter(torch.empty(E, D, F)),
+            nn.Parameter(torch.zeros(E, D)),
+        )
 
     def forward(self, x_ND: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Used when the experts are not computed in groups."""
@@ -158,9 +178,13 @@ class TinySeekAlignedExperts(nn.Module):
         output = torch.zeros_like(x_ND)
         for expert in range(self.num_experts):
             tokens, places = (top_k_index == expert).nonzero(as_tuple=True)
-            inner = nn.functional.linear(x_ND[tokens], self.up_proj[expert], self.up_proj_bias[expert]).relu()
+            inner = nn.functional.linear(
+                x_ND[tokens], self.up_proj[expert], self.up_proj_bias[expert]
+            ).relu()
             out = nn.functional.linear(inner, self.down_proj[expert], self.down_proj_bias[expert])
-            output.index_add_(0, tokens, (out * top_k_weights[tokens, places, None]).to(output.dtype))
+            output.index_add_(
+                0, tokens, (out * top_k_weights[tokens, places, None]).to(output.dtype)
+            )
         return output
 
 
@@ -207,7 +231,9 @@ class TinySeekMoE(nn.Module):
         super().__init__()
         self.gate, self.experts = TinySeekTopKRouter(config), TinySeekExperts(config)
         inner = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = ReluMLP(config.hidden_size, inner) if inner else None  # one wide one: outputs are summed
+        self.shared_experts = (
+            ReluMLP(config.hidden_size, inner) if inner else None
+        )  # one wide one: outputs are summed
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
@@ -256,7 +282,9 @@ class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
         self.layers = nn.ModuleList(TinySeekLayer(config) for _ in range(layer_count))
         self.post_init()
 
-    def decode(self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any) -> Tensor:
+    def decode(
+        self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any
+    ) -> Tensor:
         for number in range(self.config.num_hidden_layers):
             x_BTD = self.layers[number % len(self.layers)](x_BTD, number, position_ids, **others)
         return x_BTD

@@ -19,7 +19,9 @@ from ttrain.store.model_files import SECOND_HEAD
 
 NAME = "multi_token"  # of the head among the model's modules, where the loss looks for it
 WEIGHT, KEEP = "multi_token_loss_weight", "multi_token_keep_head"  # in the model's config
-SEED_OFFSET = 0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
+SEED_OFFSET = (
+    0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
+)
 
 
 def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
@@ -28,7 +30,9 @@ def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
         head = _put(model, bias=model.get_output_embeddings().bias is not None)
         generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
         with torch.no_grad():
-            head.weight.normal_(0.0, float(getattr(model.config, "initializer_range", 0.02)), generator=generator)
+            head.weight.normal_(
+                0.0, float(getattr(model.config, "initializer_range", 0.02)), generator=generator
+            )
             if head.bias is not None:
                 head.bias.zero_()
     _note(model, settings)
@@ -42,8 +46,13 @@ def attach_from(model: PreTrainedModel, directory: Path) -> bool:
     path = directory / SECOND_HEAD
     if not path.is_file():
         return False
-    stored_settings = {"weight": getattr(model.config, WEIGHT, None), "keep_head": getattr(model.config, KEEP, None)}
-    settings = MultiToken.model_validate({name: value for name, value in stored_settings.items() if value is not None})
+    stored_settings = {
+        "weight": getattr(model.config, WEIGHT, None),
+        "keep_head": getattr(model.config, KEEP, None),
+    }
+    settings = MultiToken.model_validate(
+        {name: value for name, value in stored_settings.items() if value is not None}
+    )
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -26,12 +26,18 @@ def decide(
     another version became champion during the night, it is a decision not to promote.
     """
     (decision, texts), made = _judge(night, inputs, execution, say), execution.artifacts
-    registry, name, version = Registry(execution.store.root), inputs.settings.name, execution.model_set
+    registry, name, version = (
+        Registry(execution.store.root),
+        inputs.settings.name,
+        execution.model_set,
+    )
     assert version is not None, "a run that came to its end has registered its models"
     champion = registry.champion(name)
     before = night.frozen.champion.version if night.frozen.champion else None
     if champion is not None and champion.version not in (before, version):  # by hand, meanwhile
-        other = f"version {champion.version} became champion during the night, so nothing is promoted"
+        other = (
+            f"version {champion.version} became champion during the night, so nothing is promoted"
+        )
         decision = replace(decision, promote=False, reason=f"{other}; {decision.reason}")
     decided = decision.to_json()
     evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
@@ -64,7 +70,10 @@ def _judge(
     names = (stage.name for stage in (EVALUATE, EVALUATE_CHAMPION) if stage.name in made)
     # The files of a cached one may be in MLflow
     evaluations = [store.complete(made[name], report=say) for name in names]
-    evaluation, champion = evaluations[0], Evaluation.of(evaluations[1]) if evaluations[1:] else None
+    evaluation, champion = (
+        evaluations[0],
+        Evaluation.of(evaluations[1]) if evaluations[1:] else None,
+    )
     rules, by_night = _rules(inputs, execution), dict[str, list[str]]()
     if reference := heldout_of(evaluation):
         from ttrain.tasks.heldout import read_nights  # loads what reads shards
@@ -72,7 +81,9 @@ def _judge(
         documents = find_heldout(store, reference, night.name)
         documents = store.complete(documents, ("heldout",), report=say)
         groups = read_nights(documents.path)  # none for a set of one night alone
-        by_night = dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
+        by_night = (
+            dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
+        )
     nights = Nights(store.root, inputs.settings.name).newest_first()
     best = best_figures(nights, promotion.metric_of_texts(rules.metric))
     return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
@@ -97,7 +108,9 @@ def _rules(inputs: NightInputs, execution: PipelineRun) -> Promotion:
         if row.role != "base" and old and new and old.content != new.content:
             metric = row.metric
             break
-    return rules.model_copy(update={"metric": metric.name, "higher_is_better": metric.higher_is_better})
+    return rules.model_copy(
+        update={"metric": metric.name, "higher_is_better": metric.higher_is_better}
+    )
 
 
 def heldout_of(evaluation: Artifact) -> str | None:
@@ -116,7 +129,10 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
     best: dict[str, BestFigure] = {}
     for night in nights:
         decision, champion = night.data.get("decision") or {}, night.frozen.champion
-        if night.outcome not in COMPLETED or promotion.metric_of_texts(str(decision.get("metric"))) != metric:
+        if (
+            night.outcome not in COMPLETED
+            or promotion.metric_of_texts(str(decision.get("metric"))) != metric
+        ):
             continue
         for text in night.data.get("texts") or ():
             values = {champion.version: text["champion"]} if champion else {}
@@ -124,7 +140,9 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
                 values = {night.data["version"]: text["challenger"], **values}
             for version, value in values.items():
                 known = best.get(text["name"])
-                is_best = known is None or (known.records == text["records"] and known.value > value)
+                is_best = known is None or (
+                    known.records == text["records"] and known.value > value
+                )
                 if text["kind"] == "night" and value is not None and is_best:
                     best[text["name"]] = BestFigure(value, f"version {version}", text["records"])
     return best

@@ -25,7 +25,9 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
     """What a night learnt, for its record: new documents and their tokens, rows that were left out, the tokens that the
     training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
     Without those of documents where the base model stays."""
-    shards, pretrain, replay = (artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name))
+    shards, pretrain, replay = (
+        artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name)
+    )
     of_chats = {"chats": ShardsResult.of(chats.result).train.rows} if chats else {}
     if shards is None:
         return of_chats
@@ -49,7 +51,9 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
     if not names:
         raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
     if chosen not in names:
-        raise UsageError(f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; choose one of these")
+        raise UsageError(
+            f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; choose one of these"
+        )
     nights = islice(Nights(home, chosen).newest_first(), most)
     return chosen, [of_record(night.as_it_is_now()) for night in nights]
 
@@ -86,9 +90,19 @@ def _text(text: JsonDict) -> JsonDict:
 
 
 HEADER = (
-    "night", "began", "outcome", "files", "new documents", "new tokens", "chats", "metric", "challenger", "champion", "lost",
+    "night",
+    "began",
+    "outcome",
+    "files",
+    "new documents",
+    "new tokens",
+    "chats",
+    "metric",
+    "challenger",
+    "champion",
+    "lost",
     "why",
-)  # fmt: skip
+)
 
 
 def row(night: JsonDict) -> tuple[str, ...]:

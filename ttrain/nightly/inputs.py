@@ -88,9 +88,13 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
         elif may_be_gone and dataset == "pretrain" and _is_emptied(settings):
             files_by_dataset[dataset] = []
         else:
-            files, digests = data_files(stage, settings)[TRAIN], file_digests(stage, settings, store)[TRAIN]
+            files, digests = (
+                data_files(stage, settings)[TRAIN],
+                file_digests(stage, settings, store)[TRAIN],
+            )
             files_by_dataset[dataset] = [
-                {"location": file.location, "sha256": digest["sha256"]} for file, digest in zip(files, digests, strict=True)
+                {"location": file.location, "sha256": digest["sha256"]}
+                for file, digest in zip(files, digests, strict=True)
             ]
     store.cache.save()
     return files_by_dataset
@@ -106,7 +110,9 @@ def _is_emptied(settings: Settings) -> bool:
     return can_be_empty and not any(map(locations.local_matches, paths))
 
 
-def without_damaged(watched: FilesByDataset, nights: Nights, settings: Settings) -> tuple[FilesByDataset, str]:
+def without_damaged(
+    watched: FilesByDataset, nights: Nights, settings: Settings
+) -> tuple[FilesByDataset, str]:
     """The files that no night found damaged, and a note that names the others, or nothing."""
     damaged = nights.damaged(settings)
     left_out = (file for files in watched.values() for file in files if file["sha256"] in damaged)
@@ -122,10 +128,17 @@ def describe_left_out(files: Iterable[FileEntry]) -> str:
 def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list[FileEntry]:
     """The files of a snapshot with these locations, which have no secrets."""
     chosen = set(locations_at_fault)
-    return [file for files in frozen.files.values() for file in files if redact.url(file["location"]) in chosen]
+    return [
+        file
+        for files in frozen.files.values()
+        for file in files
+        if redact.url(file["location"]) in chosen
+    ]
 
 
-def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[str]) -> InputSnapshot | None:
+def smaller_snapshot(
+    frozen: InputSnapshot, damaged: Collection[str], read: set[str]
+) -> InputSnapshot | None:
     """The snapshot without the files at these locations; without its documents, all of which are known, if there are none.
 
     None where nothing new is left, or a data set has no file to learn. `read`: digests of files that nights have read.
@@ -142,7 +155,12 @@ def smaller_snapshot(frozen: InputSnapshot, damaged: Collection[str], read: set[
 
 
 def select_files(
-    settings: Nightly, watched: FilesByDataset, read: set[str], learnt: set[str], *, has_champion: bool
+    settings: Nightly,
+    watched: FilesByDataset,
+    read: set[str],
+    learnt: set[str],
+    *,
+    has_champion: bool,
 ) -> tuple[FilesByDataset, bool]:
     """Select the files that a night reads from those present; returns also whether SFT reads no chat that the champion has
     learnt.
@@ -211,13 +229,18 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     user = settings_of(frozen, current)
     tree = user.model_dump()
     for dataset, files in frozen.files.items():
-        weighted = bool(user.data.weights(dataset))  # the weight is that of a source, not of each of its files
+        weighted = bool(
+            user.data.weights(dataset)
+        )  # the weight is that of a source, not of each of its files
         if files and not weighted and not user.data.uses_python_docs(dataset):
             tree["data"][dataset] = [file["location"] for file in files]
     champion = frozen.champion or Champion("", {})
     use = f"the champion, version {champion.version}, needs the artifact"
     advice = "restore it, or make another set the champion with `ttrain models promote`"
-    artifacts = {stage: need_artifact(store, f"{stage}/{key}", use, advice) for stage, key in champion.keys.items()}
+    artifacts = {
+        stage: need_artifact(store, f"{stage}/{key}", use, advice)
+        for stage, key in champion.keys.items()
+    }
     replacements: dict[str, Artifact] = {}
     plateau, note = None, ""
     base = artifacts.get("pretrain")
@@ -234,7 +257,11 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
                 plateau, note = _continued_plateau(user, base, champion.version)
                 tree["pretrain"] |= budget_and_schedule(user, has_plateau=plateau is not None)
     bases: dict[str, Artifact] = {}
-    if user.nightly.sft_base == "champion" and "sft" in artifacts and user.sft.start_from == "pretrain":
+    if (
+        user.nightly.sft_base == "champion"
+        and "sft" in artifacts
+        and user.sft.start_from == "pretrain"
+    ):
         used_as = bases if frozen.files.get("sft") else replacements
         used_as["sft"] = artifacts["sft"]
     adapter_base = store.input_of(artifacts.get("lora"), "base")
@@ -254,7 +281,9 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         earlier = find_heldout(store, frozen.heldout, "an unfinished night")
     return NightInputs(
         settings=Settings.model_validate(tree),
-        champion={row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts},
+        champion={
+            row.model: artifacts[name] for name, row in TRAINING_STAGES.items() if name in artifacts
+        },
         replacements=replacements,
         earlier_heldout=earlier,
         learnt=learnt,
@@ -262,7 +291,9 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         plateau=plateau,
         bases=bases,
         # Where the adapter stayed with its model while the champion's own became another
-        adapter_base=adapter_base if adapter_base and adapter_base.key not in champion.keys.values() else None,
+        adapter_base=adapter_base
+        if adapter_base and adapter_base.key not in champion.keys.values()
+        else None,
         note=note,
     )
 
@@ -287,15 +318,22 @@ def learnt_shards(
     if len(present) < len(listed):
         log.warning(
             "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
-            "near-duplicates of them are learnt again", len(listed) - len(present), len(listed), champion.version,
-        )  # fmt: skip
+            "near-duplicates of them are learnt again",
+            len(listed) - len(present),
+            len(listed),
+            champion.version,
+        )
     return present
 
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
     """Digests of the files that the champion's own stages read, as far as their artifacts are in the store."""
     shards = filter(None, (shards_of(champion, stage, store) for stage in TRAININGS))
-    return {file["sha256"] for artifact in shards for file in artifact.manifest["ingredients"]["files"].get(TRAIN, ())}
+    return {
+        file["sha256"]
+        for artifact in shards
+        for file in artifact.manifest["ingredients"]["files"].get(TRAIN, ())
+    }
 
 
 def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Artifact | None:
@@ -306,15 +344,19 @@ def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Ar
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
     """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
-    advice = (
-        "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    advice = "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    return tuple(
+        need_artifact(store, reference, "the unfinished night reads", advice)
+        for reference in references
     )
-    return tuple(need_artifact(store, reference, "the unfinished night reads", advice) for reference in references)
 
 
 def describe_files(files: FilesByDataset) -> str:
     """The names of the files by data set, for a line on the terminal."""
-    listed = ((name, shortened_names(file["location"] for file in entries)) for name, entries in files.items())
+    listed = (
+        (name, shortened_names(file["location"] for file in entries))
+        for name, entries in files.items()
+    )
     return "; ".join(f"{name}: {names}" for name, names in listed if names)
 
 
@@ -328,7 +370,11 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
         schedule["full_rate_steps"] = schedule["full_rate_steps"] or FULL_RATE_STEPS
     else:
         names = [name.removeprefix("optim.") for name in sorted(RATES)]
-        rates = {name: float(f"{nightly.rate * optim[name]:.6g}") for name in names if optim[name] is not None}
+        rates = {
+            name: float(f"{nightly.rate * optim[name]:.6g}")
+            for name in names
+            if optim[name] is not None
+        }
         changes["optim"] = {**optim, **rates}
     if nightly.tokens is not None or nightly.epochs is not None:
         changes |= {"tokens": nightly.tokens, "epochs": nightly.epochs}
@@ -337,7 +383,9 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
     return {**changes, "schedule": schedule}
 
 
-def _continued_plateau(settings: Settings, base: Artifact, version: str) -> tuple[Artifact | None, str]:
+def _continued_plateau(
+    settings: Settings, base: Artifact, version: str
+) -> tuple[Artifact | None, str]:
     """The artifact whose plateau the night continues, and a note where there should be one."""
     if settings.pretrain.schedule.kind != "infinite":
         return None, ""
@@ -366,7 +414,10 @@ class EarlierHeldout(NamedTuple):
 
 
 def earlier_heldout(
-    champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore, settings: Settings
+    champion: Champion | None,
+    nights: Iterable[NightRecord],
+    store: ArtifactStore,
+    settings: Settings,
 ) -> EarlierHeldout:
     """The earlier held-out documents that both models are also evaluated on, if any.
 
@@ -379,7 +430,9 @@ def earlier_heldout(
     for night in nights:
         if reference := night.heldout:
             reading = night.frozen.settings.get("reading", {})
-            if (before := reading.get("heldout_fraction")) != (now := settings.reading.heldout_fraction):
+            if (before := reading.get("heldout_fraction")) != (
+                now := settings.reading.heldout_fraction
+            ):
                 note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
                 return EarlierHeldout(note=note)
             if is_named:
@@ -387,7 +440,11 @@ def earlier_heldout(
             find_heldout(store, reference, night.name)
             return EarlierHeldout(reference, tuple(night.data.get("heldout_nights") or ()))
     shards = shards_of(champion, "pretrain", store)
-    return EarlierHeldout(f"{shards.stage}/{shards.key}", () if is_named else (BEFORE,)) if shards else EarlierHeldout()
+    return (
+        EarlierHeldout(f"{shards.stage}/{shards.key}", () if is_named else (BEFORE,))
+        if shards
+        else EarlierHeldout()
+    )
 
 
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
@@ -396,7 +453,9 @@ def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
         "without it nothing shows what a model forgets. Restore it from a copy of the home, or name held-out documents with "
         "data.pretrain_heldout"
     )
-    return need_artifact(store, reference, f"{night} measures its models on the held-out documents", advice)
+    return need_artifact(
+        store, reference, f"{night} measures its models on the held-out documents", advice
+    )
 
 
 def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -> Artifact:
@@ -405,4 +464,6 @@ def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -
     stage, _, key = reference.partition("/")
     if artifact := store.find(stage, key):
         return artifact
-    raise ArtifactError(f"{use} {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; {advice}")
+    raise ArtifactError(
+        f"{use} {stage} {key[:12]}, which is not in {store.root / 'store'}, or is damaged; {advice}"
+    )

@@ -33,14 +33,22 @@ def send(settings: Notify, event: str, message: JsonObject) -> None:
     if event not in settings.on:
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    whole = {"event": event, "time": now, "host": socket.gethostname(), "text": f"ttrain: {event}", **message}
+    whole = {
+        "event": event,
+        "time": now,
+        "host": socket.gethostname(),
+        "text": f"ttrain: {event}",
+        **message,
+    }
     body = json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8")
     for name, action in (("the command of notify.command", _run), ("the webhook", _post)):
         try:
             action(settings, body)
         except Exception as error:  # a user's program or a network can fail in any way
             # The text of others may hold the address, or the program's arguments
-            reason = str(error) if isinstance(error, TTrainError | OSError) else type(error).__name__
+            reason = (
+                str(error) if isinstance(error, TTrainError | OSError) else type(error).__name__
+            )
             log.warning("%s was not notified: %s", name, reason)
 
 
@@ -52,7 +60,13 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
     figure = "" if bits is None else f", {bits:.4f} {BITS_PER_BYTE.label}"
     reason = run.get("error") or f"took {format_duration(run['seconds'])}{figure}"
     text = f"ttrain {name}, {run['run']}: {event}: {reason}"
-    payload = {"pipeline": name, "run": run["run"], "text": text, "reason": reason, "metrics": run["metrics"]}
+    payload = {
+        "pipeline": name,
+        "run": run["run"],
+        "text": text,
+        "reason": reason,
+        "metrics": run["metrics"],
+    }
     send(settings, event, payload)
 
 
@@ -64,10 +78,14 @@ def _run(settings: Notify, body: bytes) -> None:
     try:
         done = subprocess.run(command, input=body, timeout=seconds, capture_output=True)
     except subprocess.TimeoutExpired:
-        raise TTrainError(f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)") from None
+        raise TTrainError(
+            f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)"
+        ) from None
     if done.returncode:
         last = done.stderr[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
-        raise TTrainError(f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}")
+        raise TTrainError(
+            f"{command[0]} ended with exit code {done.returncode}{last and f': {last}'}"
+        )
 
 
 def _post(settings: Notify, body: bytes) -> None:
@@ -77,7 +95,9 @@ def _post(settings: Notify, body: bytes) -> None:
         path = user_path(settings.webhook_file)
         address = path.read_text(encoding="utf-8").strip()
         if not address.startswith(("http://", "https://")):
-            raise TTrainError(f"notify.webhook_file is {path}, which must hold one http or https address")
+            raise TTrainError(
+                f"notify.webhook_file is {path}, which must hold one http or https address"
+            )
     if not address:
         return
     import httpx
@@ -85,7 +105,9 @@ def _post(settings: Notify, body: bytes) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "ttrain"}
     host = urlsplit(address).hostname
     try:
-        answer = httpx.post(address, content=body, headers=headers, timeout=settings.timeout_seconds)
+        answer = httpx.post(
+            address, content=body, headers=headers, timeout=settings.timeout_seconds
+        )
     except httpx.HTTPError as error:
         raise TTrainError(f"{host}: {error}") from None
     if not answer.is_success:

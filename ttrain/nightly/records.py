@@ -40,14 +40,24 @@ from ttrain.errors import TTrainError
 from ttrain.store.runs import NOTHING_NEW, is_alive, this_process
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
-MOST_CRASHES = 10  # a list that kills its process each time, by memory, must not block new data for ever
-FAILED, REFUSED = "failed", "refused"  # by itself; by a wrong setting, which does not count as a failed try
+MOST_CRASHES = (
+    10  # a list that kills its process each time, by memory, must not block new data for ever
+)
+FAILED, REFUSED = (
+    "failed",
+    "refused",
+)  # by itself; by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
-LEARNT = {"pretrain": "documents", "sft": "chats"}  # by stage: the fields of a night that name what its model learns
+LEARNT = {
+    "pretrain": "documents",
+    "sft": "chats",
+}  # by stage: the fields of a night that name what its model learns
 KILLED = "its process was killed, or the machine went down"
 
 
-FileEntry = JsonDict  # a data file: its location and sha256, and of a damaged one why it is left out
+FileEntry = (
+    JsonDict  # a data file: its location and sha256, and of a damaged one why it is left out
+)
 FilesByDataset = Mapping[str, list[FileEntry]]
 
 
@@ -71,14 +81,22 @@ class InputSnapshot:
     settings: JsonObject
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
-    learnt: tuple[str, ...] = ()  # digests of files that the champion has learnt but no night has read
-    documents: tuple[str, ...] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
+    learnt: tuple[
+        str, ...
+    ] = ()  # digests of files that the champion has learnt but no night has read
+    documents: tuple[
+        str, ...
+    ] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
     chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
-    heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, the oldest first
+    heldout_nights: tuple[
+        str, ...
+    ] = ()  # names of the nights that brought `heldout`, the oldest first
 
     def to_json(self) -> JsonDict:
         """The value as stored in a night's record."""
-        files = {name: [_without_secrets(file) for file in files] for name, files in self.files.items()}
+        files = {
+            name: [_without_secrets(file) for file in files] for name, files in self.files.items()
+        }
         return {**asdict(self), "files": files}
 
 
@@ -163,7 +181,11 @@ class NightRecord:
     @property
     def ended(self) -> JsonObject | None:
         """The last try that came to an end, but for those killed before their run began; None where none did."""
-        tries = (one for one in reversed(self.data["attempts"]) if one["outcome"] != "crashed" or one.get("run"))
+        tries = (
+            one
+            for one in reversed(self.data["attempts"])
+            if one["outcome"] != "crashed" or one.get("run")
+        )
         return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
 
     @property
@@ -174,8 +196,15 @@ class NightRecord:
     @property
     def crashes_in_a_row(self) -> int:
         """How often it was killed since its last other outcome; the try in progress does not count."""
-        outcomes = [attempt["outcome"] for attempt in self.data["attempts"] if attempt["outcome"] != "running"]
-        return next((n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"), len(outcomes))
+        outcomes = [
+            attempt["outcome"]
+            for attempt in self.data["attempts"]
+            if attempt["outcome"] != "running"
+        ]
+        return next(
+            (n for n, outcome in enumerate(reversed(outcomes)) if outcome != "crashed"),
+            len(outcomes),
+        )
 
     def as_it_is_now(self) -> NightRecord:
         """The night, crashed where its record says that it is running and its process on this machine is gone."""
@@ -198,7 +227,9 @@ class NightRecord:
     def leave_out(self, files: Iterable[FileEntry], reason: str, settings: Settings) -> None:
         """Record files that the stages found damaged under these settings."""
         reading = _reading_digest(settings)
-        entries = [{**_without_secrets(file), "reading": reading, "reason": reason} for file in files]
+        entries = [
+            {**_without_secrets(file), "reading": reading, "reason": reason} for file in files
+        ]
         self.note(left_out=[*self.left_out, *entries])
 
     def end_try(self, outcome: str, reason: str, *, closed: bool) -> None:
@@ -248,7 +279,9 @@ class Nights:
         if newest is None or newest.outcome != "running":
             raise StillRunning("another night is just beginning or ending")
         began, process = format_time(newest.last_try["began"]), newest.last_try["process"]
-        raise StillRunning(f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})")
+        raise StillRunning(
+            f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})"
+        )
 
     def newest_first(self) -> Iterator[NightRecord]:
         """The nights by their numbers, which do not depend on the clock, read one by one: a record may name many files."""
@@ -302,7 +335,13 @@ class Nights:
         """The next night's record, not written yet; it replaces no file, also none that cannot be read."""
         used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
         number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
-        data = {"state": "open", "outcome": "running", "reason": "", "inputs": frozen.to_json(), "attempts": []}
+        data = {
+            "state": "open",
+            "outcome": "running",
+            "reason": "",
+            "inputs": frozen.to_json(),
+            "attempts": [],
+        }
         return NightRecord(self.directory / f"night-{number:06}.json", data)
 
     def add_empty(self, outcome: str, slot: datetime | None, reason: str) -> NightRecord:
@@ -311,32 +350,49 @@ class Nights:
         if newest is None or newest.outcome != outcome or newest.data["inputs"]["files"]:
             newest = self._next(InputSnapshot({}, {}))
         newest.data["attempts"] = [_new_try(slot)]
-        newest.end_try(outcome, reason, closed=True)  # one write: a kill leaves no night without a list
+        newest.end_try(
+            outcome, reason, closed=True
+        )  # one write: a kill leaves no night without a list
         return newest
 
     def skipped(self, slot: datetime | None, reason: str) -> None:
         """Record a slot without a night as a line of `skipped.jsonl`, because another process may have the lock."""
         self._make_directory()
-        line = json.dumps({"slot": slot.timestamp() if slot else None, "at": time.time(), "reason": reason})
-        with open(self.directory / "skipped.jsonl", "a", encoding="utf-8", opener=private_opener) as file:
+        line = json.dumps(
+            {"slot": slot.timestamp() if slot else None, "at": time.time(), "reason": reason}
+        )
+        with open(
+            self.directory / "skipped.jsonl", "a", encoding="utf-8", opener=private_opener
+        ) as file:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
         """Digests of the files that completed nights read, or found nothing new in, and of those that their champions had
         learnt before the first night."""
-        completed = (night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW))
-        return {digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)}
+        completed = (
+            night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW)
+        )
+        return {
+            digest for night in completed for digest in (*night.digests(), *night.frozen.learnt)
+        }
 
     def damaged(self, settings: Settings) -> set[str]:
         """Digests of the files that a night found damaged under the same settings of `reading`."""
         reading = _reading_digest(settings)
-        return {file["sha256"] for night in self.newest_first() for file in night.left_out if file["reading"] == reading}
+        return {
+            file["sha256"]
+            for night in self.newest_first()
+            for file in night.left_out
+            if file["reading"] == reading
+        }
 
     def learnt(self, champion: Champion | None) -> set[str]:
         """Digests of the files that the champion was trained on: those of its night, of the night that made the champion
         before it, and so on. Nights that were not promoted, by figures or by hand, or were rolled back, are excluded."""
         digests: set[str] = set()
-        for night in self.newest_first():  # the night that made a champion is older than all that start from it
+        for night in (
+            self.newest_first()
+        ):  # the night that made a champion is older than all that start from it
             if champion and night.made(champion):
                 digests |= {*night.digests(), *night.frozen.learnt}
                 champion = night.frozen.champion

@@ -41,7 +41,11 @@ GROUPS = (
     ("time of a step", "seconds", r"step_seconds|step_time"),
     ("memory", "bytes", r"memory_bytes"),
     ("use of the machine", "percent", r"system/(node_\d+/)?(cpu|gpu_\d+)_utilization_percentage"),
-    ("memory of the machine", "percent", r"system/(node_\d+/)?(system|gpu_\d+)_memory_usage_percentage"),
+    (
+        "memory of the machine",
+        "percent",
+        r"system/(node_\d+/)?(system|gpu_\d+)_memory_usage_percentage",
+    ),
     ("temperature", "°C", r"system/.*_temperature_celsius"),
 )
 MAIN = 7
@@ -68,7 +72,9 @@ def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[C
             curves = groups.setdefault((position, title if is_alone else name, unit), [])
             label, colour = (name, len(curves)) if is_alone else (facts.letter(number), number)
             curves.append((label, colour, points))
-    drawn = [group for group in sorted(groups) if max(len(points) for _, _, points in groups[group]) > 1]
+    drawn = [
+        group for group in sorted(groups) if max(len(points) for _, _, points in groups[group]) > 1
+    ]
     main = [draw(*group[1:], groups[group]) for group in drawn if group[0] < MAIN]
     return main, [draw(*group[1:], groups[group]) for group in drawn if group[0] >= MAIN]
 
@@ -90,14 +96,19 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
         "unit": unit,
         "axis": "tokens" if has_tokens else "minutes",
         "lines": lines,
-        "columns": [(across(x), _number(x)) for x in ticks(low, high, MOST_COLUMNS) if low <= x <= high],
+        "columns": [
+            (across(x), _number(x)) for x in ticks(low, high, MOST_COLUMNS) if low <= x <= high
+        ],
         "rows": [(up(y), _number(y)) for y in rows],
     }
 
 
 def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | None]]) -> Chart:
     """Draw (label, points, interval) a row each, around a line at 0: the points, their mean, the interval."""
-    every = [0.0, *(value for _, points, interval in rows for value in (*points, *(interval or ())))]
+    every = [
+        0.0,
+        *(value for _, points, interval in rows for value in (*points, *(interval or ()))),
+    ]
     columns = ticks(*_extent(every), MOST_COLUMNS)
     across = _scale(columns[0], columns[-1], ROWS_LEFT, RIGHT_OF_ROWS)
     drawn = list[JsonDict]()
@@ -105,7 +116,9 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
         ends = [across(end) for end in interval or ()]
         mean = across(math.fsum(points) / len(points)) if points else None
         place = {"y": ROW_HEIGHT * (number + 0.5), "label": label}
-        drawn.append({**place, "points": [across(value) for value in points], "mean": mean, "ends": ends})
+        drawn.append(
+            {**place, "points": [across(value) for value in points], "mean": mean, "ends": ends}
+        )
     return {
         "rows": drawn,
         "columns": [(across(value), _number(round(value, 9))) for value in columns],
@@ -131,14 +144,18 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 def ticks(low: float, high: float, most: int) -> list[float]:
     """About `most` values that enclose a range, a step of 1, 2 or 5 times a power of ten apart."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most)
+    step = next(
+        factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most
+    )
     first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
     return [number * step for number in range(first, last + 1)]
 
 
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
     """The curves that are shown. Of quick validations, the points on all rows are those of the full ones."""
-    curves = {name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)}
+    curves = {
+        name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)
+    }
     for name, points in curves.items():
         if name.endswith(QUICK):
             full = {point.step for point in curves.get(name.removesuffix(QUICK), ())}

@@ -7,7 +7,14 @@ from itertools import chain
 from typing import Any
 
 from ttrain.config import SHAPE_NO_RESULT, Promotion, flatten
-from ttrain.config.training import EVALUATED, PRIMARY_METRICS, SEEDS, TRAININGS, VALIDATION_LOSS, model_order
+from ttrain.config.training import (
+    EVALUATED,
+    PRIMARY_METRICS,
+    SEEDS,
+    TRAININGS,
+    VALIDATION_LOSS,
+    model_order,
+)
 from ttrain.core.files import JsonDict
 from ttrain.core.text import ABSENT, format_duration, format_number, format_time, is_number
 from ttrain.evaluate.forgetting import advantage
@@ -29,7 +36,10 @@ DECIDING_METRICS = (
 )
 
 EVALUATION = "evaluate"
-OTHER_RECORDS, OTHER_TOKENIZERS = "other held-out records", "other tokenizers"  # why no run is the best by a metric
+OTHER_RECORDS, OTHER_TOKENIZERS = (
+    "other held-out records",
+    "other tokenizers",
+)  # why no run is the best by a metric
 WARNINGS = {
     OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
@@ -98,7 +108,9 @@ class RunComparison:
 
 def compare(views: Sequence[RunView]) -> RunComparison:
     """Compare runs; percentages are relative to the first one."""
-    settings = _differences([{name: facts.as_yaml(value) for name, value in view.params.items()} for view in views])
+    settings = _differences(
+        [{name: facts.as_yaml(value) for name, value in view.params.items()} for view in views]
+    )
     aside = [row for row in settings if row.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT]
     shaping = [row for row in settings if row not in aside]
     scores = [_scores(view) for view in views]
@@ -126,7 +138,9 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         settings=shaping,
         metrics=[metric for metric in metrics if len({*metric.values}) > 1],
         data=_differences([_data(view) for view in views]),
-        code=[row for row in code if len({*row.values} - {ABSENT}) > 1],  # not of a stage that one run has
+        code=[
+            row for row in code if len({*row.values} - {ABSENT}) > 1
+        ],  # not of a stage that one run has
         settings_aside=aside,
         samples=[*_samples(views)],
     )
@@ -135,7 +149,13 @@ def compare(views: Sequence[RunView]) -> RunComparison:
 def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
     """(short name, name, outcome, beginning, time) of each run."""
     return [
-        (facts.letter(number), view.name, view.status, format_time(view.started), format_duration(view.seconds))
+        (
+            facts.letter(number),
+            view.name,
+            view.status,
+            format_time(view.started),
+            format_duration(view.seconds),
+        )
         for number, view in enumerate(views)
     ]
 
@@ -152,7 +172,10 @@ def _data(view: RunView) -> dict[str, str]:
     table: dict[str, str] = {}
     for name, stage in view.stages.items():
         if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
-            table |= {f"{name}: {file} ({role})": digest for role, file, digest in facts.files_of(stage.manifest)}
+            table |= {
+                f"{name}: {file} ({role})": digest
+                for role, file, digest in facts.files_of(stage.manifest)
+            }
             table |= {
                 f"{name}: {count.replace('.', ' ').replace('_', ' ')}": format_number(value)
                 for count, value in flatten(stage.manifest.get("result", {}))
@@ -166,7 +189,11 @@ def _code(view: RunView) -> dict[str, str]:
     made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
     return {
         **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
-        **{name: ", ".join(values) for name, values in facts.versions_of(made.values()).items() if name != "ttrain"},
+        **{
+            name: ", ".join(values)
+            for name, values in facts.versions_of(made.values()).items()
+            if name != "ttrain"
+        },
     }
 
 
@@ -189,7 +216,11 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
     stage, _, metric = name.partition("/")
     if not name.startswith(EVALUATED):
         return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
-    scored = [of_run.get(metric) for of_run, view in zip(scores, views, strict=True) if name in view.metrics]
+    scored = [
+        of_run.get(metric)
+        for of_run, view in zip(scores, views, strict=True)
+        if name in view.metrics
+    ]
     known = [each for each in scored if each]
     if len(known) < len(scored):
         return "unknown held-out records"
@@ -202,7 +233,9 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
 
 def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     """As `_not_judged`, of a training's validation on the held-out rows of its shards."""
-    shards = {view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views}
+    shards = {
+        view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views
+    }
     if len(shards) > 1:
         return "other shards"
     results = [view.manifest(f"shards-{stage}").get("result") for view in views]
@@ -213,14 +246,30 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
     """That one run of each setting decides between two models, not between two settings; and what would."""
     by_rule = facts.set_by_rule(views[-1].params)
-    changed = [row for row in shaping if row.name not in (*SEEDS, *by_rule) and not row.name.startswith("data.")]
+    changed = [
+        row
+        for row in shaping
+        if row.name not in (*SEEDS, *by_rule) and not row.name.startswith("data.")
+    ]
     if not changed:
         return ONLY_SEEDS
     home = views[0].store.root
-    noise = next(filter(None, (noise_of(home, metric, view.record["settings"]) for view in views)), None)
-    spread = f"by ± {noise.spread:.2g} in this home" if noise else "by how much is not known in this home yet"
-    changes = shlex.join(f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT)
-    trained = [stage.seconds or 0.0 for name, stage in views[-1].stages.items() if name in (*TRAININGS, EVALUATION)]
+    noise = next(
+        filter(None, (noise_of(home, metric, view.record["settings"]) for view in views)), None
+    )
+    spread = (
+        f"by ± {noise.spread:.2g} in this home"
+        if noise
+        else "by how much is not known in this home yet"
+    )
+    changes = shlex.join(
+        f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT
+    )
+    trained = [
+        stage.seconds or 0.0
+        for name, stage in views[-1].stages.items()
+        if name in (*TRAININGS, EVALUATION)
+    ]
     time = f", about {format_duration(2 * ADVISED_SEEDS * sum(trained))}" if sum(trained) else ""
     return (
         f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
@@ -244,7 +293,9 @@ def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[s
     return name, verdict, False
 
 
-def _difference_of_models(metric: Difference, order: Sequence[int], scores: Sequence[Scores]) -> tuple[str, bool]:
+def _difference_of_models(
+    metric: Difference, order: Sequence[int], scores: Sequence[Scores]
+) -> tuple[str, bool]:
     """As `_verdict`, by a metric in which runs differ. `order`: the runs that have it, the best first."""
     if metric.not_judged:
         return f"no model is better by {metric.name}: {metric.not_judged}", False
@@ -253,7 +304,9 @@ def _difference_of_models(metric: Difference, order: Sequence[int], scores: Sequ
     second = order[len(winners)]
     letters, next_best = " and ".join(map(facts.letter, winners)), metric.values[second]
     subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
-    versus = f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
+    versus = (
+        f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
+    )
     verdict = f"the {subject} better on these records by {metric.name}: {format_number(best)} against {versus}"
     name = metric.name.removeprefix(EVALUATED)
     better, worse = scores[order[0]].get(name), scores[second].get(name)
@@ -262,7 +315,10 @@ def _difference_of_models(metric: Difference, order: Sequence[int], scores: Sequ
         return verdict, False
     low, high = compared.interval
     verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
-    return f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}", low > 0
+    return (
+        f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}",
+        low > 0,
+    )
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:

@@ -14,10 +14,20 @@ from ttrain.reports.summary import Result
 from ttrain.store.layout import Manifest
 from ttrain.store.results import EvaluationResult
 
-MAIN_SETTINGS = frozenset({
-    "model.kind", "model.hidden_size", "model.layers", "tokenizer.vocab_size", "pretrain.tokens", "pretrain.optim.lr",
-    "sft.epochs", "sft.optim.lr", "lora.rank", "lora.optim.lr",
-})  # fmt: skip
+MAIN_SETTINGS = frozenset(
+    {
+        "model.kind",
+        "model.hidden_size",
+        "model.layers",
+        "tokenizer.vocab_size",
+        "pretrain.tokens",
+        "pretrain.optim.lr",
+        "sft.epochs",
+        "sft.optim.lr",
+        "lora.rank",
+        "lora.optim.lr",
+    }
+)
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -36,7 +46,10 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values that rules give to settings, as a record has them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in rules.automatic(settings).items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in rules.automatic(settings).items()
+    }
 
 
 def as_yaml(value: Any) -> str:
@@ -54,7 +67,9 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that have the value which a rule gives them."""
-    return {name: value for name, value in _automatic(settings).items() if settings.get(name) == value}
+    return {
+        name: value for name, value in _automatic(settings).items() if settings.get(name) == value
+    }
 
 
 def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
@@ -95,7 +110,9 @@ def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
 )
-HIGHER = re.compile(r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)")
+HIGHER = re.compile(
+    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
+)
 LOWER = re.compile(
     rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty)(/|$)"
 )
@@ -120,12 +137,18 @@ def better(name: str) -> int:
 
 def rank(name: str) -> tuple[int, str]:
     """A sort key for names of metrics: those that decide first, then by name."""
-    return next((position for position, pattern in enumerate(FIRST) if re.search(pattern, name)), len(FIRST)), name
+    return next(
+        (position for position, pattern in enumerate(FIRST) if re.search(pattern, name)), len(FIRST)
+    ), name
 
 
 def ranked(values: Sequence[float | None], sign: int) -> list[int]:
     """The numbers of the finite values, the best first: the highest, or the lowest for a sign of -1."""
-    signed = {number: -sign * value for number, value in enumerate(values) if value is not None and math.isfinite(value)}
+    signed = {
+        number: -sign * value
+        for number, value in enumerate(values)
+        if value is not None and math.isfinite(value)
+    }
     return sorted(signed, key=lambda number: signed[number])
 
 

@@ -8,7 +8,9 @@ from ttrain.tasks import STAGES
 Name = tuple[str, str]  # stage and key
 
 
-def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | None]) -> list[Artifact]:
+def inputs_first(
+    roots: Iterable[Name], read: Callable[[str, str], Artifact | None]
+) -> list[Artifact]:
     """List the artifacts of these names and all that they were made from, each once, right after its inputs.
 
     `read` gives an artifact by stage and key; None where it is gone. A night compares its documents
@@ -23,7 +25,9 @@ def inputs_first(roots: Iterable[Name], read: Callable[[str, str], Artifact | No
             ordered += filter(None, [artifacts[name]])
         elif name not in artifacts:
             artifact = artifacts[name] = read(*name)
-            used = sorted(inputs_of(artifact).values() if artifact else (), key=_place, reverse=True)
+            used = sorted(
+                inputs_of(artifact).values() if artifact else (), key=_place, reverse=True
+            )
             waiting += [(name, True), *((each, False) for each in used)]
     return ordered
 
@@ -35,4 +39,6 @@ def _place(name: Name) -> tuple[bool, int]:
 
 def inputs_of(artifact: Artifact) -> dict[str, Name]:
     """(stage, key) of what an artifact was made from, by the name of the input."""
-    return {name: (used["stage"], used["key"]) for name, used in artifact.manifest["inputs"].items()}
+    return {
+        name: (used["stage"], used["key"]) for name, used in artifact.manifest["inputs"].items()
+    }

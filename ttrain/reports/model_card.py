@@ -44,7 +44,9 @@ class History:
 
     artifacts: tuple[Artifact, ...] = ()
     evaluation: Artifact | None = None
-    locations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public sources (URLs, the Hub) of each data set
+    locations: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # public sources (URLs, the Hub) of each data set
     base: str | None = None  # the Hub's name of the model that it started from
 
     @classmethod
@@ -56,19 +58,27 @@ class History:
         if model is None:
             return cls()
         root = (model.stage, model.key)
-        artifacts = inputs_first([root], lambda *name: model if name == root else store.read(store.path(*name)))
+        artifacts = inputs_first(
+            [root], lambda *name: model if name == root else store.read(store.path(*name))
+        )
         locations, starts = dict[str, tuple[str, ...]](), list[str]()
         for made in artifacts:
             settings = made.provenance.get("settings", {})
             if dataset := made.stage.partition("shards-")[2]:
                 sources = settings.get("data", {}).get(dataset) or ()
                 paths = (entry["path"] if isinstance(entry, dict) else entry for entry in sources)
-                locations[dataset] = tuple(path for path in paths if "://" in path and not path.startswith("file:"))
+                locations[dataset] = tuple(
+                    path for path in paths if "://" in path and not path.startswith("file:")
+                )
             elif made.stage == BASE_MODEL:
-                starts += filter(None, (settings.get(training, {}).get("start_from") for training in TRAININGS))
+                starts += filter(
+                    None, (settings.get(training, {}).get("start_from") for training in TRAININGS)
+                )
         on_hub = (HUB_REFERENCE.fullmatch(start) for start in starts if not Path(start).is_dir())
         base = next((match[1] for match in on_hub if match), None)
-        return cls(tuple(artifacts), next(iter(store.made_from(model, "evaluate")), None), locations, base)
+        return cls(
+            tuple(artifacts), next(iter(store.made_from(model, "evaluate")), None), locations, base
+        )
 
 
 def card(exported: Exported, history: History) -> str:
@@ -120,8 +130,18 @@ def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:
     if history.evaluation is None:
         return []
     stages = {artifact.stage for artifact in history.artifacts}
-    later = [row.model for name, row in TRAINING_STAGES.items() if row.role != "base" and name not in stages]
+    later = [
+        row.model
+        for name, row in TRAINING_STAGES.items()
+        if row.role != "base" and name not in stages
+    ]
     results = {"evaluate": history.evaluation.result}
-    suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")  # of models that were trained on top of it
-    shown = {name: value for name, value in summary.metrics_of(results).items() if not name.endswith(suffixes)}
+    suffixes = tuple(
+        f"{mark}{name}" for name in later for mark in "_/"
+    )  # of models that were trained on top of it
+    shown = {
+        name: value
+        for name, value in summary.metrics_of(results).items()
+        if not name.endswith(suffixes)
+    }
     return summary.rows(shown, results)

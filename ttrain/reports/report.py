@@ -27,13 +27,20 @@ from ttrain.store.run_views import RunView
 STYLE = Path(__file__).with_name("templates") / "page.css"
 SAMPLE_FILES = re.compile(r"run/samples/step-0*(\d+)\.(txt|md)")
 SAMPLES_SHOWN = 12  # of the texts that a model wrote during training, evenly spread
-UNFINISHED: Mapping[str, str] = {"crashed": "was killed", "failed": "failed", "interrupted": "was stopped"}
+UNFINISHED: Mapping[str, str] = {
+    "crashed": "was killed",
+    "failed": "failed",
+    "interrupted": "was stopped",
+}
 
 BITS = PRIMARY_METRICS["pretrain"]
 TILES: Mapping[str, str] = {  # metrics of a run in large letters at the top of its page
     BITS.of_run: f"{BITS.label}, base",
     f"{EVALUATED}{BITS.of('sft')}": f"{BITS.label}, {charts.TITLES['sft']}",
-    **{metric.of_run: f"{metric.label}, {charts.TITLES[stage]}" for stage, metric in [*PRIMARY_METRICS.items()][1:]},
+    **{
+        metric.of_run: f"{metric.label}, {charts.TITLES[stage]}"
+        for stage, metric in [*PRIMARY_METRICS.items()][1:]
+    },
     f"pretrain/{VALIDATION_LOSS}": "validation loss",
     "total/train_seconds": "training",
     "pretrain/tokens": "tokens trained on",
@@ -51,19 +58,25 @@ FILTERS: Mapping[str, Callable[..., object]] = {
 
 def report_of(view: RunView) -> str:
     """The page of a run as HTML."""
-    results = {stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")}
+    results = {
+        stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")
+    }
     samples: dict[str, dict[str, summary.Result]] = {}
     for (model, prompt), sample in facts.samples_of(view.manifest("evaluate")).items():
         samples.setdefault(prompt, {})[model] = sample
     return _rendered(
         "run.html",
         view=view,
-        results={name: stage.manifest["result"] for name, stage in view.stages.items() if stage.manifest},
+        results={
+            name: stage.manifest["result"] for name, stage in view.stages.items() if stage.manifest
+        },
         problems=[*find_problems(view)],
         curves={stage: charts.charts_of([view], stage) for stage in view.stages},
         evaluation=summary.rows(view.metrics, results),
         samples=samples,
-        training_samples={stage: texts for stage in TRAININGS if (texts := _training_samples(view, stage))},
+        training_samples={
+            stage: texts for stage in TRAININGS if (texts := _training_samples(view, stage))
+        },
         changed_settings=facts.changed_settings(view.params),
         versions=facts.versions_of(stage.manifest for stage in view.stages.values()),
     )
@@ -81,7 +94,9 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
 
 def sweep_page(sweep: JsonObject) -> str:
     """The page of a sweep as HTML, of what `sweep show --json` prints: its settings, the baseline first."""
-    rows = [(row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]]
+    rows = [
+        (row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]
+    ]
     return _rendered("sweep.html", sweep=sweep, chart=charts.draw_rows(rows))
 
 
@@ -117,13 +132,21 @@ def _visible(value: object) -> object:
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     """(step, text) of the samples of a training: the last one, and some evenly spread before it."""
-    samples = {int(match[1]): path for path in view.files(stage, "run/samples") if (match := SAMPLE_FILES.fullmatch(path))}
+    samples = {
+        int(match[1]): path
+        for path in view.files(stage, "run/samples")
+        if (match := SAMPLE_FILES.fullmatch(path))
+    }
     every = max(1, math.ceil(len(samples) / SAMPLES_SHOWN))
     steps = sorted(samples)[::-every][::-1]
-    return [(f"step {step:,}", (view.text(stage, samples[step]) or "").strip("\n")) for step in steps]
+    return [
+        (f"step {step:,}", (view.text(stage, samples[step]) or "").strip("\n")) for step in steps
+    ]
 
 
-Problem = tuple[str, str, bool]  # its stage ("" for the run), its description, whether it is resolved
+Problem = tuple[
+    str, str, bool
+]  # its stage ("" for the run), its description, whether it is resolved
 
 
 def find_problems(view: RunView) -> Iterator[Problem]:
@@ -137,12 +160,20 @@ def find_problems(view: RunView) -> Iterator[Problem]:
         record, is_done = stage.record, stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
-            error = str(record.get("error") or "").removeprefix(f"stage {name} ").removeprefix("failed: ")
+            error = (
+                str(record.get("error") or "")
+                .removeprefix(f"stage {name} ")
+                .removeprefix("failed: ")
+            )
             yield name, ": ".join(filter(None, (outcome, error))), is_done
         if step := record.get("resumed_from_step"):
             yield name, f"resumed at step {step:,}", True
         yield from ((name, *problem) for problem in _of_artifact(stage.manifest))
-        steps = [f"{point.step:,}" for point in view.curve(name, "loss") if not math.isfinite(point.value)]
+        steps = [
+            f"{point.step:,}"
+            for point in view.curve(name, "loss")
+            if not math.isfinite(point.value)
+        ]
         if steps:
             yield name, f"the loss was not finite at step {text.first_of(steps, 5)}", True
 
@@ -164,4 +195,7 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
             yield f"bad rows of the {role} data left out: {lost}", True
         for key, rows in tally.get("unread_keys", {}).items():
             unread = text.counted(rows, "row")
-            yield f"{unread} of the {role} data with text of an answer under '{key}', which is not read", False
+            yield (
+                f"{unread} of the {role} data with text of an answer under '{key}', which is not read",
+                False,
+            )

@@ -40,13 +40,22 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
     figures = (*TRAINING_METRICS, "loss")
-    metrics = {f"{name}/{figure}": getattr(result, figure) for name, result in trainings.items() for figure in figures}
+    metrics = {
+        f"{name}/{figure}": getattr(result, figure)
+        for name, result in trainings.items()
+        for figure in figures
+    }
     metrics |= _total(trainings.values())
     tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
-    metrics |= {"tok/bytes_per_token": tokenizer.bytes_per_token, "tok/unk_rate": tokenizer.unk_rate}
+    metrics |= {
+        "tok/bytes_per_token": tokenizer.bytes_per_token,
+        "tok/unk_rate": tokenizer.unk_rate,
+    }
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
-    metrics |= {f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()}
+    metrics |= {
+        f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()
+    }
     metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
@@ -81,7 +90,9 @@ def row_tallies(result: Result) -> dict[str, Result]:
 
 def lost_rows(tally: Result, *groups: str) -> str:
     """The rows that were left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected, by default both."""
-    reasons = {reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n}
+    reasons = {
+        reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n
+    }
     return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
 
 
@@ -90,12 +101,20 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     from ttrain.config.training import BITS_PER_BYTE, TRAININGS
 
     if stage == "source":
-        return ", ".join(f"{name} {PartCounts.of(result[name]).rows:,} rows" for name in TRAININGS if name in result)
+        return ", ".join(
+            f"{name} {PartCounts.of(result[name]).rows:,} rows"
+            for name in TRAININGS
+            if name in result
+        )
     if stage.startswith("shards-"):
         return "; ".join(_about_shards(result))
     if stage == "heldout":
         held_out = HeldoutResult.of(result)
-        unscored = f"; {held_out.unscored:,} of this night are beyond its share" if held_out.unscored else ""
+        unscored = (
+            f"; {held_out.unscored:,} of this night are beyond its share"
+            if held_out.unscored
+            else ""
+        )
         return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
     if stage in ("replay", "replay-sft"):
         kind = "windows of documents" if stage == "replay" else "chats"
@@ -111,9 +130,15 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
         figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
     if warned := training.guard_warnings:
         budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
-        fixes = [GUARD_FIXES[name].format(stage=stage, budget=budget) for name in warned if name in GUARD_FIXES]
+        fixes = [
+            GUARD_FIXES[name].format(stage=stage, budget=budget)
+            for name in warned
+            if name in GUARD_FIXES
+        ]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        figures.append(f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}")
+        figures.append(
+            f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}"
+        )
     return ", ".join(figures)
 
 
@@ -131,13 +156,19 @@ def _about_shards(result: Result) -> Iterator[str]:
     contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
-        overlapping, items = (sum(task[name] for task in tasks) for name in ("overlapping", "items"))
+        overlapping, items = (
+            sum(task[name] for task in tasks) for name in ("overlapping", "items")
+        )
         yield f"{overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
     """A Markdown table."""
-    lines = [header, ["---"] * len(header), *([escaped(str(cell)).replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [
+        header,
+        ["---"] * len(header),
+        *([escaped(str(cell)).replace("|", "\\|") for cell in row] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
@@ -164,7 +195,11 @@ def shown_stages(run: RecordedRun) -> list[Result]:
     those that it came to."""
     if run["outcome"] == "cached":
         return []
-    return [stage for stage in run["stages"] if run["outcome"] != NOTHING_NEW or stage["outcome"] != "pending"]
+    return [
+        stage
+        for stage in run["stages"]
+        if run["outcome"] != NOTHING_NEW or stage["outcome"] != "pending"
+    ]
 
 
 def status_row(stage: Result) -> tuple[str, str, str, str, str]:
@@ -176,7 +211,12 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
-BASELINES = {"xz": "xz -9e", "zlib": "zlib -9", "order0": "order-0 bytes", "order3": "order-3 bytes"}
+BASELINES = {
+    "xz": "xz -9e",
+    "zlib": "zlib -9",
+    "order0": "order-0 bytes",
+    "order3": "order-3 bytes",
+}
 # Of held-out records: one of them, and what is counted in them
 SCORED = {
     "documents": ("document", "document_bytes", "byte"),
@@ -203,14 +243,24 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[Ev
         if of_champion is not None and records:
             difference = metrics.get(f"eval/{name}", of_champion) - of_champion
             remark = not_judged(records) or f"the challenger: {difference:+.3f}"
-            table.append((f"{label}, champion", _with_interval(of_champion, champion.intervals.get(name)), remark))
+            table.append(
+                (
+                    f"{label}, champion",
+                    _with_interval(of_champion, champion.intervals.get(name)),
+                    remark,
+                )
+            )
     return table
 
 
 def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
     """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
     each group, and what compressors need."""
-    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS  # here: `status` needs no settings, 0.1 s
+    from ttrain.config.training import (
+        BITS_PER_BYTE,
+        MODELS,
+        PRIMARY_METRICS,
+    )  # here: `status` needs no settings, 0.1 s
     from ttrain.evaluate.task_result import not_judged
 
     for metric in PRIMARY_METRICS.values():
@@ -224,27 +274,40 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
             value = metrics[f"eval/{name}"]
             if before is not None:
                 p = evaluation.paired.get(name, {}).get("p")
-                remark = not_judged(records) or f"{value - before:+.3f}" + ("" if p is None else f", p = {p:.2g}")
+                remark = not_judged(records) or f"{value - before:+.3f}" + (
+                    "" if p is None else f", p = {p:.2g}"
+                )
             yield name, f"{metric.label}, {model}", records, remark
             before = value
         if metric is BITS_PER_BYTE:
             prefix = f"{metric.of_run}/"
             for name in (name.removeprefix("eval/") for name in metrics if name.startswith(prefix)):
                 # bits_per_byte/lang:zh is lang=zh
-                yield name, f"{metric.label}, base, {name.partition('/')[2].replace(':', '=', 1)}", records, ""
+                yield (
+                    name,
+                    f"{metric.label}, base, {name.partition('/')[2].replace(':', '=', 1)}",
+                    records,
+                    "",
+                )
             for compressor, label in BASELINES.items():
                 yield metric.of(compressor), f"{metric.label}, {label}", 0, ""  # it has no champion
 
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
     """The main metric of each task for each model, and its comparison with the first model."""
-    verdicts = {(versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]}
+    verdicts = {
+        (versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]
+    }
     for task in evaluation.suites["tasks"]:
         for model in (name for name in evaluation.suites["models"] if name in task["models"]):
             remark = f"{task['items']:,} items"
             if versus := verdicts.get((task["task"], model)):
-                is_judged = versus["difference"] is not None and not versus["verdict"].startswith("not judged")
-                remark = (f"{0 - versus['difference']:+.3f}: " if is_judged else "") + versus["verdict"]
+                is_judged = versus["difference"] is not None and not versus["verdict"].startswith(
+                    "not judged"
+                )
+                remark = (f"{0 - versus['difference']:+.3f}: " if is_judged else "") + versus[
+                    "verdict"
+                ]
             label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
             yield f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark
 

@@ -71,7 +71,11 @@ class ArtifactStore:
         """
         path = self.path(stage, key)
         artifact = self.at(path)
-        if artifact is None and not path.is_dir() and (manifest := self.manifest_elsewhere(stage, key)):
+        if (
+            artifact is None
+            and not path.is_dir()
+            and (manifest := self.manifest_elsewhere(stage, key))
+        ):
             return Artifact(stage, key, path, {**manifest, "absent": sorted(manifest["files"])})
         return artifact if artifact and not self.damage(artifact) else None
 
@@ -83,11 +87,16 @@ class ArtifactStore:
     def manifest_elsewhere(self, stage: str, key: str) -> JsonObject | None:
         """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
-        distrusted = read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
+        distrusted = (
+            read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
+        )
         return manifest if manifest and manifest["published"] > distrusted else None
 
     def complete(
-        self, artifact: Artifact, names: tuple[str, ...] = (), report: Callable[[str], object] = lambda line: None
+        self,
+        artifact: Artifact,
+        names: tuple[str, ...] = (),
+        report: Callable[[str], object] = lambda line: None,
     ) -> Artifact:
         """The artifact with its named files here (all that are not private, where none is named); fetches absent ones.
 
@@ -95,8 +104,12 @@ class ArtifactStore:
         """
         stage, key, missing = artifact.stage, artifact.key, artifact.lacking(names)
         if not missing:
-            if not (artifact.path / MANIFEST).is_file():  # removed by `clean` between the plan and now
-                raise ArtifactError(f"{artifact.path} was removed a moment ago; run the same command again")
+            if not (
+                artifact.path / MANIFEST
+            ).is_file():  # removed by `clean` between the plan and now
+                raise ArtifactError(
+                    f"{artifact.path} was removed a moment ago; run the same command again"
+                )
             return artifact
         if self.elsewhere is None:
             raise ArtifactError(
@@ -105,7 +118,9 @@ class ArtifactStore:
             )
         waiting = f"another run is at work on {stage}; waiting to fetch its files"
         with self.lock(stage, key, waiting=lambda: report(waiting)):
-            present = self.at(artifact.path)  # another stage, thread or run may have fetched some of it
+            present = self.at(
+                artifact.path
+            )  # another stage, thread or run may have fetched some of it
             artifact = present or artifact
             missing = artifact.lacking(names)
             if not missing:
@@ -143,7 +158,8 @@ class ArtifactStore:
         return [
             candidate
             for candidate in self.artifacts(stage)
-            if source in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
+            if source
+            in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
         ]
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
@@ -167,7 +183,9 @@ class ArtifactStore:
         except ValueError as error:
             return f"{MANIFEST} {error}"
         is_its_own = (manifest["stage"], manifest["key"]) == (path.parent.name, path.name)
-        return None if is_its_own else f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
+        return (
+            None if is_its_own else f"{MANIFEST} is that of {manifest['stage']} {manifest['key']}"
+        )
 
     def damage_at(self, path: Path) -> str | None:
         """What is wrong with the artifact in this place, or its manifest; None where nothing is, or where it is missing."""
@@ -184,17 +202,22 @@ class ArtifactStore:
         for artifact in artifacts:
             if not artifact.lacking(()) and not self.damage(artifact):
                 return artifact
-        problem, kind = ("no whole artifact", ArtifactError) if artifacts else ("no artifact", NothingBuilt)
+        problem, kind = (
+            ("no whole artifact", ArtifactError) if artifacts else ("no artifact", NothingBuilt)
+        )
         raise kind(f"stage {stage} has {problem} in {self.root / 'store'}; {self.advice(stage)}")
 
     def advice(self, stage: str = "*") -> str:
         """What to do where no artifact (of one stage, or of any) can be used; names what is damaged."""
         damaged = [
-            f"{path.parent.name} {path.name[:SHOWN_KEY]} is damaged: {why}" for path, why in self.damaged(stage).items()
+            f"{path.parent.name} {path.name[:SHOWN_KEY]} is damaged: {why}"
+            for path, why in self.damaged(stage).items()
         ]
         if damaged:
             return f"{'; '.join(damaged[:SHOWN_DAMAGES])}; {DamagedFile.fix}"
-        from ttrain.config import TRAINING_STAGES  # 0.2 s, which commands that read the store alone need not take
+        from ttrain.config import (
+            TRAINING_STAGES,
+        )  # 0.2 s, which commands that read the store alone need not take
 
         row = TRAINING_STAGES.get(stage)
         data = f", with files in data.{stage}" if row and row.role != "base" else ""
@@ -210,7 +233,9 @@ class ArtifactStore:
         with exclusive(path, waiting):
             holder_file = path.with_suffix(HOLDER)
             with contextlib.suppress(OSError):  # a full disk
-                holder_file.write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8")
+                holder_file.write_text(
+                    json.dumps({"pid": os.getpid(), "host": platform.node()}), encoding="utf-8"
+                )
             try:
                 yield
             finally:
@@ -223,14 +248,25 @@ class ArtifactStore:
 
     def is_locked(self, stage: str, key: str) -> bool:
         """Whether a process holds the key's lock at this moment."""
-        with contextlib.suppress(Taken), exclusive(self.root / "work" / stage / f"{key}.lock", refuse):
+        with (
+            contextlib.suppress(Taken),
+            exclusive(self.root / "work" / stage / f"{key}.lock", refuse),
+        ):
             return False
         return True
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
         """The stored artifact, where a rebuilt output has the same content; None where it differs."""
-        names = [path.relative_to(output).as_posix() for path in sorted(output.rglob("*")) if path.is_file()]
-        public = [[name, sha256_file(output / name)] for name in names if name.split("/")[0] not in PRIVATE]
+        names = [
+            path.relative_to(output).as_posix()
+            for path in sorted(output.rglob("*"))
+            if path.is_file()
+        ]
+        public = [
+            [name, sha256_file(output / name)]
+            for name in names
+            if name.split("/")[0] not in PRIVATE
+        ]
         return artifact if digest_of(public) == artifact.content else None
 
     def publish(self, stage: str, key: str, output: Path, manifest: Manifest) -> Artifact:
@@ -241,16 +277,28 @@ class ArtifactStore:
                 path.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
-                raise ArtifactError(f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only")
+                raise ArtifactError(
+                    f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only"
+                )
             if path.is_file() and path != output / MANIFEST:
                 fsync(path)
                 stat = path.stat()
                 name = path.relative_to(output).as_posix()
                 stats[name] = stat
-                files[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256_file(path)}
+                files[name] = {
+                    "bytes": stat.st_size,
+                    "mtime_ns": stat.st_mtime_ns,
+                    "sha256": sha256_file(path),
+                }
             elif path.is_dir():
                 fsync(path)
-        facts = {"format": FORMAT, "stage": stage, "key": key, "published": time.time(), "files": files}
+        facts = {
+            "format": FORMAT,
+            "stage": stage,
+            "key": key,
+            "published": time.time(),
+            "files": files,
+        }
         whole = write_manifest(output, {**manifest, **facts})
         artifact = self._put(Artifact(stage, key, output, whole))
         for name, stat in stats.items():  # a stage that reads this at once need not hash it again
@@ -271,7 +319,10 @@ class ArtifactStore:
         destination = self.path(artifact.stage, artifact.key)
         if not destination.parent.is_dir():
             destination.parent.mkdir(parents=True)
-            for directory in (destination.parent.parent, self.root):  # the names of new directories, too
+            for directory in (
+                destination.parent.parent,
+                self.root,
+            ):  # the names of new directories, too
                 fsync(directory)
         if destination.exists():
             self.set_aside(artifact.stage, artifact.key)
@@ -302,7 +353,10 @@ class ArtifactStore:
         if artifact and any(file.stat().st_nlink > 1 for file in files if file.exists()):
             with exclusive(self.root / f"{DISTRUSTED}.lock"):
                 entries = read_object(self.root / DISTRUSTED)
-                write_json(self.root / DISTRUSTED, {**entries, f"{stage}/{key}": artifact.manifest["published"]})
+                write_json(
+                    self.root / DISTRUSTED,
+                    {**entries, f"{stage}/{key}": artifact.manifest["published"]},
+                )
         try:
             self.set_aside(stage, key)
         except FileNotFoundError:  # another run has already moved it

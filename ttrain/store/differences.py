@@ -22,14 +22,22 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
     """
     lines = []
     described, now_described = _description(old), _description(new)
-    hidden = {"base", *described, *now_described} if bool(described) != bool(now_described) else set()
+    hidden = (
+        {"base", *described, *now_described} if bool(described) != bool(now_described) else set()
+    )
     if hidden:
-        kinds = "a new model instead of an existing one" if now_described else "an existing model instead of a new one"
+        kinds = (
+            "a new model instead of an existing one"
+            if now_described
+            else "an existing model instead of a new one"
+        )
         lines.append(f"starts from {kinds}")
     for kind, label in (("arguments", "argument "), ("settings", ""), ("inputs", "input ")):
         for name, old_value, new_value in _changed(old.get(kind, {}), new.get(kind, {})):
             if name not in hidden:
-                lines.append(f"{label}{name}: {_short(old_value, kind)} → {_short(new_value, kind)}")
+                lines.append(
+                    f"{label}{name}: {_short(old_value, kind)} → {_short(new_value, kind)}"
+                )
     files, new_files = old.get("files", {}), new.get("files", {})
     for role in sorted({*files, *new_files}):
         lines += _changed_files(role, files.get(role, []), new_files.get(role, []))
@@ -53,7 +61,9 @@ def _change(old_value: object, new_value: object, gone: str) -> str:
 def _description(ingredients: Ingredients) -> set[str]:
     """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
     names = ingredients.get("settings", {}) if "base" not in ingredients.get("inputs", {}) else ()
-    return {name for name in names if name.startswith("model.") and not name.startswith(SECOND_HEAD)}
+    return {
+        name for name in names if name.startswith("model.") and not name.startswith(SECOND_HEAD)
+    }
 
 
 def _changed_files(role: str, old: list[JsonObject], new: list[JsonObject]) -> Iterator[str]:
@@ -89,8 +99,15 @@ def library_changes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -
     provenance = manifest.get("provenance", {})
     recorded = {**provenance.get("libraries", {}), "Python": provenance.get("python")}
     present = {**installed, "Python": platform.python_version()}
-    changed = [name for name in recorded if recorded[name] and name in present and recorded[name] != present[name]]
+    changed = [
+        name
+        for name in recorded
+        if recorded[name] and name in present and recorded[name] != present[name]
+    ]
     if not changed:
         return []
-    pairs = (", ".join(f"{name} {libraries[name]}" for name in changed) for libraries in (recorded, present))
+    pairs = (
+        ", ".join(f"{name} {libraries[name]}" for name in changed)
+        for libraries in (recorded, present)
+    )
     return ["made with {}, here is {}".format(*pairs)]

@@ -27,7 +27,12 @@ DAY_SECONDS = 86400
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
 # Why a key is kept
-OTHER_RUN, RECENT, REGISTERED, YOUNG = "another run", "a recent run", "a registered model", "its age"
+OTHER_RUN, RECENT, REGISTERED, YOUNG = (
+    "another run",
+    "a recent run",
+    "a registered model",
+    "its age",
+)
 NIGHT = "the next night"
 
 
@@ -93,7 +98,9 @@ def clean(
         history = runs.history(store.root)
         in_progress = [run for run in history if run["outcome"] == "running"]
         if in_progress:
-            machines = {run["run"]: run["process"].get("host", platform.node()) for run in in_progress}
+            machines = {
+                run["run"]: run["process"].get("host", platform.node()) for run in in_progress
+            }
             return CleanupResult(running=machines)
         artifacts = {artifact.key: artifact for artifact in store.artifacts()}
         reasons = _needed_by_runs(history, artifacts, kept)
@@ -106,7 +113,9 @@ def clean(
         for candidate, reason in _candidates(store, artifacts, reasons, registered, kept):
             if reason is None:
                 stats = (file.lstat() for file in candidate.path.rglob("*") if file.is_file())
-                freed = sum(stat.st_size for stat in stats if stat.st_nlink == 1)  # another hard link keeps a file
+                freed = sum(
+                    stat.st_size for stat in stats if stat.st_nlink == 1
+                )  # another hard link keeps a file
                 unneeded.append(replace(candidate, bytes=freed))
             elif candidate.kind == "artifact":
                 kept_counts[reason] += 1
@@ -116,7 +125,11 @@ def clean(
 
 
 def _add(
-    reasons: dict[str, str], keys: Iterable[str], reason: str, artifacts: Artifacts, only: Collection[str] = ()
+    reasons: dict[str, str],
+    keys: Iterable[str],
+    reason: str,
+    artifacts: Artifacts,
+    only: Collection[str] = (),
 ) -> None:
     """Note why these keys are kept, and the inputs of their artifacts; `only`: the inputs of these names."""
     waiting = [*keys]
@@ -145,7 +158,11 @@ def _needed_by_runs(history: list[JsonDict], artifacts: Artifacts, kept: Kept) -
 
 
 def _candidates(
-    store: ArtifactStore, artifacts: Artifacts, reasons: Mapping[str, str], registered: Collection[str], kept: Kept
+    store: ArtifactStore,
+    artifacts: Artifacts,
+    reasons: Mapping[str, str],
+    registered: Collection[str],
+    kept: Kept,
 ) -> Iterator[tuple[UnneededPath, str | None]]:
     """What might be removed, and the reason to keep it; None: it is not needed."""
     own = set(runs.keys_of(kept.only_run).values()) if kept.only_run else None
@@ -153,23 +170,37 @@ def _candidates(
     for key, artifact in artifacts.items():
         if own is None or key in own:
             young = YOUNG if artifact.manifest["published"] >= kept.since else None
-            yield UnneededPath("artifact", artifact.stage, key, artifact.path, why), reasons.get(key, young)
+            yield (
+                UnneededPath("artifact", artifact.stage, key, artifact.path, why),
+                reasons.get(key, young),
+            )
     for stage, key, path in _work_directories(store):
         if own is not None and key not in own:
             continue
         if store.find(stage, key):  # a damaged artifact is rebuilt from its work
             yield UnneededPath("work", stage, key, path, "its artifact is finished"), None
         else:
-            last_change = max(entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists())
+            last_change = max(
+                entry.stat().st_mtime for entry in [path, *path.rglob("*")] if entry.exists()
+            )
             young = YOUNG if last_change >= kept.since else None
-            yield UnneededPath("work", stage, key, path, "no recent run left it"), reasons.get(key, young)
+            yield (
+                UnneededPath("work", stage, key, path, "no recent run left it"),
+                reasons.get(key, young),
+            )
     for path in sorted((store.root / "replaced").glob("*/[!.]*")) if own is None else ():
         key, _, nanoseconds = path.name.rpartition("-")
         young = YOUNG if nanoseconds.isdecimal() and int(nanoseconds) / 1e9 >= kept.since else None
         reason = REGISTERED if key in registered else young
-        yield UnneededPath("replaced", path.parent.name, key, path, "it was replaced long ago"), reason
+        yield (
+            UnneededPath("replaced", path.parent.name, key, path, "it was replaced long ago"),
+            reason,
+        )
     for path in sorted(store.root.glob("*/*/.trash-*")):
-        yield UnneededPath("leftover", "", "", path, "a process was killed while it removed this"), None
+        yield (
+            UnneededPath("leftover", "", "", path, "a process was killed while it removed this"),
+            None,
+        )
 
 
 def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:

@@ -10,7 +10,9 @@ def heldout_shards(artifact: Artifact | None, store: ArtifactStore) -> dict[str,
     """The shards that a model and its base models were trained on, by part."""
     parts = {f"shards-{row.name}": row.part for row in TRAINING_STAGES.values()}
     shard_artifacts: dict[str, Artifact] = {}
-    visited: set[tuple[str, str]] = set()  # the paths through the inputs of nights double every night
+    visited: set[tuple[str, str]] = (
+        set()
+    )  # the paths through the inputs of nights double every night
     waiting = [artifact] if artifact else []
     while waiting:
         for used in waiting.pop().manifest["inputs"].values():

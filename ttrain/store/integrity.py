@@ -57,8 +57,13 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
     Raises DamagedFile for the first that differs from the manifest.
     """
     absent, entries = artifact.absent, artifact.manifest["files"]
-    compared = (name for name in artifact.files_of(names) if name not in absent and not name.endswith(SHARD))
-    verify_files([(artifact.path / name, entries[name]["sha256"]) for name in compared], home_of(artifact.path))
+    compared = (
+        name for name in artifact.files_of(names) if name not in absent and not name.endswith(SHARD)
+    )
+    verify_files(
+        [(artifact.path / name, entries[name]["sha256"]) for name in compared],
+        home_of(artifact.path),
+    )
 
 
 def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
@@ -67,7 +72,9 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
     `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
     ArtifactError for one that cannot be read.
     """
-    with ThreadPoolExecutor(usable_cores(), "verify") as pool:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(
+        usable_cores(), "verify"
+    ) as pool:  # hashing releases the interpreter's lock
         for _ in pool.map(lambda file: _verify(file[0], file[1], home), files):
             pass
     save()
@@ -89,9 +96,13 @@ def _verify(path: Path, digest: str, home: Path | None) -> None:
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing", path, fix) from None
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}; check the disk, and run the same command") from None
+        raise ArtifactError(
+            f"{path} cannot be read: {error.strerror}; check the disk, and run the same command"
+        ) from None
     if actual != digest:
-        raise DamagedFile(f"{path} is damaged: its sha256 is {actual}, but {digest} was published", path, fix)
+        raise DamagedFile(
+            f"{path} is damaged: its sha256 is {actual}, but {digest} was published", path, fix
+        )
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
@@ -117,7 +128,11 @@ def home_of(directory: Path) -> Path | None:
         directory = directory.parent
     elif not (directory / "manifest.json").is_file():
         return None
-    return directory.parents[2] if len(directory.parents) > 2 and directory.parents[1].name in ("store", "work") else None
+    return (
+        directory.parents[2]
+        if len(directory.parents) > 2 and directory.parents[1].name in ("store", "work")
+        else None
+    )
 
 
 def _boot() -> str:

@@ -67,7 +67,9 @@ class Artifact:
             name
             for name in sorted(self.manifest["files"])
             if (
-                name.split("/")[0] not in PRIVATE if not names else any(name == n or name.startswith(f"{n}/") for n in names)
+                name.split("/")[0] not in PRIVATE
+                if not names
+                else any(name == n or name.startswith(f"{n}/") for n in names)
             )
         ]
 
@@ -151,6 +153,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
 
 def _manifest_digest(manifest: Manifest) -> str:
     """The digest of all that was published, which does not include which files were fetched since."""
-    published = {name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")}
+    published = {
+        name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")
+    }
     text = json.dumps(published, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()

@@ -46,7 +46,9 @@ def shard_names(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{index} is not an index of shards: {type(error).__name__}: {error}") from None
+        raise ArtifactError(
+            f"{index} is not an index of shards: {type(error).__name__}: {error}"
+        ) from None
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(SUFFIX):
             raise ArtifactError(
@@ -57,7 +59,9 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def weights_digest(directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file) -> str:
+def weights_digest(
+    directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file
+) -> str:
     """The digest that identifies these weights: the sha256 of the one file, or of the names and digests of all shards.
 
     `digest` gives a file's sha256, from a cache or a manifest where the bytes were read before.
@@ -77,7 +81,9 @@ class Reference:
     adapter: Path | None = None
     # What the adapter, or else the model, is part of; None for a directory from elsewhere
     artifact: Artifact | None = field(default=None, repr=False)
-    run: RecordedRun | None = field(default=None, repr=False)  # the run that the name led to; None where it named none
+    run: RecordedRun | None = field(
+        default=None, repr=False
+    )  # the run that the name led to; None where it named none
 
     @property
     def directory(self) -> Path:
@@ -129,4 +135,6 @@ def base_digest_of(adapter: Path) -> str | None:
     try:
         return str(json.loads(path.read_bytes())["base_weights_sha256"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}, which names the adapter's base, is damaged: {error!r}") from None
+        raise ArtifactError(
+            f"{path}, which names the adapter's base, is damaged: {error!r}"
+        ) from None

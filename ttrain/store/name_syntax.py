@@ -68,7 +68,9 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
     if text == LATEST:
         return names[0] if names else None
     ends = len(text) >= SHORTEST_END
-    matches = [name for name in names if text and (name.startswith(text) or (ends and name.endswith(text)))]
+    matches = [
+        name for name in names if text and (name.startswith(text) or (ends and name.endswith(text)))
+    ]
     if text in names:
         return text
     called = [name for name in matches if runs.short_name(name) == text]
@@ -90,7 +92,14 @@ def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:
 
 
 def unknown(
-    kind: str, text: str, names: Iterable[str], *, owner: str = "", shown: int = LISTED, begin: str = BEGIN, also: str = ""
+    kind: str,
+    text: str,
+    names: Iterable[str],
+    *,
+    owner: str = "",
+    shown: int = LISTED,
+    begin: str = BEGIN,
+    also: str = "",
 ) -> UsageError:
     """The error about a name of nothing, with the nearest and the first of the existing `names`.
 
@@ -111,7 +120,9 @@ def unknown(
 
 def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
     """The error about the beginning of several names; `kind`: what they name."""
-    return UsageError(f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it")
+    return UsageError(
+        f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it"
+    )
 
 
 def listed(names: Sequence[str], shown: int = LISTED) -> str:

@@ -117,7 +117,9 @@ class Registry:
             return sets[version]
         labels = ((one.version, ", ".join([*one.aliases, one.run])) for one in sets.values())
         existing = [f"{number} ({label})" for number, label in labels]
-        raise name_syntax.unknown("set of models", version, existing, owner=name if existing else "")
+        raise name_syntax.unknown(
+            "set of models", version, existing, owner=name if existing else ""
+        )
 
     def only_name(self, name: str | None = None) -> str:
         """The name of all sets. Raises UsageError where there are none, or sets of several names."""
@@ -125,7 +127,9 @@ class Registry:
         if len(names) == 1:
             return names[0]
         if names:
-            raise UsageError(f"there are sets of {', '.join(names)}; choose one with --name {names[0]}")
+            raise UsageError(
+                f"there are sets of {', '.join(names)}; choose one with --name {names[0]}"
+            )
         named, fix = f" named {name}" if name else "", "`ttrain pipeline run full` registers one"
         raise UsageError(f"no sets of models{named} are registered; {fix}")
 

@@ -15,7 +15,13 @@ def setting_key(settings: JsonObject) -> str:
     """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
     apart = {*SEEDS, "name"}
     leaves = {name: value for name, value in flatten(settings) if name not in apart}
-    return digest_of({name: value for name, value in leaves.items() if name.partition(".")[0] not in SHAPE_NO_RESULT})
+    return digest_of(
+        {
+            name: value
+            for name, value in leaves.items()
+            if name.partition(".")[0] not in SHAPE_NO_RESULT
+        }
+    )
 
 
 def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]:

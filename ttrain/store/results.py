@@ -17,9 +17,20 @@ class Result:
     @classmethod
     def of(cls, result: JsonObject) -> Self:
         """The values of a manifest that have a field; a field whose default is a result gets one too."""
-        values = {each.name: result[each.name] for each in fields(cls) if result.get(each.name) is not None}
-        parts = {each.name: each.default for each in fields(cls) if isinstance(each.default, Result)}
-        return cls(**{name: parts[name].of(value) if name in parts else value for name, value in values.items()})
+        values = {
+            each.name: result[each.name]
+            for each in fields(cls)
+            if result.get(each.name) is not None
+        }
+        parts = {
+            each.name: each.default for each in fields(cls) if isinstance(each.default, Result)
+        }
+        return cls(
+            **{
+                name: parts[name].of(value) if name in parts else value
+                for name, value in values.items()
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,9 @@ class EvaluationResult(Result):
     counts: Mapping[str, int] = field(default_factory=dict)
     intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
     paired: Mapping[str, JsonObject] = field(default_factory=dict)
-    suites: JsonObject = field(default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()})
+    suites: JsonObject = field(
+        default_factory=lambda: {"models": (), "tasks": (), "comparisons": ()}
+    )
     samples: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)  # by model
 
 
@@ -126,4 +139,6 @@ class TrainingResult(Result):
     by_rule: Mapping[str, Any] = field(default_factory=dict)  # the settings that the rows decided
     guard_warnings: Mapping[str, int] = field(default_factory=dict)  # by guard
     optimizer_groups: Sequence[JsonObject] = ()
-    rows: JsonObject = field(default_factory=dict)  # that were packed: rows, epoch, fill, records, ...
+    rows: JsonObject = field(
+        default_factory=dict
+    )  # that were packed: rows, epoch, fill, records, ...

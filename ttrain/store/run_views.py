@@ -38,8 +38,12 @@ class StageView:
     cached: bool
     made_by: str | None  # name of the pipeline's run
     seconds: float | None  # of building it
-    record: JsonObject = field(default_factory=dict, repr=False)  # from the run's record: why, error, log, ...
-    manifest: Manifest = field(default_factory=dict, repr=False)  # of its artifact; empty if that is not here
+    record: JsonObject = field(
+        default_factory=dict, repr=False
+    )  # from the run's record: why, error, log, ...
+    manifest: Manifest = field(
+        default_factory=dict, repr=False
+    )  # of its artifact; empty if that is not here
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,14 @@ class RunView:
     metrics: Mapping[str, float]
     stages: Mapping[str, StageView]
     notes: tuple[str, ...]  # what could not be read
-    decision: tuple[str, ...]  # about a night's models: (night, promoted or kept, reason); empty if there is none
+    decision: tuple[
+        str, ...
+    ]  # about a night's models: (night, promoted or kept, reason); empty if there is none
     record: JsonObject = field(repr=False)
     store: ArtifactStore = field(repr=False, compare=False)
-    cache: dict[tuple[str, str | None], Any] = field(repr=False, compare=False)  # of all views that are read together
+    cache: dict[tuple[str, str | None], Any] = field(
+        repr=False, compare=False
+    )  # of all views that are read together
 
     def curve(self, stage: str, metric: str) -> list[Point]:
         """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
@@ -154,7 +162,11 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
     store = ArtifactStore(home)
     settings = masked(dict(flatten(record["settings"])))
     stages = {entry["name"]: _stage(store, record, entry) for entry in record["stages"]}
-    gone = [name for name, stage in stages.items() if stage.status in (*runs.BUILT, "cached") and not stage.manifest]
+    gone = [
+        name
+        for name, stage in stages.items()
+        if stage.status in (*runs.BUILT, "cached") and not stage.manifest
+    ]
     notes = (f"the artifacts of {', '.join(gone)} are no longer in {home}",) if gone else ()
     decision, night, words = record.get("decision"), record.get("night"), tuple[str, ...]()
     if decision and night:
@@ -166,7 +178,10 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
         started=record["started_unix"],
         seconds=record.get("seconds"),
         params=settings,
-        metrics={**(record.get("metrics") or {}), **(decision_metrics(decision) if decision else {})},
+        metrics={
+            **(record.get("metrics") or {}),
+            **(decision_metrics(decision) if decision else {}),
+        },
         stages=stages,
         notes=notes,
         decision=words,
@@ -179,7 +194,11 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
 def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> StageView:
     name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
     manifest = read_object(store.path(name, key) / MANIFEST) if key else {}
-    maker = record["run"] if entry["outcome"] in runs.BUILT else manifest.get("provenance", {}).get("run")
+    maker = (
+        record["run"]
+        if entry["outcome"] in runs.BUILT
+        else manifest.get("provenance", {}).get("run")
+    )
     return StageView(
         stage=name,
         key=key,
@@ -196,7 +215,11 @@ def decision_metrics(decision: JsonObject) -> dict[str, float]:
     """The values of a decision, as metrics of the run whose models it was about."""
     low, high = decision["interval"] or (None, None)
     values = {key: decision[key] for key in ("challenger", "champion", "difference", "samples")}
-    values |= {"interval_low": low, "interval_high": high, "smallest_difference": decision.get("smallest_difference")}
+    values |= {
+        "interval_low": low,
+        "interval_high": high,
+        "smallest_difference": decision.get("smallest_difference"),
+    }
     return {f"promotion/{key}": value for key, value in values.items() if value is not None}
 
 
@@ -206,6 +229,8 @@ def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
         tokens, when = row.get("tokens"), float(row.get("time") or 0.0)
         tokens = None if tokens is None else float(tokens)
         for name, value in row["metrics"].items():
-            number = math.nan if value is None else float(value)  # JSON has no NaN: the trainer writes null
+            number = (
+                math.nan if value is None else float(value)
+            )  # JSON has no NaN: the trainer writes null
             latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
     return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}

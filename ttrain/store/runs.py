@@ -38,7 +38,9 @@ log = logging.getLogger("ttrain")
 
 RecordedRun = JsonObject  # the record of a run
 
-CLEANING = Path("runs", "cleaning.lock")  # under the home: held while what is no longer needed is listed and moved away
+CLEANING = Path(
+    "runs", "cleaning.lock"
+)  # under the home: held while what is no longer needed is listed and moved away
 
 # What every record has; one that lacks any of them is of another version.
 REQUIRED = {"run", "pipeline", "outcome", "started_unix", "process", "stages"}
@@ -55,7 +57,9 @@ SHORT_NAME = "run_name"  # in the record of a run that its user named: what its 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
 
-TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")  # how a line of a stage's log begins
+TIMED = re.compile(
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? "
+)  # how a line of a stage's log begins
 
 
 class RunRecord:
@@ -102,7 +106,11 @@ class RunRecord:
         text = line[timed.end() :] if timed else line
         plain = "\t".join(map(escaped, text.split("\t")))
         with self._lock:
-            self._attempt(lambda: _append_to(self.path.with_suffix(".log"), f"{when} {stage}: {plain}\n".encode()))
+            self._attempt(
+                lambda: _append_to(
+                    self.path.with_suffix(".log"), f"{when} {stage}: {plain}\n".encode()
+                )
+            )
 
     def note(self, **values: Any) -> None:
         """Note something about the run, also after its end: where it is tracked, what a night decided about it."""
@@ -132,7 +140,11 @@ class RunRecord:
             write()
         except OSError as error:
             if not self._warned:
-                log.warning("the run's record %s cannot be written, the pipeline goes on: %s", self.path, error.strerror)
+                log.warning(
+                    "the run's record %s cannot be written, the pipeline goes on: %s",
+                    self.path,
+                    error.strerror,
+                )
             self._warned = True
 
 
@@ -242,7 +254,9 @@ def _fold(record: JsonDict, events: Path) -> None:
     """Update the record, as it was written at the beginning, by its events."""
     with contextlib.suppress(FileNotFoundError), events.open("rb") as lines:
         for line in lines:
-            with contextlib.suppress(orjson.JSONDecodeError):  # a line that a kill or a full disk cut
+            with contextlib.suppress(
+                orjson.JSONDecodeError
+            ):  # a line that a kill or a full disk cut
                 event = orjson.loads(line)
                 _apply(record, event["values"], event.get("stage"))
 
@@ -320,7 +334,12 @@ def record_cached(
     """Record a run that found everything cached; it is listed, but not tracked. Returns the record, which has no name if the
     home is read-only. `facts`: its metrics, the run that it equals, its labels."""
     stage_entries = [
-        {"name": planned.stage.name, "outcome": "cached", "key": planned.key, "path": str(planned.artifact.path)}
+        {
+            "name": planned.stage.name,
+            "outcome": "cached",
+            "key": planned.key,
+            "path": str(planned.artifact.path),
+        }
         for planned in stages
     ]
     record = {**_new(pipeline, stage_entries, settings), **facts, "outcome": "cached"}
@@ -332,7 +351,9 @@ def record_cached(
 
 def builder(store: ArtifactStore, stage: str, key: str) -> str:
     """The process that holds the lock of a key, for those who wait."""
-    holder = store.holder(stage, key)  # who has just taken the lock writes its file in the next moment
+    holder = store.holder(
+        stage, key
+    )  # who has just taken the lock writes its file in the next moment
     return f"process {holder[0]} on {holder[1]}" if holder else "another run"
 
 
@@ -373,12 +394,16 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
     """The lines of a run's log; `follow` waits for more of them until the run has ended."""
     path, unfinished, position = home / "runs" / f"{name}.log", b"", 0
     while True:
-        has_ended = not follow or (read(home, name) or {}).get("outcome") != "running"  # before the last look at the file
+        has_ended = (
+            not follow or (read(home, name) or {}).get("outcome") != "running"
+        )  # before the last look at the file
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(position)
             lines = (unfinished + file.read()).splitlines(keepends=True)
             position = file.tell()
-            unfinished = lines.pop() if lines and not has_ended and not lines[-1].endswith(b"\n") else b""
+            unfinished = (
+                lines.pop() if lines and not has_ended and not lines[-1].endswith(b"\n") else b""
+            )
             yield from (line.rstrip(b"\r\n").decode("utf-8", "replace") for line in lines)
         if has_ended:
             return

@@ -47,8 +47,16 @@ class Server:
     def owns(self, pid: int) -> bool:
         """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
         try:
-            return os.getsid(pid) == self.pid and psutil.Process(pid).environ()[SERVER_MARK] == self.token
-        except (psutil.Error, LookupError, OSError, OverflowError):  # gone, a zombie, another's, or no pid at all
+            return (
+                os.getsid(pid) == self.pid
+                and psutil.Process(pid).environ()[SERVER_MARK] == self.token
+            )
+        except (
+            psutil.Error,
+            LookupError,
+            OSError,
+            OverflowError,
+        ):  # gone, a zombie, another's, or no pid at all
             return False
 
     def processes(self) -> list[psutil.Process]:
@@ -59,7 +67,9 @@ class Server:
         means ::1 first on most machines, where these servers do not listen."""
         try:
             address = urlsplit(url)
-            return address.scheme == "http" and address.hostname == HOST and address.port == self.port
+            return (
+                address.scheme == "http" and address.hostname == HOST and address.port == self.port
+            )
         except ValueError:
             return False
 
@@ -68,7 +78,10 @@ def live_server(home: Path, name: str) -> Server | None:
     """The server of that name, if its process runs and its port answers."""
     server = read(home, name)
     if server and server.owns(server.pid):
-        with contextlib.suppress(OSError), socket.create_connection((HOST, server.port), timeout=2.0):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((HOST, server.port), timeout=2.0),
+        ):
             return server
     return None
 
@@ -76,12 +89,17 @@ def live_server(home: Path, name: str) -> Server | None:
 def listens(process: psutil.Process, port: int) -> bool:
     """Whether the process itself listens on that port, so that clients send their token to no other program."""
     connections = process.net_connections(kind="tcp")
-    return any(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port for connection in connections)
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in connections
+    )
 
 
 def read(home: Path, name: str) -> Server | None:
     try:
-        return TypeAdapter(Server).validate_python({**read_object(folder_of(home) / f"{name}.json"), "name": name})
+        return TypeAdapter(Server).validate_python(
+            {**read_object(folder_of(home) / f"{name}.json"), "name": name}
+        )
     except ValidationError:  # there is none, or a damaged one
         return None
 
@@ -140,7 +158,9 @@ def with_token(home: Path, url: str) -> str:
 
 def page_with_token(home: Path, address: str) -> str:
     """The address of a server of the home as a browser opens it first, which then keeps a cookie; others as they are."""
-    token = next((token for name in ("prefect", "mlflow") if (token := token_for(home, name, address))), None)
+    token = next(
+        (token for name in ("prefect", "mlflow") if (token := token_for(home, name, address))), None
+    )
     if token is None:
         return address
     page, mark, fragment = address.partition("#")

@@ -7,7 +7,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import JsonDict, JsonObject, Taken, exclusive, read_object, refuse, write_json
+from ttrain.core.files import (
+    JsonDict,
+    JsonObject,
+    Taken,
+    exclusive,
+    read_object,
+    refuse,
+    write_json,
+)
 from ttrain.core.text import truncated
 from ttrain.store import name_syntax, runs
 
@@ -26,7 +34,9 @@ class Trial:
     seed: int
     outcome: str = RUNNING  # also of one that was interrupted, and will continue
     value: float | None = None  # of the metric, on all held-out records
-    halves: Sequence[float] = ()  # of the metric, on one and on the other half of them; empty where they are few
+    halves: Sequence[
+        float
+    ] = ()  # of the metric, on one and on the other half of them; empty where they are few
     seconds: float = 0.0
     run: str | None = None  # its newest pipeline run
     evaluation: str | None = None  # key of the evaluation whose records the metric is of
@@ -125,7 +135,9 @@ def find_or_begin(home: Path, request: JsonObject) -> Experiment:
         path = home / DIRECTORY / name
         path.mkdir(parents=True)
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        experiment = Experiment(path, {"sweep": name, "trials": [], "looks": 0, "started": started, **request})
+        experiment = Experiment(
+            path, {"sweep": name, "trials": [], "looks": 0, "started": started, **request}
+        )
         experiment.note(outcome="running", process=runs.this_process())
         return experiment
 

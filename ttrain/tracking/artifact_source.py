@@ -44,10 +44,14 @@ class MlflowArtifacts:
         """Write one file of the artifact to `to`. Raises ArtifactError."""
         found = self._find(stage, key)
         if found is None:
-            raise ArtifactError(f"MLflow at {self._server} does not hold {stage} {key[:12]}; run its pipeline again")
+            raise ArtifactError(
+                f"MLflow at {self._server} does not hold {stage} {key[:12]}; run its pipeline again"
+            )
         try:
             with tempfile.TemporaryDirectory(dir=to.parent) as folder:
-                shutil.move(self._mirror.client.download_artifacts(found[0], f"{stage}/{name}", folder), to)
+                shutil.move(
+                    self._mirror.client.download_artifacts(found[0], f"{stage}/{name}", folder), to
+                )
         except Exception as error:
             raise ArtifactError(
                 f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: {first_line(error)}"
@@ -56,22 +60,30 @@ class MlflowArtifacts:
     def _find(self, stage: str, key: str) -> tuple[str, Manifest] | None:
         """(run in MLflow, manifest) of the newest whole artifact of that key."""
         if (stage, key) not in self._found:
-            manifests = ((run_id, self._whole(run_id, stage)) for run_id in self._finished(stage, key))
-            self._found[stage, key] = next(((run_id, whole) for run_id, whole in manifests if whole), None)
+            manifests = (
+                (run_id, self._whole(run_id, stage)) for run_id in self._finished(stage, key)
+            )
+            self._found[stage, key] = next(
+                ((run_id, whole) for run_id, whole in manifests if whole), None
+            )
         return self._found[stage, key]
 
     def _whole(self, run_id: str, stage: str) -> Manifest | None:
         """The manifest of a run's artifact, if MLflow has all its public files."""
         try:
             with temporary_directory("tracking") as folder:
-                path = self._mirror.client.download_artifacts(run_id, f"{stage}/{MANIFEST}", str(folder))
+                path = self._mirror.client.download_artifacts(
+                    run_id, f"{stage}/{MANIFEST}", str(folder)
+                )
                 manifest = need_manifest(Path(path))
             sizes = dict(self._mirror.sizes(run_id, stage))
         except Exception as error:  # MLflow may raise anything
             log.debug("%s of run %s: %s", MANIFEST, run_id, error)
             return None
         names = Artifact(stage, "", Path(), manifest).files_of(())
-        is_whole = all(sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"] for name in names)
+        is_whole = all(
+            sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"] for name in names
+        )
         return manifest if is_whole else None
 
     def _finished(self, stage: str, key: str) -> list[str]:
@@ -88,11 +100,15 @@ class MlflowArtifacts:
             return [run.info.run_id for run in found]
         except Exception as error:  # the only cost is to build again
             self._is_silent = True
-            log.warning("MLflow at %s cannot be queried for artifacts: %s", self._server, first_line(error))
+            log.warning(
+                "MLflow at %s cannot be queried for artifacts: %s", self._server, first_line(error)
+            )
             return []
 
 
 def store_of(home: Path, settings: Settings) -> ArtifactStore:
     """The store of a home; if tracking is enabled, missing artifacts are looked up in MLflow."""
     tracking = settings.tracking
-    return ArtifactStore(home, MlflowArtifacts(home, tracking.experiment) if tracking.enabled else None)
+    return ArtifactStore(
+        home, MlflowArtifacts(home, tracking.experiment) if tracking.enabled else None
+    )

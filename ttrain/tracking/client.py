@@ -35,7 +35,9 @@ ENVIRONMENT = {
 }
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 LOCK_SECONDS = 30
-NO_ANSWER = re.compile("failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out")
+NO_ANSWER = re.compile(
+    "failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out"
+)
 NO_FAULT_OF_THE_FILE = re.compile(
     "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
 )
@@ -114,7 +116,9 @@ def _open_own(uri: str, *, is_new: bool) -> Any:
     address = f"{uri}?timeout={LOCK_SECONDS + _made[uri]}"
     client = import_module("mlflow").MlflowClient(address, address)
     client.search_experiments(max_results=1)
-    client.search_registered_models(max_results=1)  # opens the registry's half too, before threads start
+    client.search_registered_models(
+        max_results=1
+    )  # opens the registry's half too, before threads start
     return client
 
 
@@ -122,10 +126,19 @@ def _move_into(home: Path, client: Any) -> None:
     """Rewrite the locations of a home that was moved or copied: MLflow stores absolute ones and cannot change them."""
     place = artifacts_of(home)
     theirs = {experiment.artifact_location for experiment in client.search_experiments()}
-    for old in (location for location in theirs if location.endswith("/mlflow/artifacts") and location != place):
-        with contextlib.closing(sqlite3.connect(database_of(home), timeout=10)) as database, database:
+    for old in (
+        location
+        for location in theirs
+        if location.endswith("/mlflow/artifacts") and location != place
+    ):
+        with (
+            contextlib.closing(sqlite3.connect(database_of(home), timeout=10)) as database,
+            database,
+        ):
             for table, column in LOCATIONS:
-                database.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, place))
+                database.execute(
+                    f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (old, place)
+                )
 
 
 def server_app(home: Path) -> Any:
@@ -136,7 +149,9 @@ def server_app(home: Path) -> Any:
     names: Any = import_module("mlflow.server.constants")
     uri, artifacts = own_uri(home), artifacts_of(home)
     os.environ[names.BACKEND_STORE_URI_ENV_VAR] = uri
-    os.environ[names.ARTIFACT_ROOT_ENV_VAR] = os.environ[names.ARTIFACTS_DESTINATION_ENV_VAR] = artifacts
+    os.environ[names.ARTIFACT_ROOT_ENV_VAR] = os.environ[names.ARTIFACTS_DESTINATION_ENV_VAR] = (
+        artifacts
+    )
     os.environ[names.SERVE_ARTIFACTS_ENV_VAR] = "true"
     import_module("mlflow.server.handlers").initialize_backend_stores(uri, uri, artifacts)
     return import_module("mlflow.server.fastapi_app").app
@@ -147,7 +162,9 @@ def cannot_be_asked(uri: str, error: Exception) -> str:
     cause = " does not answer" if NO_ANSWER.search(str(error)) else f": {first_line(error)}"
     fix = "; start it, or set MLFLOW_TRACKING_URI to another one" if uri.startswith("http") else ""
     if "error code 401 " in cause or "error code 403 " in cause:
-        fix = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        fix = (
+            "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        )
     return f"MLflow at {without_user(uri)}{cause}{fix}"
 
 

@@ -36,7 +36,9 @@ class DataInput:
     def entity(self) -> Any:
         """The data set as MLflow's client takes it."""
         mlflow = import_module("mlflow.entities")
-        dataset = mlflow.Dataset(self.name, self.digest, "ttrain", self.source, profile=self.profile)
+        dataset = mlflow.Dataset(
+            self.name, self.digest, "ttrain", self.source, profile=self.profile
+        )
         return mlflow.DatasetInput(dataset, [mlflow.InputTag(*tag) for tag in self.tags.items()])
 
 
@@ -48,34 +50,62 @@ def data_of(artifact: Artifact) -> list[DataInput]:
         name, made = artifact.stage.removeprefix(SHARDS), ShardsResult.of(artifact.result)
         # Held-out rows are taken from the training files, unless there are held-out files.
         others = files_of(artifact, "heldout") or files
-        parts = [(name, TRAINING, made.train, files), (f"{name}-heldout", VALIDATION, made.heldout, others)]
-        return [_data(artifact, part, of, vars(totals), read) for part, of, totals, read in parts if totals.rows]
+        parts = [
+            (name, TRAINING, made.train, files),
+            (f"{name}-heldout", VALIDATION, made.heldout, others),
+        ]
+        return [
+            _data(artifact, part, of, vars(totals), read)
+            for part, of, totals, read in parts
+            if totals.rows
+        ]
     tokenizer = TokenizerResult.of(artifact.result)
     if artifact.stage != "tokenizer" or not tokenizer.files:
         return []
-    return [_data(artifact, "tokenizer", TRAINING, {"rows": tokenizer.documents, "bytes": tokenizer.bytes}, files)]
+    return [
+        _data(
+            artifact,
+            "tokenizer",
+            TRAINING,
+            {"rows": tokenizer.documents, "bytes": tokenizer.bytes},
+            files,
+        )
+    ]
 
 
 def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
     """The data sets that a stage reads through its input artifacts: its training data, or else its validation data."""
     shards = [artifact for artifact in inputs.values() if artifact.stage.startswith(SHARDS)]
     context = TRAINING if trains else VALIDATION
-    return [data for artifact in shards for data in data_of(artifact) if data.tags[CONTEXT] == context]
+    return [
+        data for artifact in shards for data in data_of(artifact) if data.tags[CONTEXT] == context
+    ]
 
 
-def _data(artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]) -> DataInput:
+def _data(
+    artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]
+) -> DataInput:
     """`totals`: rows, bytes and, where they are known, tokens."""
     settings = artifact.manifest["ingredients"].get("settings", {})
     source = artifact.manifest["inputs"].get("source", {})
-    counts = {"documents": totals["rows"], "bytes": totals["bytes"]} if totals["rows"] is not None else {}
+    counts = (
+        {"documents": totals["rows"], "bytes": totals["bytes"]}
+        if totals["rows"] is not None
+        else {}
+    )
     stands_for = {
-        "files": [{key: value for key, value in file.items() if key not in ("name", "location")} for file in files],
+        "files": [
+            {key: value for key, value in file.items() if key not in ("name", "location")}
+            for file in files
+        ],
         "source": source.get("content"),
         "reading": {key: value for key, value in settings.items() if key.startswith("reading.")},
         "counts": counts,
         "context": context,
     }
-    made_by = {"made_by": source["stage"]} if source else {}  # where the files are not the user's own
+    made_by = (
+        {"made_by": source["stage"]} if source else {}
+    )  # where the files are not the user's own
     listed = {"files": len(files), **made_by, "listed": files[:LISTED_FILES]}
     tags = {CONTEXT: context, **({"tokens": str(totals["tokens"])} if "tokens" in totals else {})}
     digest = digest_of(stands_for)[:DIGEST_CHARACTERS]

@@ -80,7 +80,12 @@ class Logger(Callback):
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(secrets.token_hex(10))  # 20 letters, which both services take
         project = os.environ.get(project_variable, self._description["project"])
-        return {**self._description, "project": project, "id": id_file.read_text(), "resume": "allow"}
+        return {
+            **self._description,
+            "project": project,
+            "id": id_file.read_text(),
+            "resume": "allow",
+        }
 
 
 @final

@@ -34,7 +34,12 @@ from ttrain.tracking.client import (
 )
 from ttrain.tracking.datasets import DataInput
 
-ID, RUN, PARENT, KIND = "ttrain.id", "ttrain.run", "mlflow.parentRunId", "mlflow.experimentKind"  # tags
+ID, RUN, PARENT, KIND = (
+    "ttrain.id",
+    "ttrain.run",
+    "mlflow.parentRunId",
+    "mlflow.experimentKind",
+)  # tags
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 RUNNING, FINISHED, FAILED, KILLED = "RUNNING", "FINISHED", "FAILED", "KILLED"
 BATCH = {"params": 100, "tags": 100, "metrics": 1000}  # in one request, by MLflow's limits
@@ -75,7 +80,9 @@ class Bound:
         self.artifact_uri, self.status = str(info.artifact_uri), str(info.status)
         self.is_deleted = bool(info.lifecycle_stage == "deleted")
         self.tags, self.params, self.values = dict(data.tags), dict(data.params), dict(data.metrics)
-        self.steps: dict[str, int] = {metric.key: metric.step for metric in data.to_proto().metrics}  # the last ones
+        self.steps: dict[str, int] = {
+            metric.key: metric.step for metric in data.to_proto().metrics
+        }  # the last ones
         listed = entity.inputs.dataset_inputs if entity.inputs else ()
         self.inputs = {(one.dataset.name, one.dataset.digest) for one in listed}
         self.sizes: Any = None  # bytes of its files by path; None before they were listed
@@ -164,7 +171,9 @@ class Mirror:
     def _create(self, run: TrackedRun) -> Bound:
         tags = {ID: run.id, **_clean_tags(run.tags)}
         experiment, started = self.experiment_id(run.experiment), int(1000 * run.started)
-        created = self.client.create_run(experiment, started, tags, plain(run.name)[:NAME_CHARACTERS])
+        created = self.client.create_run(
+            experiment, started, tags, plain(run.name)[:NAME_CHARACTERS]
+        )
         self.bound[run.id] = Bound(created)
         return self.bound[run.id]
 
@@ -188,7 +197,9 @@ class Mirror:
         bound.values |= summary
         inputs = {(data.name, data.digest): data for data in run.inputs}
         if lacking := inputs.keys() - bound.inputs:
-            self.client.log_inputs(bound.run_id, datasets=[inputs[identity].entity() for identity in sorted(lacking)])
+            self.client.log_inputs(
+                bound.run_id, datasets=[inputs[identity].entity() for identity in sorted(lacking)]
+            )
             bound.inputs |= lacking
         self.place_files(run.files, bound)
 
@@ -214,7 +225,10 @@ class Mirror:
         When its stage has ended, the whole file is read once more, at its new path.
         """
         start, lines = self._offsets.get(path, 0), b""
-        with contextlib.suppress(OSError), path.open("rb") as file:  # not begun, or published meanwhile
+        with (
+            contextlib.suppress(OSError),
+            path.open("rb") as file,
+        ):  # not begun, or published meanwhile
             start = 0 if file.seek(0, os.SEEK_END) < start else start
             file.seek(start)
             lines = file.read()
@@ -239,7 +253,9 @@ class Mirror:
                 (root / target).unlink(missing_ok=True)
                 link_or_copy(source, root / target)
             else:
-                self.client.log_artifact(bound.run_id, str(source), target.rpartition("/")[0] or None)
+                self.client.log_artifact(
+                    bound.run_id, str(source), target.rpartition("/")[0] or None
+                )
 
     def sizes(self, run_id: str, under: str | None = None) -> Iterator[tuple[str, int]]:
         """(path, bytes) of the run's files."""

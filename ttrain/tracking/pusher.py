@@ -137,7 +137,9 @@ class Pusher:
     After its first push also what earlier runs left. `note(tracking=...)` is told where MLflow has it.
     """
 
-    def __init__(self, home: Path, run: str, note: Callable[..., object] = lambda **values: None) -> None:
+    def __init__(
+        self, home: Path, run: str, note: Callable[..., object] = lambda **values: None
+    ) -> None:
         self.home, self.run, self.note = home, run, note
         self.error = ""
         self._mirror, self._stop = Mirror(home), threading.Event()
@@ -163,7 +165,10 @@ class Pusher:
 
     def page(self, stage: str | None = None) -> str | None:
         """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
-        uri, server = without_user(self._mirror.uri), server_records.live_server(self.home, "mlflow")
+        uri, server = (
+            without_user(self._mirror.uri),
+            server_records.live_server(self.home, "mlflow"),
+        )
         address = uri.rstrip("/") if uri.startswith("http") else server and server.url
         if address is None:
             return None
@@ -196,7 +201,9 @@ class Pusher:
             self._is_noted = True
             server = without_user(self._mirror.uri)
             url = f"{server.rstrip('/')}/{bound.page}" if server.startswith("http") else None
-            self.note(tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url})
+            self.note(
+                tracking={"run_id": bound.run_id, "experiment_id": bound.experiment_id, "url": url}
+            )
 
 
 def track(execution: PipelineRun) -> None:

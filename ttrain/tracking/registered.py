@@ -46,7 +46,9 @@ def register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
     for version in content.versions():
         entity = _versions(mirror, version.name).get(identity_of(version))
         if entity is None:
-            entity = _create(mirror, content, version, _place(mirror, content, version, bound, numbers))
+            entity = _create(
+                mirror, content, version, _place(mirror, content, version, bound, numbers)
+            )
         numbers[version.name] = str(entity.version)
     for name in Registry(content.home).read()["sets"]:
         take_over_champion(mirror, name)  # before the home's own alias replaces it
@@ -55,7 +57,11 @@ def register(mirror: Mirror, content: RunContent, bound: Bound) -> None:
 
 
 def _place(
-    mirror: Mirror, content: RunContent, version: Version | ModelSet, bound: Bound, numbers: Mapping[str, str]
+    mirror: Mirror,
+    content: RunContent,
+    version: Version | ModelSet,
+    bound: Bound,
+    numbers: Mapping[str, str],
 ) -> tuple[str, str]:
     """(location of the files of a new version, the run in MLflow that has them).
 
@@ -64,7 +70,9 @@ def _place(
     """
     if isinstance(version, ModelSet):
         last = version.last
-        of_last = f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else ""
+        of_last = (
+            f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else ""
+        )
         return of_last or bound.artifact_uri, bound.run_id
     stage, holder = version.stage, bound
     if stage in content.made and (of_stage := mirror.bound.get(id_of(content.record, stage))):
@@ -74,7 +82,9 @@ def _place(
     return "/".join(filter(None, (holder.artifact_uri, stage, REGISTERED[stage][1]))), holder.run_id
 
 
-def _create(mirror: Mirror, content: RunContent, version: Version | ModelSet, place: tuple[str, str]) -> Any:
+def _create(
+    mirror: Mirror, content: RunContent, version: Version | ModelSet, place: tuple[str, str]
+) -> Any:
     name = version.name
     if not mirror.client.search_registered_models(f"name = '{name}'"):
         about = ABOUT.format(name=content.record["settings"]["name"])
@@ -83,7 +93,9 @@ def _create(mirror: Mirror, content: RunContent, version: Version | ModelSet, pl
     if isinstance(version, Version):
         tags["ttrain.key"] = f"{version.stage}/{version.key}"
     text = plain(_description(content, version))[:CHARACTERS]
-    return mirror.client.create_model_version(name, *place, tags=tags, description=text, await_creation_for=0)
+    return mirror.client.create_model_version(
+        name, *place, tags=tags, description=text, await_creation_for=0
+    )
 
 
 def _description(content: RunContent, version: Version | ModelSet) -> str:
@@ -94,7 +106,9 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
         if stage in members and judged.of_run in metrics:
             metric = f"{judged.label} **{metrics[judged.of_run]:.3f}**"
     note = " ".join(str(content.record.get("note") or "").split())
-    models = (f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values())
+    models = (
+        f"- `{one.name}`: {one.stage}, key `{short_digest(one.key)}`" for one in members.values()
+    )
     parts = [
         ". ".join(filter(None, (metric, note))),
         "\n".join((f"Of the run `{version.run}`:", *models)),
@@ -112,7 +126,11 @@ def push_aliases(mirror: Mirror, name: str) -> None:
             wanted[version.name] |= dict.fromkeys(model_set.aliases, identity_of(version))
     for model, identities in wanted.items():
         theirs, versions = _aliases(mirror, model), _versions(mirror, model)
-        ours = {alias: str(versions[one].version) for alias, one in identities.items() if one in versions}
+        ours = {
+            alias: str(versions[one].version)
+            for alias, one in identities.items()
+            if one in versions
+        }
         if CHALLENGER in theirs.keys() - ours.keys():
             mirror.client.delete_registered_model_alias(model, CHALLENGER)
         for alias, number in ours.items() - theirs.items():
@@ -133,7 +151,9 @@ def take_over_champions(home: Path) -> Registry:
     """
     uri, registry, seen = tracking_uri(home), Registry(home), seen_file(home)
     names = registry.read()["sets"]
-    changed, known = (path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), seen))
+    changed, known = (
+        path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), seen)
+    )
     if not names or (uri == own_uri(home) and changed <= known):  # then MLflow need not be loaded
         return registry
     try:
@@ -142,7 +162,9 @@ def take_over_champions(home: Path) -> Registry:
             take_over_champion(mirror, name)
         seen.touch()
     except Exception as error:  # MLflow may raise anything
-        log.warning("whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error))
+        log.warning(
+            "whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error)
+        )
     return registry
 
 
@@ -155,10 +177,15 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
         number = model.aliases.get(CHAMPION)
         if number is None or str(number) == model.tags.get(_pushed_tag(mirror)):
             continue
-        identity, registry = mirror.client.get_model_version(name, number).tags.get(ID), Registry(mirror.home)
+        identity, registry = (
+            mirror.client.get_model_version(name, number).tags.get(ID),
+            Registry(mirror.home),
+        )
         for one in registry.sets(name):
             if identity_of(one) == identity:
-                log.warning("%s/%s is the champion, as its alias was moved in MLflow", name, one.version)
+                log.warning(
+                    "%s/%s is the champion, as its alias was moved in MLflow", name, one.version
+                )
                 registry.promote(name, one.version)
         push_aliases(mirror, name)
 

@@ -26,9 +26,15 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
     file = sweep_file(home, name)
     record = Experiment(file.parent, read_object(file))
     status, settings = status_of(record.outcome), record["settings"]
-    metric, started = record["measure"]["metric"], datetime.fromisoformat(record["started"]).timestamp()
+    metric, started = (
+        record["measure"]["metric"],
+        datetime.fromisoformat(record["started"]).timestamp(),
+    )
     whole = TrackedRun(name, name, record["experiment"], started, status)
-    rows = [(one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"]) for one in settings]
+    rows = [
+        (one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"])
+        for one in settings
+    ]
     note = f"{record['verdict']}\n\n{markdown([[*map(str, row)] for row in rows], COLUMNS)}"
     tags = {"ttrain.sweep": name, "ttrain.outcome": record.outcome}
     whole.tags = {**tags, "ttrain.pipeline": "sweep", NOTE: note}
@@ -36,17 +42,27 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
     for number, setting in enumerate(settings):
         child = replace(whole, id=setting_id(name, number), name=setting["setting"], stages=[])
         child.params = dict(setting["changes"])
-        child.tags = {**tags, "ttrain.setting": setting["setting"], "ttrain.verdict": setting["verdict"]}
+        child.tags = {
+            **tags,
+            "ttrain.setting": setting["setting"],
+            "ttrain.verdict": setting["verdict"],
+        }
         # of one time, by whichever process the row is pushed: then MLflow has it once
         ended = sum(trial.outcome != RUNNING for trial in record.trials)
-        child.rows = [{"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}]
+        child.rows = [
+            {"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}
+        ]
         whole.stages.append(child)
     return whole
 
 
 def _metrics(setting: JsonObject, metric: str) -> JsonDict:
     """The metrics of a setting, by which MLflow's table compares settings."""
-    values = {metric: setting["mean"], "sweep/seeds": len(setting["seeds"]), "sweep/difference": setting["difference"]}
+    values = {
+        metric: setting["mean"],
+        "sweep/seeds": len(setting["seeds"]),
+        "sweep/difference": setting["difference"],
+    }
     for name in ("over_seeds", "over_records"):
         low, high = setting[name] or (None, None)
         values |= {f"sweep/{name}_low": low, f"sweep/{name}_high": high}

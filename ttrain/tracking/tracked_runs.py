@@ -27,12 +27,25 @@ from ttrain.store.results import TrainingResult
 from ttrain.store.run_views import CURVES, decision_metrics
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
-from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, KILLED, NAME, RUN, RUNNING, Files, TrackedRun
+from ttrain.tracking.mlflow_mirror import (
+    FAILED,
+    FINISHED,
+    KILLED,
+    NAME,
+    RUN,
+    RUNNING,
+    Files,
+    TrackedRun,
+)
 
 MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEXT = json.dumps([{"type": "string", "required": True}])
-STATUS = {"running": RUNNING, "failed": FAILED, **dict.fromkeys((*runs.BUILT, runs.NOTHING_NEW), FINISHED)}
+STATUS = {
+    "running": RUNNING,
+    "failed": FAILED,
+    **dict.fromkeys((*runs.BUILT, runs.NOTHING_NEW), FINISHED),
+}
 BEGUN = ("running", "crashed", "failed", "interrupted", runs.NOTHING_NEW, *runs.BUILT)
 FIT = ("bytes_per_token", "unk_rate")  # metrics by which tokenizers are compared
 ERROR_CHARACTERS = 1000
@@ -72,7 +85,9 @@ class RunContent:
 
     home: Path
     record: JsonDict
-    is_local: bool = True  # whether the tracker's files are on this disk, where weights can be links
+    is_local: bool = (
+        True  # whether the tracker's files are on this disk, where weights can be links
+    )
 
     @cached_property
     def store(self) -> ArtifactStore:
@@ -108,7 +123,9 @@ class RunContent:
         """The versions that this run registered: of its models, and the set of them."""
         sets = [one for one in self.sets if one.run == self.record["run"]]
         models = [*Registry(self.home).models_of(self.record["run"])]
-        models += [one for model_set in sets for one in model_set.members.values() if one not in models]
+        models += [
+            one for model_set in sets for one in model_set.members.values() if one not in models
+        ]
         return [*(model for model in models if model.stage in self.artifacts), *sets]
 
     def tracked(self) -> TrackedRun:
@@ -125,8 +142,12 @@ class RunContent:
             tags=self._tags(settings),
             params=facts.parameters(settings),  # nothing that differs in every run
             summary={**record["metrics"], **decided},
-            inputs=[data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)],
-            parent=setting_id(sweep["name"], sweep["change"]) if sweep and "change" in sweep else "",
+            inputs=[
+                data for artifact in self.artifacts.values() for data in datasets.data_of(artifact)
+            ],
+            parent=setting_id(sweep["name"], sweep["change"])
+            if sweep and "change" in sweep
+            else "",
         )
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
@@ -140,9 +161,13 @@ class RunContent:
         """The files of an artifact, and what lets MLflow open it."""
         artifact = self.artifacts[stage]
         paths = (path for path in sorted(artifact.path.rglob("*")) if path.is_file())
-        files: Files = {f"{stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths}
+        files: Files = {
+            f"{stage}/{path.relative_to(artifact.path).as_posix()}": path for path in paths
+        }
         directory = REGISTERED.get(stage, ("", ""))[1]
-        if not directory or (directory == ADAPTER and not self.is_local):  # no second copy of its base
+        if not directory or (
+            directory == ADAPTER and not self.is_local
+        ):  # no second copy of its base
             return files
         more = loadable(artifact, directory, self.store)
         return files | {f"{stage}/{directory}/{name}": source for name, source in more.items()}
@@ -152,7 +177,10 @@ class RunContent:
         flow_run = record.get("prefect") or {}
         tags = {
             **{f"rule.{name}": value for name, value in facts.set_by_rule(settings).items()},
-            **{f"ttrain.{name}": record.get(name) for name in ("run", "commit", "pipeline", "night")},
+            **{
+                f"ttrain.{name}": record.get(name)
+                for name in ("run", "commit", "pipeline", "night")
+            },
             **{f"ttrain.prefect.{name}": flow_run.get(name) for name in ("flow_run_id", "url")},
             "ttrain.host": record["process"].get("host"),
             NAME: record["settings"].get("name", ""),
@@ -176,7 +204,9 @@ class RunContent:
             run.files[REPORT] = page
         run.tags |= {
             NOTE: run_summary.description(self.home, record, record["metrics"], rows),
-            "ttrain.cached": " ".join(one["name"] for one in record["stages"] if one["outcome"] == "cached"),
+            "ttrain.cached": " ".join(
+                one["name"] for one in record["stages"] if one["outcome"] == "cached"
+            ),
             "ttrain.outcome": record["outcome"],
         }
         if rows:
@@ -216,7 +246,10 @@ class RunContent:
             RUN: record["run"],
             "ttrain.stage": name,
             "ttrain.key": entry.get("key") or "",
-            **{f"ttrain.parent.{role}": f"{one.stage} {one.content}" for role, one in inputs.items()},
+            **{
+                f"ttrain.parent.{role}": f"{one.stage} {one.content}"
+                for role, one in inputs.items()
+            },
             "ttrain.code": ingredients.get("code") and digest_of(ingredients["code"]),
             "ttrain.error": str(entry.get("error") or "")[:ERROR_CHARACTERS],
         }
@@ -230,10 +263,14 @@ class RunContent:
             run.params |= _result_params(artifact)
             run.inputs += datasets.data_of(artifact)
             if name == "tokenizer":
-                run.summary = {f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result}
+                run.summary = {
+                    f"tok/{one}": artifact.result[one] for one in FIT if one in artifact.result
+                }
         if artifact and "sweep" not in record:  # of whose trials no models are kept
             run.files = self.model_files(name)
-        elif entry["outcome"] != "running" and run.curves and (output / "run" / "log.txt").is_file():
+        elif (
+            entry["outcome"] != "running" and run.curves and (output / "run" / "log.txt").is_file()
+        ):
             run.files["log.txt"] = output / "run" / "log.txt"
         return run
 
@@ -241,16 +278,25 @@ class RunContent:
 def _without_masks(settings: JsonObject) -> JsonDict:
     """Settings without those that are secret, so that none becomes its mask."""
     shown = {name: value for name, value in settings.items() if value != HIDDEN}
-    return {name: _without_masks(value) if isinstance(value, dict) else value for name, value in shown.items()}
+    return {
+        name: _without_masks(value) if isinstance(value, dict) else value
+        for name, value in shown.items()
+    }
 
 
 def _result_params(artifact: Artifact) -> dict[str, object]:
     """What each optimizer group holds, and the numbers of a result, as parameters:
     {"result.rows.fill": 0.98}. As metrics each would be a chart of one point before the curves."""
     groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
-    params = {f"optim.groups.{number}.{name}": value for number, group in groups for name, value in group.items()}
+    params = {
+        f"optim.groups.{number}.{name}": value
+        for number, group in groups
+        for name, value in group.items()
+    }
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
-    numbers = {f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)}
+    numbers = {
+        f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)
+    }
     return params | numbers
 
 
@@ -274,7 +320,9 @@ def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> Files:
         "task": "text-generation",
         "instance_type": "TextGenerationPipeline",
         # an architecture of ttrain's own is loaded from the Python files in the directory
-        "pipeline_model_type": config["architectures"][0] if config.get("auto_map") else "AutoModelForCausalLM",
+        "pipeline_model_type": config["architectures"][0]
+        if config.get("auto_map")
+        else "AutoModelForCausalLM",
         "source_model_name": "ttrain",
         "model_binary": BASE if is_adapter else ".",
         **({"peft_adaptor": "."} if is_adapter else {}),

@@ -43,7 +43,9 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
         bound = mirror.find(str(record["settings"]["tracking"]["experiment"]), id_of(record, stage))
         if bound is None:
             label = f"{name}:{stage}" if stage else name
-            raise UsageError(f"MLflow does not have {label}; `ttrain report {name}` shows what there is")
+            raise UsageError(
+                f"MLflow does not have {label}; `ttrain report {name}` shows what there is"
+            )
         found.append(bound)
     query = f"viewStateShareKey=ttrain-{shown['settings'].get('name', '')}&{TRAINING_PAGES}"
     table = f"#/experiments/{mirror.experiment_id(experiment)}/runs?{query}"
@@ -72,7 +74,10 @@ def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
         {
             "searchFilter": chosen,
             "selectedColumns": columns,
-            "columnOrder": ["attributes.`Run Name`", *columns],  # MLflow puts others behind: "Duration"
+            "columnOrder": [
+                "attributes.`Run Name`",
+                *columns,
+            ],  # MLflow puts others behind: "Duration"
         }
     )
     tag = f"mlflow.sharedViewState.ttrain-{name}"
@@ -106,5 +111,9 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     """
     names = sorted({name for run in runs for name in run}, key=by_weight)
     values = {name: {run.get(name, "") for run in runs} for name in names}
-    varied = (name for name in names if len(values[name]) > 1 and all(map(SHOWN_SETTING.fullmatch, values[name])))
+    varied = (
+        name
+        for name in names
+        if len(values[name]) > 1 and all(map(SHOWN_SETTING.fullmatch, values[name]))
+    )
     return list(islice(varied, MOST_SETTINGS))

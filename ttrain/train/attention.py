@@ -38,7 +38,9 @@ def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tens
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]) & causal_TT
     if branches_BT is not None:
-        seen_BTT &= (branches_BT[:, None, :] == 0) | (branches_BT[:, :, None] == branches_BT[:, None, :])
+        seen_BTT &= (branches_BT[:, None, :] == 0) | (
+            branches_BT[:, :, None] == branches_BT[:, None, :]
+        )
     return seen_BTT[:, None]
 
 
@@ -50,20 +52,29 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
     other).
     """
     mask_B1TS: Tensor = inputs["attention_mask"]
-    windows = {kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]}
+    windows = {
+        kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]
+    }
     additive = model.config._attn_implementation == "eager"
     if not windows:
         return {**inputs, "attention_mask": _scores(mask_B1TS)} if additive else inputs
     queries_BT = inputs["position_ids"]
     B, T = queries_BT.shape
-    virtual_positions = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(B, -1)  # of virtual tokens
-    q_B1T1, k_B11S = queries_BT[:, None, :, None], torch.cat([virtual_positions, queries_BT], 1)[:, None, None]
+    virtual_positions = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(
+        B, -1
+    )  # of virtual tokens
+    q_B1T1, k_B11S = (
+        queries_BT[:, None, :, None],
+        torch.cat([virtual_positions, queries_BT], 1)[:, None, None],
+    )
     masks = {}
     for kind in dict.fromkeys(getattr(model.config, "layer_types", None) or windows):
         size = windows.get(kind)
         near = mask_B1TS
         if size is not None:
-            near = near & (q_B1T1 // size == k_B11S // size if kind == CHUNKED else q_B1T1 - k_B11S < size)
+            near = near & (
+                q_B1T1 // size == k_B11S // size if kind == CHUNKED else q_B1T1 - k_B11S < size
+            )
         masks[kind] = _scores(near) if additive else near
     uniform = getattr(model.config, "layer_types", None) is None
     return {**inputs, "attention_mask": masks[SLIDING] if uniform else masks}
@@ -113,12 +124,18 @@ def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None
     if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
     native.warn_if_missing()
-    return {"records": Records(segments_BT, branches_BT)} if takes_records(model, segments_BT.shape[1]) else {}
+    return (
+        {"records": Records(segments_BT, branches_BT)}
+        if takes_records(model, segments_BT.shape[1])
+        else {}
+    )
 
 
 def is_compiled(model: Any) -> bool:
     """Whether a compiler reads this call, or calls of the model's layers."""
-    return torch.compiler.is_compiling() or any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.is_compiling() or any(
+        module._compiled_call_impl is not None for module in model.modules()
+    )
 
 
 def takes_records(model: Any, length: int) -> bool:
@@ -155,10 +172,21 @@ def record_attention(
         return span_attention(query.to(dtype), key.to(dtype), value.to(dtype), spans, scale), None
     if records is not None and not dropout and dtype != torch.float16:
         states = [state.to(dtype).contiguous() for state in (query, key, value)]
-        if len({state.shape[-1] for state in states}) == 1 and native.takes(*states, lanes=2 * native.LANES):
-            return native.Attention.apply(*states, None, 0.0, None, 0.0, None, records.places, scale), None  # type: ignore[no-untyped-call]  # torch's
+        if len({state.shape[-1] for state in states}) == 1 and native.takes(
+            *states, lanes=2 * native.LANES
+        ):
+            return native.Attention.apply(
+                *states, None, 0.0, None, 0.0, None, records.places, scale
+            ), None  # type: ignore[no-untyped-call]  # torch's
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    arguments = query_BHTK, key_BGTK, value_BGTK, attention_mask if records is None else records.mask
-    output, _ = sdpa_attention_forward(module, *arguments, dropout=dropout, scaling=scaling, **others)
+    arguments = (
+        query_BHTK,
+        key_BGTK,
+        value_BGTK,
+        attention_mask if records is None else records.mask,
+    )
+    output, _ = sdpa_attention_forward(
+        module, *arguments, dropout=dropout, scaling=scaling, **others
+    )
     return output, None

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ttrain.train.distributed import Tensors, local_part, shard_like
 
-ITERATE, COUNT = "iterate", "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
+ITERATE, COUNT = (
+    "iterate",
+    "averaged",
+)  # names of its state: weights as the optimizer left them, and averaged steps
 FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights stay;
 # a training from the start is bound by it alone, and ends as one that was extended
 
@@ -25,7 +28,9 @@ class MovingAverage:
         has an effect."""
         self._names = dict(names) if share else {}
         self._decay = 0.5 ** (1 / max(1, round(share * steps))) if share else 0.0
-        self._count: int | Tensor = 0  # a tensor once the device alone knows which steps were prevented
+        self._count: int | Tensor = (
+            0  # a tensor once the device alone knows which steps were prevented
+        )
         self._averages: list[Tensor] = []
 
     def update(self, prevented: Tensor | None = None) -> None:
@@ -63,15 +68,27 @@ class MovingAverage:
         """Named tensors beside those of the optimizer; to be called where the parameters hold the average."""
         if not self._averages:
             return {}
-        newest = {f"{ITERATE}|{name}": held for name, held in zip(self._names.values(), self._averages, strict=True)}
-        return {**newest, **{f"{COUNT}|{name}": torch.tensor(int(self._count)) for name in self._names.values()}}
+        newest = {
+            f"{ITERATE}|{name}": held
+            for name, held in zip(self._names.values(), self._averages, strict=True)
+        }
+        return {
+            **newest,
+            **{f"{COUNT}|{name}": torch.tensor(int(self._count)) for name in self._names.values()},
+        }
 
     def load_state(self, tensors: Tensors) -> Tensors:
         """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
-        own = {name: value for name, value in tensors.items() if name.partition("|")[0] in (ITERATE, COUNT)}
+        own = {
+            name: value
+            for name, value in tensors.items()
+            if name.partition("|")[0] in (ITERATE, COUNT)
+        }
         averages = {name: own.get(f"{ITERATE}|{name}") for name in self._names.values()}
         if self._names and None not in averages.values():
-            self._averages = [shard_like(own[f"{ITERATE}|{name}"], tensor) for tensor, name in self._names.items()]
+            self._averages = [
+                shard_like(own[f"{ITERATE}|{name}"], tensor) for tensor, name in self._names.items()
+            ]
             self._count = int(own[f"{COUNT}|{next(iter(averages))}"])
             self._swap()
         return {name: value for name, value in tensors.items() if name not in own}

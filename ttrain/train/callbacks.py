@@ -68,8 +68,12 @@ class Callback:
     ends the run with an error that names it.
     """
 
-    saved_attributes: ClassVar[tuple[str, ...]] = ()  # that are its state in the checkpoint, as JSON
-    keeps_metrics = False  # whether `log` keeps what it is given, so that later metrics are given to it too
+    saved_attributes: ClassVar[
+        tuple[str, ...]
+    ] = ()  # that are its state in the checkpoint, as JSON
+    keeps_metrics = (
+        False  # whether `log` keeps what it is given, so that later metrics are given to it too
+    )
     may_stop = True  # False: an error where it asks for a stop, since what it watches has a key that does not hold it
 
     def start(self, step: int, steps: int) -> None:
@@ -140,7 +144,9 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
         try:
             callback = point.load()()
             if not isinstance(callback, Callback):
-                raise TypeError(f"{type(callback).__name__} is not derived from ttrain.train.callbacks.Callback")
+                raise TypeError(
+                    f"{type(callback).__name__} is not derived from ttrain.train.callbacks.Callback"
+                )
         except Exception as error:
             raise UsageError(
                 f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
@@ -183,8 +189,15 @@ class MetricsFile(Callback):
         truncate_after(self.path, step)
 
     def log(self, record: LogRecord) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}
-        line = {"step": record.step, "tokens": record.tokens, "time": time.time(), "metrics": finite}
+        finite = {
+            name: value if math.isfinite(value) else None for name, value in record.metrics.items()
+        }
+        line = {
+            "step": record.step,
+            "tokens": record.tokens,
+            "time": time.time(),
+            "metrics": finite,
+        }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -195,14 +208,22 @@ class MetricsFile(Callback):
 class ProgressBar(Callback):
     """Sends progress to the parent process, which draws the bar."""
 
-    def __init__(self, progress: ProgressWriter, tokens_per_step: int, unit: str = "tokens") -> None:
+    def __init__(
+        self, progress: ProgressWriter, tokens_per_step: int, unit: str = "tokens"
+    ) -> None:
         self._progress, self._tokens_per_step, self._unit = progress, tokens_per_step, unit
 
     def start(self, step: int, steps: int) -> None:
-        self._progress.update(step * self._tokens_per_step, steps * self._tokens_per_step, self._unit, start=True)
+        self._progress.update(
+            step * self._tokens_per_step, steps * self._tokens_per_step, self._unit, start=True
+        )
 
     def log(self, record: LogRecord) -> None:
-        shown = {name: record.metrics[name] for name in ("loss", "validation_loss") if name in record.metrics}
+        shown = {
+            name: record.metrics[name]
+            for name in ("loss", "validation_loss")
+            if name in record.metrics
+        }
         if not shown:  # a quick validation: the bar goes on showing the loss
             return
         done, total = record.step * self._tokens_per_step, record.steps * self._tokens_per_step
@@ -230,7 +251,11 @@ class LogLines(Callback):
         )
 
     def log(self, record: LogRecord) -> None:
-        shown = [f"{name} {value:.4g}" for name, value in record.metrics.items() if name.startswith(LOGGED_PREFIXES)]
+        shown = [
+            f"{name} {value:.4g}"
+            for name, value in record.metrics.items()
+            if name.startswith(LOGGED_PREFIXES)
+        ]
         if "tokens_per_second" in record.metrics:
             shown.append(f"{record.metrics['tokens_per_second']:.0f} tokens/s")
         if "eta_seconds" in record.metrics:
@@ -263,7 +288,9 @@ class CallbackList:
         """Dispatch `epoch_end` for epochs whose last row is in this step, or with which the run ends."""
         start, end = self._rows(step)
         begun, ended = -(-end // self._order.rows), end // self._order.rows
-        for epoch in range(start // self._order.rows, begun if end == self._order.total_rows else ended):
+        for epoch in range(
+            start // self._order.rows, begun if end == self._order.total_rows else ended
+        ):
             self.dispatch("epoch_end", epoch)
 
     def figures(self, event: str, *arguments: Any) -> dict[str, float]:
@@ -296,7 +323,10 @@ class CallbackList:
 
     def state(self) -> list[JsonDict]:
         """Callback states for the checkpoint; callbacks with an empty state are left out."""
-        entries = [{"name": type(callback).__name__, "state": _call(callback, "state")} for callback in self.callbacks]
+        entries = [
+            {"name": type(callback).__name__, "state": _call(callback, "state")}
+            for callback in self.callbacks
+        ]
         return [entry for entry in entries if entry["state"]]
 
     def load_state(self, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -318,4 +348,6 @@ def _call(callback: Callback, event: str, *arguments: Any) -> Any:
     except TTrainError:
         raise
     except Exception as error:
-        raise TTrainError(f"the callback {type(callback).__name__}.{event} raised {error!r}") from error
+        raise TTrainError(
+            f"the callback {type(callback).__name__}.{event} raised {error!r}"
+        ) from error

@@ -69,7 +69,9 @@ class Checkpoints:
         self.directory = directory
         self.files, self._weights_file = files, weights_file
         self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=lower_priority
+        )
         self.pending: deque[Future[None]] = deque()
         self._damaged: set[Path] = set()  # skipped by newest() or best()
         self._durable: int | None = None  # step of the last one that was written
@@ -106,7 +108,9 @@ class Checkpoints:
 
         Raises ArtifactError if all are damaged: training must not silently restart.
         """
-        snapshot, damaged = self._first_whole(reversed(list_checkpoints(self.directory)), "the one before it")
+        snapshot, damaged = self._first_whole(
+            reversed(list_checkpoints(self.directory)), "the one before it"
+        )
         if snapshot:
             return snapshot
         if not damaged and (self.directory / LATEST).exists():
@@ -127,7 +131,9 @@ class Checkpoints:
         ranked = self._ranked()
         pointed = self._pointed_best()
         if pointed is not None and all(step != pointed for _, step, _ in ranked):
-            log.warning("the best checkpoint, of step %d, is gone or damaged; trying the next best", pointed)
+            log.warning(
+                "the best checkpoint, of step %d, is gone or damaged; trying the next best", pointed
+            )
         return self._first_whole((path for _, _, path in ranked), "the next best")[0]
 
     def _first_whole(self, paths: Iterable[Path], other: str) -> tuple[Snapshot | None, list[str]]:
@@ -149,7 +155,9 @@ class Checkpoints:
     def end(self, step: int) -> None:
         """Write the `final` pointer: the trained model has the weights of this step. Waits for the writer."""
         self.wait()
-        if self._durable is None and list_checkpoints(self.directory):  # the writer of the newest may have been killed
+        if self._durable is None and list_checkpoints(
+            self.directory
+        ):  # the writer of the newest may have been killed
             self._clear_interrupted_writes()
             newest = list_checkpoints(self.directory)[-1]
             self._update_pointers(step_of(newest), logged_metric(newest))
@@ -225,7 +233,9 @@ class Checkpoints:
         if intact is None:
             message += "there is no other checkpoint, so the same command starts from the beginning"
         else:
-            message += f"the checkpoint of step {intact} is intact, and the same command continues from it"
+            message += (
+                f"the checkpoint of step {intact} is intact, and the same command continues from it"
+            )
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = format_size(shutil.disk_usage(self.directory).free)
             return (
@@ -237,7 +247,9 @@ class Checkpoints:
     def _update_pointers(self, step: int, metric: float | None) -> None:
         write_json(self.directory / LATEST, {"step": step, "metric": metric})
         ranked = self._ranked()
-        if ranked and read_json(self.directory / BEST) != (best := {"step": ranked[0][1], "metric": ranked[0][0]}):
+        if ranked and read_json(self.directory / BEST) != (
+            best := {"step": ranked[0][1], "metric": ranked[0][0]}
+        ):
             write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
@@ -262,7 +274,10 @@ class Checkpoints:
     def _newest_other(self, step: int) -> int | None:
         """Step of the newest intact checkpoint, other than the one being written unless that is durable already."""
         steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
-        return max((candidate for candidate in steps if candidate != step or candidate == self._durable), default=None)
+        return max(
+            (candidate for candidate in steps if candidate != step or candidate == self._durable),
+            default=None,
+        )
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""
@@ -296,7 +311,9 @@ def lower_priority() -> None:
     Linux keeps a niceness per thread; elsewhere it belongs to the whole process, and is left as it is.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # where a sandbox forbids it, the writer keeps its priority
+        with contextlib.suppress(
+            OSError
+        ):  # where a sandbox forbids it, the writer keeps its priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

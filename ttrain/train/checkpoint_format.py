@@ -36,12 +36,20 @@ def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     return Snapshot(int(state["step"]), *read_tensors(path, state["files"], weights_file), state)
 
 
-def read_tensors(path: Path, names: Iterable[str], weights_file: str = WEIGHTS) -> tuple[Tensors, Tensors]:
+def read_tensors(
+    path: Path, names: Iterable[str], weights_file: str = WEIGHTS
+) -> tuple[Tensors, Tensors]:
     """Read weights and optimizer state from those of the named files of a checkpoint that hold tensors."""
     weights = dict(load_tensors(path / weights_file))
     for name in names:
-        if name.endswith(SAFETENSORS) and name not in (weights_file, OPTIMIZER):  # as `by_file` laid them out
-            weights |= {f"{name}/{tensor_name}": tensor for tensor_name, tensor in load_tensors(path / name).items()}
+        if name.endswith(SAFETENSORS) and name not in (
+            weights_file,
+            OPTIMIZER,
+        ):  # as `by_file` laid them out
+            weights |= {
+                f"{name}/{tensor_name}": tensor
+                for tensor_name, tensor in load_tensors(path / name).items()
+            }
     return weights, load_tensors(path / OPTIMIZER)
 
 
@@ -84,22 +92,34 @@ def _read_state(path: Path) -> JsonDict:
     try:
         state: JsonDict = json.loads(file.read_bytes())
         name_matches = path.name in (f"step-{state['step']:08d}", f".writing-{state['step']:08d}")
-        whole = state.pop("sha256") == _digest(state) and name_matches and isinstance(state["files"], dict)
+        whole = (
+            state.pop("sha256") == _digest(state)
+            and name_matches
+            and isinstance(state["files"], dict)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}") from None
+        raise ArtifactError(
+            f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}"
+        ) from None
     if not whole:
-        raise ArtifactError(f"the checkpoint file {file} is damaged: it is not what was written for this step")
+        raise ArtifactError(
+            f"the checkpoint file {file} is damaged: it is not what was written for this step"
+        )
     return state
 
 
 def _verify(file: Path, entry: Any) -> None:
     try:
         if sha256_file(file) != entry["sha256"]:
-            raise ArtifactError(f"the checkpoint file {file} is damaged: its bytes are not those that were written")
+            raise ArtifactError(
+                f"the checkpoint file {file} is damaged: its bytes are not those that were written"
+            )
     except OSError as error:
         raise ArtifactError(f"the checkpoint file {file} is damaged: {error.strerror}") from None
     except (KeyError, TypeError):
-        raise ArtifactError(f"the checkpoint file {file} is damaged: {STATE} does not list it") from None
+        raise ArtifactError(
+            f"the checkpoint file {file} is damaged: {STATE} does not list it"
+        ) from None
 
 
 def load_tensors(file: Path) -> JsonDict:
@@ -107,7 +127,9 @@ def load_tensors(file: Path) -> JsonDict:
     try:
         tensors: JsonDict = load_file(file, backend="pread")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ArtifactError(f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}") from None
+        raise ArtifactError(
+            f"the checkpoint file {file} is damaged: {type(error).__name__}: {error}"
+        ) from None
     return tensors
 
 
@@ -129,16 +151,24 @@ def _type_name(dtype: torch.dtype) -> str:
     return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
-def tensor_parts(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> Iterator[bytes | memoryview]:
+def tensor_parts(
+    tensors: Tensors, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces. The tensors are on the CPU and must not change meanwhile."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all are aligned
+    names = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # so that all are aligned
     header: JsonDict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _type_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _type_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
@@ -152,7 +182,9 @@ def by_file(tensors: Tensors, default: str) -> dict[str, dict[str, Tensor]]:
     for name, tensor in tensors.items():
         file, _, tensor_name = name.rpartition("/")
         has_own_file = file.endswith(SAFETENSORS)
-        grouped.setdefault(file if has_own_file else default, {})[tensor_name if has_own_file else name] = tensor
+        grouped.setdefault(file if has_own_file else default, {})[
+            tensor_name if has_own_file else name
+        ] = tensor
     return grouped
 
 

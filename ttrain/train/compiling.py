@@ -26,7 +26,11 @@ log = logging.getLogger("ttrain")
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """The layers of a model that are kept whole, as transformers names them."""
-    names = {name for submodule in module.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
+    names = {
+        name
+        for submodule in module.modules()
+        for name in getattr(submodule, "_no_split_modules", None) or ()
+    }
     return [submodule for submodule in module.modules() if type(submodule).__name__ in names]
 
 
@@ -70,7 +74,10 @@ class CompiledLayers:
         """
         failures: list[Exception] = []
         calls = dict(self._calls)
-        self._calls = {layer: partial(_call_or_fall_back, layer, call, failures) for layer, call in calls.items()}
+        self._calls = {
+            layer: partial(_call_or_fall_back, layer, call, failures)
+            for layer, call in calls.items()
+        }
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         ended: Exception | None = None
         try:
@@ -91,14 +98,20 @@ class CompiledLayers:
         compiled = not (any_ended or any_failed)
         if not compiled:
             failure = ended or (failures[0] if failures else None)
-            log.warning("torch.compile failed (%s); training continues without it", _described(failure))
+            log.warning(
+                "torch.compile failed (%s); training continues without it", _described(failure)
+            )
             torch._dynamo.reset()
         self._calls = calls if compiled else {}
         return compiled
 
 
 def _call_or_fall_back(
-    layer: nn.Module, call: Callable[..., Any], failures: list[Exception], *arguments: Any, **options: Any
+    layer: nn.Module,
+    call: Callable[..., Any],
+    failures: list[Exception],
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     try:
         return call(*arguments, **options)

@@ -54,7 +54,9 @@ class Counters:
             window.parts[name] = window.parts.get(name, 0.0) + value
         for name, vector in sums.items():
             accumulated = window.sums.get(name, [0.0] * len(vector))
-            window.sums[name] = [first + second for first, second in zip(accumulated, vector, strict=True)]
+            window.sums[name] = [
+                first + second for first, second in zip(accumulated, vector, strict=True)
+            ]
 
     @property
     def loss(self) -> float | None:
@@ -68,7 +70,10 @@ class Counters:
         if not window.steps:
             return {}
         self.last_loss = window.loss / window.live_tokens
-        parts = {f"loss_{name}": value / window.live_tokens for name, value in sorted(window.parts.items())}
+        parts = {
+            f"loss_{name}": value / window.live_tokens
+            for name, value in sorted(window.parts.items())
+        }
         return {"loss": self.last_loss, **parts, "grad_norm": window.grad_norm / window.steps}
 
     def validated(self, loss: float) -> bool:

@@ -46,7 +46,9 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 timeout = timedelta(seconds=timeout_seconds)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=world, timeout=timeout
+                )
         return ranks
 
     @property
@@ -62,7 +64,11 @@ class Ranks:
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
         no rank waits for its GPU."""
-        return values if self.world == 1 else list(self.add_up(torch.tensor(values, dtype=torch.float64)).tolist())
+        return (
+            values
+            if self.world == 1
+            else list(self.add_up(torch.tensor(values, dtype=torch.float64)).tolist())
+        )
 
     def add_up(self, figures: Tensor) -> Tensor:
         """Sum figures over all ranks in place, on their device."""
@@ -96,7 +102,9 @@ class Ranks:
         return self._naming_lost_ranks("exchanging gradients", NETWORK_WORDS)
 
     @contextlib.contextmanager
-    def _naming_lost_ranks(self, activity: str = "waiting for the others", words: Sequence[str] = ("",)) -> Iterator[None]:
+    def _naming_lost_ranks(
+        self, activity: str = "waiting for the others", words: Sequence[str] = ("",)
+    ) -> Iterator[None]:
         """Turn the error that a lost rank causes into RankLost; `words`: it has one of them in its message."""
         try:
             yield
@@ -116,7 +124,10 @@ class Ranks:
 
 def share_cores(threads: int | None) -> int:
     """Give this process so many threads, or its share of the cores; returns its number among the ranks of this machine."""
-    local_world_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size, local_rank = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        int(os.environ.get("LOCAL_RANK", "0")),
+    )
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
     return local_rank
 
@@ -146,4 +157,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Arrays as tensors on the device. From memory that is not pinned, a copy would wait for all that a GPU is to do."""
     tensors = (torch.from_numpy(array) for array in arrays)
-    return [(tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True) for tensor in tensors]
+    return [
+        (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+        for tensor in tensors
+    ]

@@ -31,7 +31,11 @@ class EarlyStopping(Callback):
             return
         self._waited += 1
         if self._waited == self.patience:
-            log.info("step %d: %d validations without a better loss end the training", step, self.patience)
+            log.info(
+                "step %d: %d validations without a better loss end the training",
+                step,
+                self.patience,
+            )
 
     def stop_reason(self) -> str | None:
         return "early stopping" if self._waited >= self.patience else None

@@ -42,8 +42,16 @@ class Guard(Callback):
     def _warn(self, step: int, message: str, record: StepRecord) -> None:
         """Write a warning; the log gets the first rows only."""
         rows = record.rows().tolist()
-        log.warning("guard %s: step %d: %s; rows %s", self.name, step, message, first_of(rows, ROWS_SHOWN))
-        line = {"step": step, "guard": self.name, "message": message, "rows": rows, "time": time.time()}
+        log.warning(
+            "guard %s: step %d: %s; rows %s", self.name, step, message, first_of(rows, ROWS_SHOWN)
+        )
+        line = {
+            "step": step,
+            "guard": self.name,
+            "message": message,
+            "rows": rows,
+            "time": time.time(),
+        }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -70,7 +78,9 @@ class LossSpike(Guard):
             return  # the trainer handles non-finite losses
         if len(self._losses) >= self.FEWEST:
             mean, deviation = float(np.mean(self._losses)), float(np.std(self._losses, ddof=1))
-            high = record.loss > mean + self.DEVIATIONS * max(deviation, self.LEAST_DEVIATION * abs(mean))
+            high = record.loss > mean + self.DEVIATIONS * max(
+                deviation, self.LEAST_DEVIATION * abs(mean)
+            )
             if high and not self._high:
                 baseline = f"{mean:.3g} ± {deviation:.2g} over the {len(self._losses)} steps before"
                 self._warn(record.step, f"the loss is {record.loss:.4g}, after {baseline}", record)
@@ -90,7 +100,9 @@ class Overfit(Guard):
         super().__init__(path)
         self._order = order
         self._loss, self._live_tokens = 0.0, 0  # since the last validation
-        self._low: tuple[int, float, float] | None = None  # (step, training loss, validation loss) that rises follow
+        self._low: tuple[int, float, float] | None = (
+            None  # (step, training loss, validation loss) that rises follow
+        )
         self._before, self._rises, self._warned = math.inf, 0, False
         self._quick = False  # whether the validations so far are quick ones
         self._record: StepRecord | None = None
@@ -118,7 +130,12 @@ class Overfit(Guard):
             self._rises += 1
         self._before = loss
         since, train_then, low = self._low
-        if self._rises >= self.RISES and loss > (1 + self.LEAST_RISE) * low and train < train_then and not self._warned:
+        if (
+            self._rises >= self.RISES
+            and loss > (1 + self.LEAST_RISE) * low
+            and train < train_then
+            and not self._warned
+        ):
             self._warned = True
             times = min(step * self._order.rows_per_step, self._order.total_rows) / self._order.rows
             self._warn(

@@ -19,10 +19,14 @@ GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe",
 
 GATED = frozenset({f"{kind}MLP" for kind in GATED_KINDS})
 
-NORMS = frozenset({f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")})  # Mixtral has experts instead of an MLP
+NORMS = frozenset(
+    {f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")}
+)  # Mixtral has experts instead of an MLP
 
 # Attention with rotary positions of the whole head, its halves in pairs, and perhaps norms of queries and keys.
-ROTARY = frozenset({f"{kind}Attention" for kind in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")})
+ROTARY = frozenset(
+    {f"{kind}Attention" for kind in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")}
+)
 
 SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
 
@@ -44,7 +48,11 @@ def fuse(model: nn.Module) -> None:
 
 
 def _norm(self: Any, hidden: Tensor) -> Any:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or hidden.dtype != torch.float32:
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or hidden.dtype != torch.float32
+    ):
         return type(self).forward(self, hidden)
     dtype = autocast_dtype(hidden)
     return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
@@ -78,7 +86,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         is_native = native.takes(grad) and native.takes_norm(grad.dtype, x, weight)
-        return *(native.norm_slopes if is_native else _rms_slopes)(grad, x, weight, scale), None, None
+        return (
+            *(native.norm_slopes if is_native else _rms_slopes)(grad, x, weight, scale),
+            None,
+            None,
+        )
 
 
 def _activated(gate: Tensor, up: Tensor) -> Tensor:
@@ -151,10 +163,16 @@ def _rotary_attention(
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
     beside = [*angles, *(weight for weight, _ in norms if weight is not None)]
     widths = {tensor.shape[-1] for tensor in beside}
-    if not (native.takes_heads(dtype, K, hidden_states) and native.takes(*beside, dtype=torch.float32) and widths == {K}):
+    if not (
+        native.takes_heads(dtype, K, hidden_states)
+        and native.takes(*beside, dtype=torch.float32)
+        and widths == {K}
+    ):
         return of_transformers()
     projections = (self.q_proj, self.k_proj, self.v_proj)
-    states = [layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous() for layer in projections]
+    states = [
+        layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous() for layer in projections
+    ]
     arguments = *norms[0], *norms[1], angles, records.places, self.scaling
     mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None

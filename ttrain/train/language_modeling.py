@@ -33,10 +33,18 @@ from ttrain.train.task import LossSum, Metrics, Sums, TrainingTask
 from ttrain.train.varlen import Spans
 
 # Architectures whose logits are just the hidden states times the weight of the output embedding.
-PLAIN_HEADS = frozenset({
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM",
-})  # fmt: skip
+PLAIN_HEADS = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
+        "Glm4MoeForCausalLM",
+    }
+)
 
 LossTerms = tuple[Tensor, Tensors, Tensors]  # total, its parts, other sums
 
@@ -136,11 +144,16 @@ class LanguageModeling(CausalTask):
 @functools.cache
 def warn_unchunked_logits(architecture: str) -> None:
     """Warn once per process that all logits are held in memory: the doctor alone makes 15 such models."""
-    log.warning("the output head of %s may do more than a product; all its logits are held in memory", architecture)
+    log.warning(
+        "the output head of %s may do more than a product; all its logits are held in memory",
+        architecture,
+    )
 
 
 def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
-    return on_device((batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device)
+    return on_device(
+        (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device
+    )
 
 
 @final
@@ -151,7 +164,9 @@ class NextTokenLoss(nn.Module):
     ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, where all are divided by the targets of the first head.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto"
+    ) -> None:
         """Results are equal up to the order of summation, however they are computed.
 
         `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
@@ -160,7 +175,9 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
         causal, head = self.causal, self.get_output_embeddings()
-        self._plain = type(causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        self._plain = (
+            type(causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
+        )
         self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
         self._chunked = self._plain and chunk_tokens != 0
         if self._plain:
@@ -174,9 +191,15 @@ class NextTokenLoss(nn.Module):
     def spans(self, batch: Batch, device: torch.device) -> Spans | None:
         """Where the records of a batch begin, if attention is computed from that on this device, else None."""
         config = self.causal.config
-        if not (self._plain and self._by_records) or count(self.model) or device.type != varlen.DEVICE:
+        if (
+            not (self._plain and self._by_records)
+            or count(self.model)
+            or device.type != varlen.DEVICE
+        ):
             return None
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         dropout = (getattr(config, "attention_dropout", 0.0) or 0.0) if self.training else 0.0
         if not varlen.is_usable(device, autocast_dtype(next(self.parameters())), width, dropout):
             return None
@@ -228,7 +251,9 @@ class NextTokenLoss(nn.Module):
         sums: Tensors = {}
         second: Any = self.get_second_head() if branches_BT is None else None
         if second is not None:
-            parts["ce2"] = self._second_head(second, hidden_BTD, labels_after_next(labels_BT, segments_BT))
+            parts["ce2"] = self._second_head(
+                second, hidden_BTD, labels_after_next(labels_BT, segments_BT)
+            )
             loss = loss + second.loss_weight * parts["ce2"]
         if choices:
             live_B = (labels_BT != IGNORE).sum(1) if weights_B is None else weights_B
@@ -260,7 +285,9 @@ class NextTokenLoss(nn.Module):
         hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         weight_VD = model.get_output_embeddings().weight
         if rows.branches_BT is not None:
-            return hidden_BTD, linear_token_losses(hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens)
+            return hidden_BTD, linear_token_losses(
+                hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens
+            )
         return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
 
     def _inputs(self, rows: PackedTensors) -> Inputs:
@@ -268,14 +295,24 @@ class NextTokenLoss(nn.Module):
         model = self.causal
         inputs: Inputs = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
         arguments: Inputs = {} if rows.spans is None else {"spans": rows.spans}
-        if self._chunked and rows.spans is None and self._by_records and not count(self.model):  # which cover no prefix
+        if (
+            self._chunked and rows.spans is None and self._by_records and not count(self.model)
+        ):  # which cover no prefix
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
         if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
-            return inputs | {"attention_mask": rows.segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool), **arguments}
-        inputs = prepend(self.model, {**inputs, "attention_mask": segment_mask(rows.segments_BT, rows.branches_BT)})
+            return inputs | {
+                "attention_mask": rows.segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool),
+                **arguments,
+            }
+        inputs = prepend(
+            self.model,
+            {**inputs, "attention_mask": segment_mask(rows.segments_BT, rows.branches_BT)},
+        )
         return attention.with_attention_mask(model, inputs)
 
-    def _head_as_it_is(self, inputs: Inputs, rows: PackedTensors, hits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _head_as_it_is(
+        self, inputs: Inputs, rows: PackedTensors, hits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
         model = self.causal
         hidden_states: list[Tensor] = []
@@ -284,7 +321,9 @@ class NextTokenLoss(nn.Module):
         )
         try:
             logits_BTV = model(**inputs, use_cache=False).logits
-            loss = (token_loss_sum if rows.branches_BT is None else token_losses)(logits_BTV, rows.labels_BT)
+            loss = (token_loss_sum if rows.branches_BT is None else token_losses)(
+                logits_BTV, rows.labels_BT
+            )
             if hits is not None:
                 hits += count_hits(logits_BTV.flatten(0, 1), rows.labels_BT.flatten())
         finally:
@@ -308,15 +347,23 @@ class NextTokenLoss(nn.Module):
     def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> Tensors:
         """Balance terms of the routers, unweighted."""
         balancing = self._balancing
-        with torch.set_grad_enabled(torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0):
-            even, z = moe.row_losses(self._routers, choices, inside_BT, live_B, z_loss=balancing.z_loss > 0)
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0
+        ):
+            even, z = moe.row_losses(
+                self._routers, choices, inside_BT, live_B, z_loss=balancing.z_loss > 0
+            )
         return {"balance": even, "z": z} if balancing.z_loss else {"balance": even}
 
 
 def count(model: nn.Module) -> int:
     """Number of virtual tokens that a PEFT model puts before a text; 0 for other models."""
     settings = getattr(model, "active_peft_config", None)
-    return int(settings.num_virtual_tokens) if settings is not None and settings.is_prompt_learning else 0
+    return (
+        int(settings.num_virtual_tokens)
+        if settings is not None and settings.is_prompt_learning
+        else 0
+    )
 
 
 def prepend(model: Any, inputs: Inputs) -> Inputs:

@@ -65,12 +65,25 @@ def _shifts(objective: nn.Module, *, branches: bool) -> tuple[float, float, floa
     place_T = torch.arange(2 * RECORD, device=embedding.weight.device)
     ids_BT = (place_T * 7 % (embedding.num_embeddings - 1))[None] + 1
     others_BT = ids_BT % (embedding.num_embeddings - 1) + 1
-    segment_T, third_T = place_T // RECORD, place_T // (2 * RECORD // 3)  # third: prompt, chosen, rejected
+    segment_T, third_T = (
+        place_T // RECORD,
+        place_T // (2 * RECORD // 3),
+    )  # third: prompt, chosen, rejected
 
-    def shift(changed_T: Tensor, learnt_T: Tensor, positions_T: Tensor, segments_T: Tensor, **options: Tensor) -> float:
+    def shift(
+        changed_T: Tensor,
+        learnt_T: Tensor,
+        positions_T: Tensor,
+        segments_T: Tensor,
+        **options: Tensor,
+    ) -> float:
         labels_BT = torch.where(learnt_T, ids_BT.roll(-1, 1), IGNORE)
         usual, changed = (
-            float(objective(ids, positions_T[None], segments_T[None], labels_BT, next_only=True, **options)[0].sum())
+            float(
+                objective(
+                    ids, positions_T[None], segments_T[None], labels_BT, next_only=True, **options
+                )[0].sum()
+            )
             for ids in (ids_BT, torch.where(changed_T, others_BT, ids_BT))
         )
         return abs(changed - usual) / max(abs(usual), 1e-9)
@@ -79,7 +92,13 @@ def _shifts(objective: nn.Module, *, branches: bool) -> tuple[float, float, floa
     answer = 0.0
     if branches:
         positions_T = place_T - (third_T == 2) * (2 * RECORD // 3)
-        answer = shift(third_T == 1, third_T == 2, positions_T, torch.zeros_like(place_T), branches_BT=third_T[None])
+        answer = shift(
+            third_T == 1,
+            third_T == 2,
+            positions_T,
+            torch.zeros_like(place_T),
+            branches_BT=third_T[None],
+        )
     return shift(place_T == 2 * RECORD - 1, *row), shift(segment_T == 0, *row), answer
 
 

@@ -28,7 +28,9 @@ from ttrain.train.precision import autocast_dtype, is_ampere
 from ttrain.train.task import Metrics, Sums
 
 NAME = "ttrain"  # among the experts implementations of transformers
-ALIGNED = 8  # what widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16
+ALIGNED = (
+    8  # what widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16
+)
 
 
 def group(model: Any) -> None:
@@ -39,7 +41,9 @@ def group(model: Any) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    is_aligned = all(size % ALIGNED == 0 for module in experts for size in module.down_proj.shape[1:])
+    is_aligned = all(
+        size % ALIGNED == 0 for module in experts for size in module.down_proj.shape[1:]
+    )
     model.set_experts_implementation(NAME if is_aligned else "eager")
 
 
@@ -58,12 +62,18 @@ def _is_plain(module: Any) -> bool:
 def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Any:
     """Weighted sum of the expert outputs of each token, [N, D]; the signature is transformers'."""
     dtype = autocast_dtype(hidden_ND)
-    if torch.compiler.is_compiling() or not _is_plain(self) or not _has_products(hidden_ND.device, dtype):
+    if (
+        torch.compiler.is_compiling()
+        or not _is_plain(self)
+        or not _has_products(hidden_ND.device, dtype)
+    ):
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         output = grouped_mm_experts_forward(self, hidden_ND, experts_Nk, weights_Nk)
     else:
-        output = grouped_products(hidden_ND, self.gate_up_proj, self.down_proj, experts_Nk, weights_Nk, dtype)
+        output = grouped_products(
+            hidden_ND, self.gate_up_proj, self.down_proj, experts_Nk, weights_Nk, dtype
+        )
     return output.to(hidden_ND.dtype)
 
 
@@ -74,7 +84,12 @@ def _has_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def grouped_products(
-    hidden_ND: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, dtype: torch.dtype
+    hidden_ND: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    experts_Nk: Tensor,
+    weights_Nk: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Compute the experts with torch's grouped products, without synchronising with the device."""
     N, k = experts_Nk.shape
@@ -83,14 +98,22 @@ def grouped_products(
     ends_E = torch.searchsorted(experts_S, numbers_E, right=True).to(torch.int32)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         x_SD = hidden_ND.to(dtype)[order_S // k]
-        gate_SF, up_SF = F.grouped_mm(x_SD, gate_up_E2FD.to(dtype).transpose(1, 2), offs=ends_E).chunk(2, -1)
-        y_SD = F.grouped_mm(F.silu(gate_SF) * up_SF, down_EDF.to(dtype).transpose(1, 2), offs=ends_E)
-        places_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(N * k, device=order_S.device))
+        gate_SF, up_SF = F.grouped_mm(
+            x_SD, gate_up_E2FD.to(dtype).transpose(1, 2), offs=ends_E
+        ).chunk(2, -1)
+        y_SD = F.grouped_mm(
+            F.silu(gate_SF) * up_SF, down_EDF.to(dtype).transpose(1, 2), offs=ends_E
+        )
+        places_S = torch.empty_like(order_S).scatter_(
+            0, order_S, torch.arange(N * k, device=order_S.device)
+        )
         y_NkD = (y_SD * weights_Nk.flatten()[order_S, None])[places_S].view(N, k, -1)
     return y_NkD.sum(1)
 
 
-SHOWN_LOADS = 256  # with more experts than this in all layers together, loads are summarised, not listed
+SHOWN_LOADS = (
+    256  # with more experts than this in all layers together, loads are summarised, not listed
+)
 # Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's neither experts nor weights.
 UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
 
@@ -115,7 +138,11 @@ class Routers:
 
     def __init__(self, model: nn.Module) -> None:
         names = {module: type(module).__name__ for module in model.modules()}
-        self.modules = [module for module, name in names.items() if name.endswith("Router") and name not in UNLIKE]
+        self.modules = [
+            module
+            for module, name in names.items()
+            if name.endswith("Router") and name not in UNLIKE
+        ]
         self._scored_independently = [_scores_apart(module) for module in self.modules]
         self._open: list[RouterCall] | None = None
         for number, module in enumerate(self.modules):
@@ -125,13 +152,20 @@ class Routers:
     @property
     def trained(self) -> bool:
         """Whether the routers are trained; those of a frozen base are only observed."""
-        return any(parameter.requires_grad for module in self.modules for parameter in module.parameters())
+        return any(
+            parameter.requires_grad for module in self.modules for parameter in module.parameters()
+        )
 
     @property
     def biases(self) -> list[Tensor | None]:
         """The balancing bias of each router, which no gradient trains."""
-        named_tensors = ((*module.named_buffers(), *module.named_parameters()) for module in self.modules)
-        return [next((tensor for name, tensor in named if name.endswith(BIAS)), None) for named in named_tensors]
+        named_tensors = (
+            (*module.named_buffers(), *module.named_parameters()) for module in self.modules
+        )
+        return [
+            next((tensor for name, tensor in named if name.endswith(BIAS)), None)
+            for named in named_tensors
+        ]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[RouterCall]]:
@@ -149,7 +183,9 @@ class Routers:
         if not self._scored_independently[choice.router]:
             return logits_NE.softmax(-1)
         scores_NE = logits_NE.sigmoid()
-        return scores_NE / scores_NE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_NE.dtype).tiny)
+        return scores_NE / scores_NE.sum(-1, keepdim=True).clamp_min(
+            torch.finfo(scores_NE.dtype).tiny
+        )
 
     def _note(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._open is not None:
@@ -169,7 +205,9 @@ def _scores_apart(router: nn.Module) -> bool:
 
 def _in_fp32(self: Any, hidden: Tensor, *others: Any) -> Any:
     with torch.autocast(hidden.device.type, enabled=False):
-        return type(self).forward(self, hidden.to(torch.promote_types(hidden.dtype, torch.float32)), *others)
+        return type(self).forward(
+            self, hidden.to(torch.promote_types(hidden.dtype, torch.float32)), *others
+        )
 
 
 @dataclass(frozen=True)
@@ -184,9 +222,18 @@ class Balancing:
     def of(cls, model: nn.Module, routers: Routers) -> Self:
         """The settings in the config; all zero if routers are frozen. Raises UsageError if that is impossible."""
         config: Any = getattr(model, "config", None)
-        balancing = cls(**{setting: float(getattr(config, name, None) or 0.0) for name, setting in Moe.IN_CONFIG.items()})
+        balancing = cls(
+            **{
+                setting: float(getattr(config, name, None) or 0.0)
+                for name, setting in Moe.IN_CONFIG.items()
+            }
+        )
         if not routers.modules:
-            if balancing != cls() and "router_aux_loss_coef" in vars(config) and "router_z_loss_coef" in vars(config):
+            if (
+                balancing != cls()
+                and "router_aux_loss_coef" in vars(config)
+                and "router_z_loss_coef" in vars(config)
+            ):
                 raise UsageError(
                     f"model.moe asks for load balancing, but {type(model).__name__} has no router that can be observed; set "
                     f"model.moe.balance=0, model.moe.z_loss=0 and model.moe.bias_rate=0, or another model.kind"
@@ -203,7 +250,12 @@ class Balancing:
 
 
 def row_losses(
-    routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor, live_B: Tensor, *, z_loss: bool
+    routers: Routers,
+    choices: Sequence[RouterCall],
+    tokens_BT: Tensor,
+    live_B: Tensor,
+    *,
+    z_loss: bool,
 ) -> tuple[Tensor, Tensor]:
     """Balance loss and router z-loss, each summed over calls and rows, a row times its targets `live_B`.
 
@@ -243,7 +295,9 @@ def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> 
     loads = dict[str, Tensor]()
     entropies = []
     for number, choice in enumerate(choices):
-        counts_NE = torch.zeros_like(choice.logits_NE, dtype=torch.int64).scatter_(1, choice.experts_Nk, 1)
+        counts_NE = torch.zeros_like(choice.logits_NE, dtype=torch.int64).scatter_(
+            1, choice.experts_Nk, 1
+        )
         loads[f"{LOAD}/{number}/{choice.router}"] = (counts_NE * inside_N[:, None]).sum(0)
         entropies.append((torch.special.entr(routers.scores(choice)).sum(-1) * inside_N).sum())
     return {**loads, ENTROPY: torch.stack(entropies), TOKENS: inside_N.sum()[None]}
@@ -286,7 +340,10 @@ def figures(window_sums: Sums) -> Metrics:
         most = window_sums[TOKENS][0] * math.log(experts)
         entropy[f"moe_router_entropy/layer_{layer}"] = window_sums[ENTROPY][layer] / most
         if shown:
-            shares |= {f"moe_load/layer_{layer}/expert_{number}": count / total for number, count in enumerate(load)}
+            shares |= {
+                f"moe_load/layer_{layer}/expert_{number}": count / total
+                for number, count in enumerate(load)
+            }
     return {
         "moe_max_load": max(fullest.values()),
         "moe_router_entropy": sum(entropy.values()) / len(entropy),
@@ -298,5 +355,7 @@ def figures(window_sums: Sums) -> Metrics:
 
 def _loads(named_sums: Sums) -> list[tuple[int, int, Sequence[float]]]:
     """(number of the call, its router, load of each expert), in the order of the calls."""
-    loads = [(name.split("/"), load) for name, load in named_sums.items() if name.startswith(f"{LOAD}/")]
+    loads = [
+        (name.split("/"), load) for name, load in named_sums.items() if name.startswith(f"{LOAD}/")
+    ]
     return sorted((int(call), int(router), load) for (_, call, router), load in loads)

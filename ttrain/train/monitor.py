@@ -64,13 +64,16 @@ class PerformanceMonitor(Callback):
         now, window = self._clock(), self._window
         seconds, steps = sum(step.seconds for step in window), max(1, len(window))
         rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
-        between_steps = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)  # of this whole run
+        between_steps = max(0.0, now - self._began - self._all_seconds) / max(
+            1, self._all_steps
+        )  # of this whole run
         metrics = {
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
             "data_wait_fraction": sum(step.data_seconds for step in window) / max(seconds, 1e-9),
             "memory_bytes": float(peak_memory(self._device)),
-            "eta_seconds": (record.steps - record.step) * (trimmed_mean(self._recent) + between_steps),
+            "eta_seconds": (record.steps - record.step)
+            * (trimmed_mean(self._recent) + between_steps),
             "epoch_time": self._steps_per_epoch * (now - self._logged) / steps,
         }
         if self._peak_flops:
@@ -97,9 +100,13 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()  # getrusage has the peak of the parent's image too
+        lines = (
+            Path("/proc/self/status").read_text().splitlines()
+        )  # getrusage has the peak of the parent's image too
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 TERA = 1e12
@@ -126,7 +133,9 @@ TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "B200": (2250, 1125, 75),
 }
 
-OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})  # not covered by the line of the plain chip
+OTHER_BOARDS = frozenset(
+    {"PCIe", "NVL", "Laptop", "D", "MIG"}
+)  # not covered by the line of the plain chip
 
 
 def peak_flops(precision: Precision) -> float:
@@ -142,7 +151,9 @@ def datasheet_flops(name: str, word: str) -> float | None:
     for chip, (half, tf32, fp32) in TFLOPS.items():
         chip_parts = {*chip.split()}
         if chip_parts <= name_parts and name_parts & OTHER_BOARDS <= chip_parts:
-            tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}[word]
+            tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}[
+                word
+            ]
             return None if tflops is None else tflops * TERA
     return None
 
@@ -186,5 +197,7 @@ def visited_shares(model: nn.Module) -> dict[str, float]:
     visited = getattr(config, "num_experts_per_tok", None)
     if not visited:
         return {}
-    stacked = {name: p for name, p in model.named_parameters() if ".experts." in name and p.ndim > 1}
+    stacked = {
+        name: p for name, p in model.named_parameters() if ".experts." in name and p.ndim > 1
+    }
     return {name: min(1.0, visited / len(p)) for name, p in stacked.items()}

@@ -32,8 +32,10 @@ class _States(ctypes.Structure):
 class _Records(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
-        *((name, c_long) for name in ("records", "longest", "K")), ("scale", c_float), ("threads", c_int),
-    ]  # fmt: skip
+        *((name, c_long) for name in ("records", "longest", "K")),
+        ("scale", c_float),
+        ("threads", c_int),
+    ]
 
 
 ARGUMENTS: dict[str, list[Any]] = {
@@ -42,18 +44,39 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gated_slopes": [*[c_void_p] * 6, c_long, c_int],
     "norm": [c_void_p, c_void_p, c_float, c_void_p, c_int, c_void_p, c_long, c_long, c_int],
     "norm_slopes": [*[c_void_p] * 6, c_long, c_long, c_int],
-    "orthogonal": [c_void_p, c_void_p, c_long, c_long, c_long, c_float, c_float, c_float, c_int, c_float, c_int],
+    "orthogonal": [
+        c_void_p,
+        c_void_p,
+        c_long,
+        c_long,
+        c_long,
+        c_float,
+        c_float,
+        c_float,
+        c_int,
+        c_float,
+        c_int,
+    ],
     "attention": [c_void_p] * 7,
     "attention_slopes": [c_void_p] * 12,
 }
 
 
-RETURNING = ("score", "orthogonal", "attention", "attention_slopes")  # whether there was memory for them
+RETURNING = (
+    "score",
+    "orthogonal",
+    "attention",
+    "attention_slopes",
+)  # whether there was memory for them
 
 NO_MEMORY = -1
 
 # Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has counts.
-KINDS = ((torch.float32, 1, "fp32_avx2"), (torch.float32, 2, "fp32_avx512"), (torch.bfloat16, 4, "bf16"))
+KINDS = (
+    (torch.float32, 1, "fp32_avx2"),
+    (torch.float32, 2, "fp32_avx512"),
+    (torch.bfloat16, 4, "bf16"),
+)
 
 
 ADVICE = "with gcc 10 or newer, install ttrain again"
@@ -85,7 +108,10 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
         if kinds & kind:
             found[dtype] = {name: getattr(library, f"native_{name}_{suffix}") for name in ARGUMENTS}
             for name, function in found[dtype].items():
-                function.argtypes, function.restype = ARGUMENTS[name], c_long if name in RETURNING else None
+                function.argtypes, function.restype = (
+                    ARGUMENTS[name],
+                    c_long if name in RETURNING else None,
+                )
     return found
 
 
@@ -93,7 +119,9 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
 def warn_if_missing() -> None:
     """Warn once per process where they could be used and are not there."""
     if not kernels() and suits_machine():
-        log.warning("native kernels are not compiled, so training takes up to twice as long: %s", ADVICE)
+        log.warning(
+            "native kernels are not compiled, so training takes up to twice as long: %s", ADVICE
+        )
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
@@ -101,15 +129,23 @@ def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES
     kernels on this CPU; or of `dtype`, as what stands beside those."""
     kind = dtype or tensors[0].dtype
     return (kind is dtype or kind in kernels()) and all(
-        type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == kind and tensor.device.type == "cpu"
-        and tensor.is_contiguous() and tensor.shape[-1] % lanes == 0
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype == kind
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.shape[-1] % lanes == 0
         for tensor in tensors
-    )  # fmt: skip
+    )
 
 
 def _call(dtype: torch.dtype, name: str, *arguments: Any) -> Any:
     function = kernels()[dtype][name]
-    result = function(*(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments))
+    result = function(
+        *(
+            argument.data_ptr() if isinstance(argument, Tensor) else argument
+            for argument in arguments
+        )
+    )
     if result == NO_MEMORY:
         raise MemoryError(f"not enough memory for what {name} needs besides its tensors")
     return result
@@ -122,7 +158,9 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     arguments = *logits_CV.shape, scale is not None, scale or 0.0, losses_C, torch.get_num_threads()
     bad = _call(logits_CV.dtype, "score", logits_CV, labels_C, *arguments)
     if bad:
-        raise IndexError(f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} entries")
+        raise IndexError(
+            f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} entries"
+        )
     return losses_C
 
 
@@ -149,7 +187,19 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple
     """weight x scale in this type, and the scale, which is 1 / rms(x)."""
     out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
     scale = x.new_empty(*x.shape[:-1], 1)
-    _call(dtype, "norm", x, weight, epsilon, scale, False, out, x.numel() // D, D, torch.get_num_threads())
+    _call(
+        dtype,
+        "norm",
+        x,
+        weight,
+        epsilon,
+        scale,
+        False,
+        out,
+        x.numel() // D,
+        D,
+        torch.get_num_threads(),
+    )
     return out, scale
 
 
@@ -158,7 +208,19 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
     of_x, D = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // D
     of_weight = x.new_empty(-(-rows // NORM_ROWS), D)
-    _call(grad.dtype, "norm_slopes", grad, x, weight, scale, of_x, of_weight, rows, D, torch.get_num_threads())
+    _call(
+        grad.dtype,
+        "norm_slopes",
+        grad,
+        x,
+        weight,
+        scale,
+        of_x,
+        of_weight,
+        rows,
+        D,
+        torch.get_num_threads(),
+    )
     return of_x, of_weight.sum(0)
 
 
@@ -171,7 +233,11 @@ def takes_matrices(matrices_EAB: Tensor, dtype: torch.dtype) -> bool:
 
 
 def orthogonal(
-    matrices_EAB: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float, dtype: torch.dtype
+    matrices_EAB: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    epsilon: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Newton-Schulz steps of each matrix in this number format; see `optim.orthogonal`.
 
@@ -179,14 +245,26 @@ def orthogonal(
     """
     out = torch.empty_like(matrices_EAB)
     _call(
-        dtype, "orthogonal", matrices_EAB, out, *matrices_EAB.shape, *coefficients, steps, epsilon, torch.get_num_threads()
+        dtype,
+        "orthogonal",
+        matrices_EAB,
+        out,
+        *matrices_EAB.shape,
+        *coefficients,
+        steps,
+        epsilon,
+        torch.get_num_threads(),
     )
     return out
 
 
 def takes_heads(dtype: torch.dtype, width: int, hidden: Tensor) -> bool:
     """Whether `Attention` takes heads of this width and type, made of these hidden states."""
-    return dtype in kernels() and width % (2 * LANES) == 0 and takes(hidden, dtype=hidden.dtype, lanes=1)
+    return (
+        dtype in kernels()
+        and width % (2 * LANES) == 0
+        and takes(hidden, dtype=hidden.dtype, lanes=1)
+    )
 
 
 class Attention(torch.autograd.Function):
@@ -199,19 +277,37 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, query_weight: Tensor | None,
-        query_epsilon: float, key_weight: Tensor | None, key_epsilon: float, angles: tuple[Tensor, Tensor] | None,
-        places: tuple[Tensor, Tensor, Tensor | None], scale: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        query_BTHK: Tensor,
+        key_BTGK: Tensor,
+        value_BTGK: Tensor,
+        query_weight: Tensor | None,
+        query_epsilon: float,
+        key_weight: Tensor | None,
+        key_epsilon: float,
+        angles: tuple[Tensor, Tensor] | None,
+        places: tuple[Tensor, Tensor, Tensor | None],
+        scale: float,
+    ) -> Tensor:
         """`places`: the starts of the records and their lengths, longest first, and the branches of all tokens. `angles`:
         cosines and sines, [B, T, K]."""
         out = torch.empty_like(query_BTHK)
-        tops, logs = (query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2))
+        tops, logs = (
+            query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2)
+        )
         tensors = query_BTHK, key_BTGK, value_BTGK, query_weight, key_weight, out, tops, logs
         ctx.save_for_backward(*tensors)
         ctx.others = query_epsilon, key_epsilon, angles, places, scale
         states, records = _arguments(tensors, ctx.others)
-        _call(out.dtype, "attention", *map(ctypes.byref, states), ctypes.byref(records), out, tops, logs)
+        _call(
+            out.dtype,
+            "attention",
+            *map(ctypes.byref, states),
+            ctypes.byref(records),
+            out,
+            tops,
+            logs,
+        )
         return out
 
     @staticmethod
@@ -221,15 +317,29 @@ class Attention(torch.autograd.Function):
         query, key, value, query_weight, key_weight, out, tops, logs = tensors
         states, records = _arguments(tensors, ctx.others)
         slopes = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        of_weights = query.new_empty((records.records * key.shape[2], 2, key.shape[3]), dtype=torch.float32)
+        of_weights = query.new_empty(
+            (records.records * key.shape[2], 2, key.shape[3]), dtype=torch.float32
+        )
         grad = grad_BTHK.to(out.dtype).contiguous()
         arguments = out, tops, logs, grad, *slopes, of_weights
-        _call(out.dtype, "attention_slopes", *map(ctypes.byref, states), ctypes.byref(records), *arguments)
+        _call(
+            out.dtype,
+            "attention_slopes",
+            *map(ctypes.byref, states),
+            ctypes.byref(records),
+            *arguments,
+        )
         of_query_weight, of_key_weight = of_weights.sum(0)
         return (
-            *slopes, None if query_weight is None else of_query_weight, None, None if key_weight is None else of_key_weight,
-            None, None, None, None,
-        )  # fmt: skip
+            *slopes,
+            None if query_weight is None else of_query_weight,
+            None,
+            None if key_weight is None else of_key_weight,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -41,12 +41,18 @@ class Optimizers:
         """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
         `optim.lr`, if an optimizer has it.
         """
-        return {type(each).__name__.lower(): float(each.param_groups[0]["lr"]) for each in self.optimizers}
+        return {
+            type(each).__name__.lower(): float(each.param_groups[0]["lr"])
+            for each in self.optimizers
+        }
 
     @property
     def can_be_prevented(self) -> bool:
         """Whether `step_unless` is possible."""
-        return all(isinstance(optimizer, Muon) or optimizer.defaults.get("fused") for optimizer in self.optimizers)
+        return all(
+            isinstance(optimizer, Muon) or optimizer.defaults.get("fused")
+            for optimizer in self.optimizers
+        )
 
     def prepare(self, dtype: torch.dtype, ranks: Ranks | None) -> None:
         """Set the number format of Muon's products, and let the ranks divide among them what each of them would compute.
@@ -56,7 +62,10 @@ class Optimizers:
         """
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.dtype, optimizer.ranks = dtype, ranks if ranks is not None and ranks.on_one_machine else None
+                optimizer.dtype, optimizer.ranks = (
+                    dtype,
+                    ranks if ranks is not None and ranks.on_one_machine else None,
+                )
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -99,13 +108,21 @@ class Optimizers:
 
     def load_state(self, tensors: Tensors) -> None:
         """Restore what `state()` returned. Raises ArtifactError if a name is unknown."""
-        owners = {self.names[p]: (p, optimizer) for optimizer, group in self._groups() for p in group["params"]}
+        owners = {
+            self.names[p]: (p, optimizer)
+            for optimizer, group in self._groups()
+            for p in group["params"]
+        }
         for name, tensor in tensors.items():
             key, _, parameter_name = name.partition("|")
             if parameter_name not in owners:
-                raise ArtifactError(f"the checkpoint has optimizer state for {parameter_name}, which is not trained here")
+                raise ArtifactError(
+                    f"the checkpoint has optimizer state for {parameter_name}, which is not trained here"
+                )
             parameter, optimizer = owners[parameter_name]
-            stays = key == "step" and not optimizer.defaults.get("fused")  # only a fused optimizer counts on the device
+            stays = key == "step" and not optimizer.defaults.get(
+                "fused"
+            )  # only a fused optimizer counts on the device
             optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
@@ -128,7 +145,9 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases (also those of
     experts, stacked in two dimensions) and embeddings.
     """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     getters = ("get_output_embeddings", "get_second_head")
     output_heads = (getattr(model, name, lambda: None)() for name in getters)
     heads = {id(head.weight) for head in output_heads if head is not None}
@@ -142,7 +161,9 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
         elif id(p) in embeddings:
             lr = config.embedding_lr or lr
         elif p.ndim >= 2 and not name.endswith("bias"):
-            if config.kind == "muon" and (p.ndim == 2 or (p.ndim == 3 and "experts" in name.split("."))):
+            if config.kind == "muon" and (
+                p.ndim == 2 or (p.ndim == 3 and "experts" in name.split("."))
+            ):
                 muon.append(p)
                 continue
             decay = config.weight_decay
@@ -152,10 +173,14 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     if muon:
         optimizers.append(Muon(muon, lr=config.muon_lr, weight_decay=config.weight_decay))
     if groups:
-        described = [{"params": groups[lr, decay], "lr": lr, "weight_decay": decay} for lr, decay in first]
+        described = [
+            {"params": groups[lr, decay], "lr": lr, "weight_decay": decay} for lr, decay in first
+        ]
         kind = torch.optim.Adam if config.kind == "adam" else torch.optim.AdamW
         fused = all(p.device.type in FUSED_DEVICES for _, p in trained)
-        optimizers.append(kind(described, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+        optimizers.append(
+            kind(described, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+        )
     return Optimizers(optimizers, {p: name for name, p in trained})
 
 
@@ -175,7 +200,9 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.found_inf: Tensor | None = None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
+        self.found_inf: Tensor | None = (
+            None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
+        )
         self.ranks: Ranks | None = None
         self.dtype = torch.float32
 
@@ -185,11 +212,19 @@ class Muon(torch.optim.Optimizer):
             alike: dict[tuple[bool, torch.Size], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    key = parameter.ndim == 3 and hasattr(parameter, "to_local"), parameter.shape[-2:]
+                    key = (
+                        parameter.ndim == 3 and hasattr(parameter, "to_local"),
+                        parameter.shape[-2:],
+                    )
                     alike.setdefault(key, []).append(parameter)
-            made = [self._own_share(parameters, shared=not local) for (local, _), parameters in alike.items()]
+            made = [
+                self._own_share(parameters, shared=not local)
+                for (local, _), parameters in alike.items()
+            ]
             parts = [number for number, (local, _) in enumerate(alike) if not local]
-            for number, whole in zip(parts, self._exchanged([made[number] for number in parts]), strict=True):
+            for number, whole in zip(
+                parts, self._exchanged([made[number] for number in parts]), strict=True
+            ):
                 made[number] = whole
             for parameters, directions_EAB in zip(alike.values(), made, strict=True):
                 self._update(parameters, directions_EAB, group["lr"], group["weight_decay"])
@@ -197,7 +232,9 @@ class Muon(torch.optim.Optimizer):
     def _own_share(self, parameters: list[Tensor], *, shared: bool) -> Tensor:
         """Orthogonal directions of matrices of one shape: all of them, or where they are shared, of this rank's of them."""
         matrices = [
-            matrix for direction in self._momenta(parameters) for matrix in direction.view(-1, *direction.shape[-2:])
+            matrix
+            for direction in self._momenta(parameters)
+            for matrix in direction.view(-1, *direction.shape[-2:])
         ]
         if not shared or self.ranks is None or self.ranks.world == 1:
             return orthogonal(torch.stack(matrices), self.dtype)
@@ -212,9 +249,13 @@ class Muon(torch.optim.Optimizer):
             return shares
         gathered = self.ranks.gather(torch.cat([share.flatten() for share in shares]))
         parts = torch.split(gathered, [share.numel() for share in shares], 1)
-        return [part.reshape(-1, *share.shape[1:]) for part, share in zip(parts, shares, strict=True)]
+        return [
+            part.reshape(-1, *share.shape[1:]) for part, share in zip(parts, shares, strict=True)
+        ]
 
-    def _update(self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float) -> None:
+    def _update(
+        self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float
+    ) -> None:
         A, B = parameters[0].shape[-2:]
         rate, kept = lr * math.sqrt(max(1, A / B)), cast(Any, 1 - lr * weight_decay)
         if self.found_inf is not None:
@@ -225,7 +266,9 @@ class Muon(torch.optim.Optimizer):
         counts = [1 if part.ndim == 2 else len(part) for part in weights]
         directions = [
             local_part(shard_like(direction[0], parameter)) if parameter.ndim == 2 else direction
-            for parameter, direction in zip(parameters, torch.split(directions_EAB[: sum(counts)], counts), strict=True)
+            for parameter, direction in zip(
+                parameters, torch.split(directions_EAB[: sum(counts)], counts), strict=True
+            )
         ]
         torch._foreach_mul_(weights, kept)
         torch._foreach_add_(weights, directions, alpha=-rate)
@@ -235,7 +278,9 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        of_rank: Callable[[Any], Tensor] = local_part if parameters[0].ndim == 3 else lambda tensor: tensor
+        of_rank: Callable[[Any], Tensor] = (
+            local_part if parameters[0].ndim == 3 else lambda tensor: tensor
+        )
         means = [of_rank(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [of_rank(parameter.grad) for parameter in parameters]
         shares: Any = 1 - MOMENTUM
@@ -243,7 +288,9 @@ class Muon(torch.optim.Optimizer):
             gradients = [torch.where(self.found_inf > 0, 0.0, gradient) for gradient in gradients]
             shares = [shares * (1 - self.found_inf)] * len(means)
         torch._foreach_lerp_(means, gradients, shares)
-        return [full_tensor(direction) for direction in torch._foreach_lerp(gradients, means, MOMENTUM)]
+        return [
+            full_tensor(direction) for direction in torch._foreach_lerp(gradients, means, MOMENTUM)
+        ]
 
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,10 +44,14 @@ class Replicated(Parallel):
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
         super().__init__(
-            nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
+            nn.parallel.DistributedDataParallel(
+                module, gradient_as_bucket_view=True, forward_sync_buffers=False
+            )
         )
         self._bare = module
-        self._saved_buffers = sorted({name for name, _ in module.named_buffers()} & {*module.state_dict()})
+        self._saved_buffers = sorted(
+            {name for name, _ in module.named_buffers()} & {*module.state_dict()}
+        )
         self.loss_factor = float(ranks.world)
 
     def before_backward(self, *, last: bool) -> None:
@@ -57,7 +61,9 @@ class Replicated(Parallel):
     def finish(self) -> None:
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
         for buffer in map(self._bare.get_buffer, self._saved_buffers):
-            contiguous = buffer.detach().contiguous()  # gloo takes a tensor with gaps in memory for one without
+            contiguous = (
+                buffer.detach().contiguous()
+            )  # gloo takes a tensor with gaps in memory for one without
             dist.broadcast(contiguous, 0)
             buffer.copy_(contiguous)
 
@@ -87,7 +93,9 @@ class Sharded(Parallel):
     """Each layer is gathered when needed and freed afterwards: FSDP2 (arXiv:2304.11277), torch's `fully_shard`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # 0.5 s of imports that other runs need not pay
+        from torch.distributed.device_mesh import (
+            init_device_mesh,
+        )  # 0.5 s of imports that other runs need not pay
         from torch.distributed.fsdp import fully_shard
 
         self._is_first = ranks.first
@@ -95,7 +103,9 @@ class Sharded(Parallel):
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
         super().__init__(fully_shard(module, mesh=mesh))
-        self.loss_factor = float(ranks.world)  # gradients are averaged over ranks; gloo knows no other way
+        self.loss_factor = float(
+            ranks.world
+        )  # gradients are averaged over ranks; gloo knows no other way
 
     def before_backward(self, *, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)

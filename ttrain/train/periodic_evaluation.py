@@ -15,7 +15,10 @@ from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 
 PREFIX = "eval/"  # of every figure
 
-TIMED = (f"{PREFIX}seconds", f"{PREFIX}time_share")  # these differ between two runs of the same training
+TIMED = (
+    f"{PREFIX}seconds",
+    f"{PREFIX}time_share",
+)  # these differ between two runs of the same training
 
 
 class PeriodicEvaluation(Callback):
@@ -29,7 +32,12 @@ class PeriodicEvaluation(Callback):
     """
 
     def __init__(
-        self, model: nn.Module, measure: Callable[[int], Mapping[str, float]], writers: Sequence[Callback], *, every: int
+        self,
+        model: nn.Module,
+        measure: Callable[[int], Mapping[str, float]],
+        writers: Sequence[Callback],
+        *,
+        every: int,
     ) -> None:
         self._model, self._measure, self._writers, self._every = model, measure, writers, every
         self._began = self._spent = 0.0
@@ -58,7 +66,12 @@ class PeriodicSamples(Callback):
     """
 
     def __init__(
-        self, directory: Path, model: nn.Module, write: Callable[[], Iterable[Mapping[str, str]]], *, every: int
+        self,
+        directory: Path,
+        model: nn.Module,
+        write: Callable[[], Iterable[Mapping[str, str]]],
+        *,
+        every: int,
     ) -> None:
         self._directory, self._model, self._write, self._every = directory, model, write, every
 

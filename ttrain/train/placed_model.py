@@ -24,19 +24,31 @@ class PlacedModel:
     """The task's model, distributed over the ranks and perhaps compiled, its optimizers and the average of its weights."""
 
     def __init__(
-        self, module: nn.Module, task: TrainingTask, loader: Loader, ranks: Ranks, precision: Precision, speed: Speed
+        self,
+        module: nn.Module,
+        task: TrainingTask,
+        loader: Loader,
+        ranks: Ranks,
+        precision: Precision,
+        speed: Speed,
     ) -> None:
         self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1
-        self.bare = module.to(ranks.device) if is_whole else module  # else each rank moves only its shard
+        self.bare = (
+            module.to(ranks.device) if is_whole else module
+        )  # else each rank moves only its shard
         self.parallel, self._compiled_layers = place(
             self.bare, ranks, speed.parallel, self._trial_pass if speed.compile else None
         )
         self.optimizers = task.build_optimizer(self.bare)
         self.optimizers.prepare(precision.product_dtype, ranks)
-        self.average = MovingAverage(self.optimizers.names, task.config.schedule.average, loader.order.steps)
+        self.average = MovingAverage(
+            self.optimizers.names, task.config.schedule.average, loader.order.steps
+        )
         self.loss_scale = precision.loss_scale()
-        self.can_defer = is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
+        self.can_defer = (
+            is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
+        )
         # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
         self._scale = 1.0 / task.config.step_tokens
 
@@ -56,13 +68,21 @@ class PlacedModel:
         sums = MicroBatchSums()
         for micro in micro_batches:
             # Of dropout: a function of the micro-batch, not of the rank that computes it
-            seed = self.task.config.seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro.number * 0x94D049BB133111EB
+            seed = (
+                self.task.config.seed * 0x9E3779B97F4A7C15
+                + step * 0xBF58476D1CE4E5B9
+                + micro.number * 0x94D049BB133111EB
+            )
             # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
-            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(seed % (1 << 63))
+            (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(
+                seed % (1 << 63)
+            )
             self.parallel.before_backward(last=micro is micro_batches[-1])
             with self._compiled_layers.used():
                 with self.precision.autocast():
-                    loss = self.task.train_step(self.parallel.module, micro.batch, self.ranks.device)
+                    loss = self.task.train_step(
+                        self.parallel.module, micro.batch, self.ranks.device
+                    )
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
                 (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
             sums.add(micro.number, loss)
@@ -81,7 +101,9 @@ class PlacedModel:
         gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
         clip = self.task.config.optim.clip
         # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
-        torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor)
+        torch._foreach_mul_(
+            gradients, torch.clamp(clip / (norm + 1e-6), max=1.0) * factor if clip else factor
+        )
         self.optimizers.step() if prevented is None else self.optimizers.step_unless(prevented)
         self.optimizers.zero_grad()
         self.average.update(prevented)

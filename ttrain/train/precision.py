@@ -16,11 +16,18 @@ import torch
 from ttrain.core.machine import cpu_flags
 from ttrain.errors import TTrainError, UsageError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
 
 GROWTH_INTERVAL = 2000
 
-OVERFLOWS_IN_A_ROW = 32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
+OVERFLOWS_IN_A_ROW = (
+    32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
+)
 
 LOWEST_SCALE = 2.0**-16
 
@@ -96,10 +103,14 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
     if word == "auto":
         word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
     if word == "tf32" and not is_ampere(device):
-        raise UsageError(f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto")
+        raise UsageError(
+            f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto"
+        )
     if requested == "bf16" and device.type != "mps" and not has_bf16(device):
         faster = "fp16" if device.type == "cuda" else "fp32"
-        log.warning("precision is bf16, which this %s only emulates; %s is faster", device.type, faster)
+        log.warning(
+            "precision is bf16, which this %s only emulates; %s is faster", device.type, faster
+        )
     torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
     log.info("precision %s on %s%s", word, device, " (from auto)" if requested == "auto" else "")
     return Precision(word, device)
@@ -128,8 +139,15 @@ def is_ampere(device: torch.device) -> bool:
 def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device") -> torch.device:
     """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist; it was set by
     the setting or option `name`."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    requested, word = word, next(name for name in available if available[name]) if word == "auto" else word
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    requested, word = (
+        word,
+        next(name for name in available if available[name]) if word == "auto" else word,
+    )
     if not available[word]:
         raise UsageError(
             f"{name} is {word}, but torch {torch.__version__} finds no such device here; "

@@ -46,11 +46,17 @@ def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 
     `reference_point`: of kto, in units of a log-ratio; the same for all micro-batches and ranks of a step.
     """
-    losses = kto(config, answers, reference_point) if config.loss == "kto" else pair_losses(config, answers)
+    losses = (
+        kto(config, answers, reference_point)
+        if config.loss == "kto"
+        else pair_losses(config, answers)
+    )
     total = losses.sum()
     weight = 1.0 if config.loss == "orpo" else config.sft_weight
     if weight:
-        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(min=1)  # their mean, of each answer
+        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(
+            min=1
+        )  # their mean, of each answer
         total = total + weight * token_losses_A.masked_select(answers.ratings_A > 0).sum()
     return total
 
@@ -72,7 +78,9 @@ def pair_losses(config: Dpo, answers: Answers) -> Tensor:
     chosen_P, rejected_P = log_ratios(config, answers).view(-1, 2).unbind(1)
     lead_P = chosen_P - rejected_P
     if config.loss == "ipo":
-        return (lead_P - 1 / (2 * config.beta)).square()  # arXiv:2310.12036, equation 17: a lead a token
+        return (
+            lead_P - 1 / (2 * config.beta)
+        ).square()  # arXiv:2310.12036, equation 17: a lead a token
     if config.loss == "simpo":
         return sigmoid(config.beta * lead_P - config.margin)
     if config.loss == "orpo":
@@ -90,14 +98,18 @@ def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 def log_odds(log_prob: Tensor) -> Tensor:
     """log p / (1 - p) of a mean log-probability below 0 (arXiv:2403.07691)."""
-    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)  # an answer that is certain has infinite odds
+    log_prob = log_prob.clamp(
+        max=-torch.finfo(log_prob.dtype).eps
+    )  # an answer that is certain has infinite odds
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
 def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     """The loss of each answer, [A] (arXiv:2402.01306): how far its reward is on the wrong side of the reference point."""
     gains_A = config.beta * (log_ratios(config, answers) - reference_point) * answers.ratings_A
-    weights_A = torch.where(answers.ratings_A > 0, config.desirable_weight, config.undesirable_weight)
+    weights_A = torch.where(
+        answers.ratings_A > 0, config.desirable_weight, config.undesirable_weight
+    )
     return weights_A * torch.sigmoid(-gains_A)
 
 
@@ -112,9 +124,17 @@ def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> S
     return _scored(model, batch, device, next_only=True)[0]
 
 
-def _scored(model: nn.Module, batch: PairBatch, device: torch.device, **options: Any) -> tuple[Scores, Tensors, Tensors]:
+def _scored(
+    model: nn.Module, batch: PairBatch, device: torch.device, **options: Any
+) -> tuple[Scores, Tensors, Tensors]:
     """The scores of the answers, the balance terms of routers, and sums over their choices; options of NextTokenLoss."""
-    arrays = (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT, batch.branches_BT)
+    arrays = (
+        batch.input_ids_BT,
+        batch.positions_BT,
+        batch.segments_BT,
+        batch.labels_BT,
+        batch.branches_BT,
+    )
     *inputs, branches_BT = on_device(arrays, device)
     [answers_BT] = on_device([batch.answers_BT], device)
     losses_BT, parts, router_sums = model(*inputs, branches_BT=branches_BT, **options)
@@ -155,7 +175,9 @@ class PreferenceTuning(CausalTask):
         if not balance:
             return replace(loss, sums=sums)
         parts = {"preference": loss.total, **balance}
-        return replace(loss, total=loss.total + self._model.balance_of(balance), parts=parts, sums=sums)
+        return replace(
+            loss, total=loss.total + self._model.balance_of(balance), parts=parts, sums=sums
+        )
 
     def validation_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
         """The loss of the preferences alone."""
@@ -204,7 +226,9 @@ class PreferenceTuning(CausalTask):
         [ratings_A] = on_device([batch.ratings_A], device)
         reference_A = torch.zeros_like(log_probs_A)
         if self.config.has_reference:
-            assert batch.references_A is not None, "the rows bring no log-probabilities of the reference"
+            assert batch.references_A is not None, (
+                "the rows bring no log-probabilities of the reference"
+            )
             reference_A = on_device([batch.references_A], device)[0].to(reference_A)
         answers = Answers(log_probs_A, reference_A, tokens_A, ratings_A)
         total = loss_sum(self.config, answers, self._reference_point)
@@ -213,14 +237,25 @@ class PreferenceTuning(CausalTask):
 
     def _sums(self, answers: Answers, *, paired: bool) -> Tensors:
         log_probs_A, ratios_A = answers.log_probs_A.detach(), answers.ratios_A.detach()
-        rewards_A = self.config.beta * log_ratios(self.config, answers).detach()  # implicit; without a reference beta log pi
+        rewards_A = (
+            self.config.beta * log_ratios(self.config, answers).detach()
+        )  # implicit; without a reference beta log pi
         sums = dict[str, Tensor]()
         for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
             mine = (answers.ratings_A == rating).to(log_probs_A)
-            sums[name] = torch.stack([(mine * values).sum() for values in (mine, log_probs_A, rewards_A, answers.tokens_A)])
+            sums[name] = torch.stack(
+                [
+                    (mine * values).sum()
+                    for values in (mine, log_probs_A, rewards_A, answers.tokens_A)
+                ]
+            )
         sums[LEADS] = torch.zeros(3).to(log_probs_A)
         if paired:
             lead_P = -rewards_A.view(-1, 2).diff(dim=1).flatten()
-            sums[LEADS] = torch.stack([torch.ones_like(lead_P).sum(), (lead_P > 0).to(lead_P).sum(), lead_P.sum()])
-        sums[RATIOS] = torch.stack([torch.ones_like(ratios_A).sum(), ratios_A.sum(), rewards_A.sum() / self.config.beta])
+            sums[LEADS] = torch.stack(
+                [torch.ones_like(lead_P).sum(), (lead_P > 0).to(lead_P).sum(), lead_P.sum()]
+            )
+        sums[RATIOS] = torch.stack(
+            [torch.ones_like(ratios_A).sum(), ratios_A.sum(), rewards_A.sum() / self.config.beta]
+        )
         return sums

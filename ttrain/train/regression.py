@@ -32,7 +32,13 @@ class Regression(UserTask):
 
     def build_model(self) -> nn.Module:
         hidden = self.config.hidden
-        return nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        return nn.Sequential(
+            nn.Linear(2, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, 1),
+        )
 
     def build_criterion(self) -> Criterion:
         return nn.MSELoss(reduction="sum")
@@ -41,7 +47,9 @@ class Regression(UserTask):
         x, y = (tensor.to(device) for tensor in batch)
         return LossSum(self.criterion(model(x).squeeze(1), y), count=len(y))
 
-    def validation_step(self, model: nn.Module, batch: list[Tensor], device: torch.device) -> LossSum:
+    def validation_step(
+        self, model: nn.Module, batch: list[Tensor], device: torch.device
+    ) -> LossSum:
         with torch.no_grad():
             return self.train_step(model, batch, device)
 

@@ -24,7 +24,13 @@ CAP_SHARE = 0.8  # of the memory that is free
 START_BYTES, THREAD_BYTES = 40_000_000, 8 << 20
 
 # The last is oneDNN's, where it has no memory to compile a product in.
-PHRASES = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "could not create a primitive")
+PHRASES = (
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "Cannot allocate memory",
+    "could not create a primitive",
+)
 
 log = logging.getLogger("ttrain")
 
@@ -58,16 +64,27 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
         soft = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     else:
-        log.warning("runtime.memory_limit_gb is %g, which nothing enforces on %s here", limit / GB, device.type)
+        log.warning(
+            "runtime.memory_limit_gb is %g, which nothing enforces on %s here",
+            limit / GB,
+            device.type,
+        )
 
 
 def available_bytes(device: torch.device) -> float:
     """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, file = float(psutil.virtual_memory().available), CGROUP / "memory.max"  # of cgroups of version 2
+    free, file = (
+        float(psutil.virtual_memory().available),
+        CGROUP / "memory.max",
+    )  # of cgroups of version 2
     limit = file.read_text().strip() if file.exists() else "max"
-    return free if limit == "max" else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
+    return (
+        free
+        if limit == "max"
+        else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
+    )
 
 
 def data_bytes() -> int:
@@ -84,9 +101,17 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        smaller = f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
-        fix = f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else smaller
-        raise TTrainError(f"out of memory: {fix}. {type(error).__name__}: {first_line(error)}") from error
+        smaller = (
+            f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
+        )
+        fix = (
+            f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})"
+            if limit
+            else smaller
+        )
+        raise TTrainError(
+            f"out of memory: {fix}. {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -124,7 +149,11 @@ class NightThrottle:
         clock: Callable[[], datetime] | None = None,
     ) -> None:
         self.settings, self.on = settings, False
-        self._device, self._rows_per_device, self._memory_limit = device, rows_per_device, memory_limit
+        self._device, self._rows_per_device, self._memory_limit = (
+            device,
+            rows_per_device,
+            memory_limit,
+        )
         self._threads = torch.get_num_threads()
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
         self._clock = clock or (lambda: datetime.now(zone))
@@ -132,7 +161,9 @@ class NightThrottle:
     def is_night(self) -> bool:
         """Whether it is night now; the window holds its start and not its end, and may span midnight."""
         return is_in_window(
-            self._clock().time(), time.fromisoformat(self.settings.start), time.fromisoformat(self.settings.end)
+            self._clock().time(),
+            time.fromisoformat(self.settings.start),
+            time.fromisoformat(self.settings.end),
         )
 
     def set(self, on: bool) -> int:

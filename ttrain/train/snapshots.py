@@ -12,7 +12,9 @@ from ttrain.train.distributed import Tensors
 
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
-Memory = tuple[dict[str, Tensor], dict[str, Tensor]]  # held for weights, and for the optimizer's state
+Memory = tuple[
+    dict[str, Tensor], dict[str, Tensor]
+]  # held for weights, and for the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class SnapshotBuffers:
         for _ in range(sets):
             self._free.put(({}, {}))
 
-    def take(self, step: int, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Snapshot:
+    def take(
+        self, step: int, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any]
+    ) -> Snapshot:
         """Copy the tensors, from any device. Waits while all sets are in use.
 
         The caller passes the snapshot to `Checkpoints.save`, or calls its `release`, once.
@@ -53,7 +57,9 @@ class SnapshotBuffers:
 
 def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Copy tensors to CPU memory: contiguous copies that training no longer changes."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
 
 
 def needed_bytes(snapshot: Snapshot) -> int:
@@ -69,6 +75,8 @@ def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor
     for name, tensor in tensors.items():
         memory = buffers.get(name)
         if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            memory = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            memory = buffers[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
         memory.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
     return dict(buffers)

@@ -31,8 +31,12 @@ class MicroBatchSums:
     """Sums over the micro-batches of a step on one rank: of their targets, their losses, and vectors by name."""
 
     live: int = 0
-    losses: dict[int, Tensor] = field(default_factory=dict)  # by the number of the micro-batch, on the device
-    vectors: dict[str, Tensor] = field(default_factory=dict)  # parts of the loss, of length 1, and other sums
+    losses: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by the number of the micro-batch, on the device
+    vectors: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # parts of the loss, of length 1, and other sums
 
     def add(self, number: int, loss: LossSum) -> None:
         """Add a micro-batch."""
@@ -62,21 +66,33 @@ class ReducedSums:
     def flat(self, vectors: Mapping[str, Any]) -> list[Any]:
         """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
         if self._lengths is None:
-            agreed = self._ranks.union([f"{name}|{len(vector)}" for name, vector in vectors.items()])
-            self._lengths = {name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)}
+            agreed = self._ranks.union(
+                [f"{name}|{len(vector)}" for name, vector in vectors.items()]
+            )
+            self._lengths = {
+                name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)
+            }
         if unknown := sorted(vectors.keys() - self._lengths.keys()):
             raise TTrainError(
                 f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step did not have; return the "
                 f"same parts from every training step, with 0 for an absent one"
             )
-        return [number for name, length in self._lengths.items() for number in vectors.get(name, [0.0] * length)]
+        return [
+            number
+            for name, length in self._lengths.items()
+            for number in vectors.get(name, [0.0] * length)
+        ]
 
     def named(self, values: Sequence[float]) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Unpack a list made by `flat`: the parts of the loss, and the other sums."""
         assert self._lengths is not None, "flat() comes first"
         numbers = iter(values)
         vectors = {name: [*islice(numbers, length)] for name, length in self._lengths.items()}
-        parts = {name.removeprefix(PART): vectors.pop(name)[0] for name in [*vectors] if name.startswith(PART)}
+        parts = {
+            name.removeprefix(PART): vectors.pop(name)[0]
+            for name in [*vectors]
+            if name.startswith(PART)
+        }
         return parts, vectors
 
 
@@ -117,7 +133,9 @@ class DeferredSteps:
     def stacked(self, losses: Mapping[int, Tensor], others: Sequence[Tensor | float]) -> Tensor:
         """The sum of the losses and the other sums in fp64."""
         total = torch.stack([losses[number].double() for number in sorted(losses)]).sum()
-        return torch.stack([total, *(torch.as_tensor(figure, device=self._device).double() for figure in others)])
+        return torch.stack(
+            [total, *(torch.as_tensor(figure, device=self._device).double() for figure in others)]
+        )
 
     def prevents(self, total: Tensor, norm: Tensor, skips: int) -> Tensor:
         """1.0 where the step may not be applied, else 0.0, on the device. `skips`: in a row before the first of all."""
@@ -129,7 +147,12 @@ class DeferredSteps:
         return torch.maximum(bad, self._over)
 
     def add(
-        self, finish: Callable[..., FinishedStep], norm: Tensor, figures: Tensor, data_seconds: float, began: float
+        self,
+        finish: Callable[..., FinishedStep],
+        norm: Tensor,
+        figures: Tensor,
+        data_seconds: float,
+        began: float,
     ) -> None:
         """Add a step that began at this time of `time.monotonic`; `finish`: FinishedStep with its first three fields."""
         if not self._steps:
@@ -154,7 +177,9 @@ def measure(
     was_training, total, sums = model.training, 0.0, MicroBatchSums()
     model.eval()
     for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
-        is_filler = number >= len(batches)  # sharded models must be called equally often on all ranks
+        is_filler = number >= len(
+            batches
+        )  # sharded models must be called equally often on all ranks
         batch = batches[0].without_targets() if is_filler else batches[number]
         with precision.autocast():
             loss = task.validation_step(model, batch, ranks.device)
@@ -169,16 +194,22 @@ def measure(
 
 SHOWN_ROWS = 16
 
-SKIPS_IN_A_ROW = 20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
+SKIPS_IN_A_ROW = (
+    20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
+)
 
 
 class NonFinite(TTrainError):
     """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
 
-    def __init__(self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int) -> None:
+    def __init__(
+        self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int
+    ) -> None:
         """`in_a_row`: such steps up to this one."""
         self.step, self.rows = finished.step + 1, list(rows)
-        self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW  # else the run ends
+        self.is_skipped = (
+            config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
+        )  # else the run ends
         shown = first_of(self.rows, SHOWN_ROWS)
         remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         if config.nonfinite == "skip":
@@ -194,6 +225,13 @@ class NonFinite(TTrainError):
 
 def rows_to_blame(parts: Sequence[Array], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
     """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
-    bad = [float(number in losses and not math.isfinite(float(losses[number]))) for number in range(len(parts))]
-    blamed = [micro_batch_rows for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True) if is_bad]
+    bad = [
+        float(number in losses and not math.isfinite(float(losses[number])))
+        for number in range(len(parts))
+    ]
+    blamed = [
+        micro_batch_rows
+        for micro_batch_rows, is_bad in zip(parts, ranks.sum(bad), strict=True)
+        if is_bad
+    ]
     return [int(row) for micro_batch_rows in blamed or parts for row in micro_batch_rows]

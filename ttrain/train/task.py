@@ -101,7 +101,9 @@ def find_task(name: str) -> EntryPoint:
     tasks = installed_tasks()
     if name in tasks:
         return tasks[name]
-    raise UsageError(f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}")
+    raise UsageError(
+        f"there is no task '{name}'{did_you_mean(name, [*tasks])}; the tasks are {describe_tasks()}"
+    )
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -113,7 +115,9 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 def describe_tasks() -> str:
     """List of all tasks, for an error message."""
     names = ", ".join(installed_tasks()) or "none"
-    return f"{names}, or any module:Class; a package adds one by an entry point of the group {GROUP}"
+    return (
+        f"{names}, or any module:Class; a package adds one by an entry point of the group {GROUP}"
+    )
 
 
 class MapStyle(Protocol):

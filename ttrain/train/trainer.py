@@ -51,16 +51,30 @@ class Trainer:
     """Trains the task's model on the loader's rows."""
 
     def __init__(
-        self, task: TrainingTask, loader: Loader, options: TrainerOptions, callbacks: Sequence[Callback] = ()
+        self,
+        task: TrainingTask,
+        loader: Loader,
+        options: TrainerOptions,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
         self.task, self.loader = task, loader
         self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
-        self.checkpoints, self.validation, self.cadence = options.checkpoints, options.validation, options.cadence
-        self.night, self.stop_requested, self.identity = options.night, options.stop_requested, options.origin.identity
+        self.checkpoints, self.validation, self.cadence = (
+            options.checkpoints,
+            options.validation,
+            options.cadence,
+        )
+        self.night, self.stop_requested, self.identity = (
+            options.night,
+            options.stop_requested,
+            options.origin.identity,
+        )
         self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
-        self._quick_steps = spread_steps(self.steps, self.cadence.quick_validations if self.validation.quick else 0)
+        self._quick_steps = spread_steps(
+            self.steps, self.cadence.quick_validations if self.validation.quick else 0
+        )
         newest = self.checkpoints.newest() if self.checkpoints else None
         origin, speed = options.origin, options.speed
         snapshot = newest or origin.start
@@ -70,13 +84,21 @@ class Trainer:
             self.weights.load(tensors.weights)
         self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
-        self.bare, self.parallel, self.loss_scale = self.model.bare, self.model.parallel, self.model.loss_scale
+        self.bare, self.parallel, self.loss_scale = (
+            self.model.bare,
+            self.model.parallel,
+            self.model.loss_scale,
+        )
         self.optimizers, self.average = self.model.optimizers, self.model.average
         self.factor = task.build_scheduler(self.steps)
         self.counters, self._buffers = Counters(), SnapshotBuffers()
         self._totals, self._votes = ReducedSums(self.ranks), Votes()
         defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
-        self._deferred = DeferredSteps(self.ranks.device, task.config) if defers and self.model.can_defer else None
+        self._deferred = (
+            DeferredSteps(self.ranks.device, task.config)
+            if defers and self.model.can_defer
+            else None
+        )
         self._check_ranks(snapshot)
         if snapshot:
             self._restore(snapshot)
@@ -104,16 +126,26 @@ class Trainer:
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 kept_step, kept = self._restore_best()
             if self.checkpoints and self.ranks.first:
-                self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(kept_step)
+                self.checkpoints.wait() if reason == INTERRUPTED else self.checkpoints.end(
+                    kept_step
+                )
             self.callback_list.dispatch("end", self.step)
         except BaseException as error:
             self.callback_list.failed(error)
             raise
         totals = self.counters
         return FitResult(
-            self.step, reason, self.first, kept_step, kept.loss, kept.validation_loss, totals.skipped, totals.live_tokens,
-            totals.tokens, time.monotonic() - began,
-        )  # fmt: skip
+            self.step,
+            reason,
+            self.first,
+            kept_step,
+            kept.loss,
+            kept.validation_loss,
+            totals.skipped,
+            totals.live_tokens,
+            totals.tokens,
+            time.monotonic() - began,
+        )
 
     def _loop(self) -> str:
         batches = iter(self.loader)
@@ -143,7 +175,9 @@ class Trainer:
     def _votes_of_rank(self) -> Votes:
         """What this rank asks for. Whether it is night is decided by the clock of rank 0."""
         is_night = self.night is not None and self.ranks.first and self.night.is_night()
-        wants_stop = self.step > 0 and self.callback_list.wants_stop()  # before the first step there is nothing to keep
+        wants_stop = (
+            self.step > 0 and self.callback_list.wants_stop()
+        )  # before the first step there is nothing to keep
         return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
 
     def _vote(self) -> None:
@@ -156,7 +190,9 @@ class Trainer:
             return INTERRUPTED
         return STOPPED if self._votes.callback else None
 
-    def _apply_night_throttle(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    def _apply_night_throttle(
+        self, batches: Iterator[list[MicroBatch]]
+    ) -> Iterator[list[MicroBatch]]:
         """Switch the micro-batch size when night begins or ends; batches prefetched in the old size are made again."""
         if self.night is None or self.night.on == bool(self._votes.night):
             return batches
@@ -166,10 +202,14 @@ class Trainer:
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
         """Do one optimizer step, which began to wait for its rows at this time of `time.monotonic`."""
         data_seconds = time.monotonic() - began
-        self.optimizers.set_factor(self.factor(step))  # also of a step that is skipped, whose rate is logged
+        self.optimizers.set_factor(
+            self.factor(step)
+        )  # also of a step that is skipped, whose rate is logged
         with self.ranks.exchanging():
             sums = self.model.backward(step, micro_batches)
-            if self._deferred is not None and step > self.first and sums.only_parts:  # the first one names the parts
+            if (
+                self._deferred is not None and step > self.first and sums.only_parts
+            ):  # the first one names the parts
                 self._defer_step(self._deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
@@ -179,28 +219,45 @@ class Trainer:
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            prevented = None if self._deferred is None else torch.zeros((), device=self.ranks.device)
+            prevented = (
+                None if self._deferred is None else torch.zeros((), device=self.ranks.device)
+            )
             self.model.update(factor, norm, prevented)
         self.optimizers.zero_grad()
         seconds = time.monotonic() - began
-        self._account(FinishedStep(step, live, sums.losses, total, whole_norm, others, seconds, data_seconds))
+        self._account(
+            FinishedStep(step, live, sums.losses, total, whole_norm, others, seconds, data_seconds)
+        )
 
     def _defer_step(
-        self, deferred: DeferredSteps, step: int, sums: MicroBatchSums, began: float, data_seconds: float
+        self,
+        deferred: DeferredSteps,
+        step: int,
+        sums: MicroBatchSums,
+        began: float,
+        data_seconds: float,
     ) -> None:
         """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
         live, _ = self._agree(step, sums.live)
         figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.vectors)))
         factor, norm = self.model.norm(live)
-        self.model.update(factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row))
-        deferred.add(partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began)
+        self.model.update(
+            factor, norm, deferred.prevents(figures[0], norm, self.counters.skipped_in_a_row)
+        )
+        deferred.add(
+            partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began
+        )
         if self._votes.signal or self._votes.callback or self._reads(step + 1):
             for finished in deferred.read():
                 self._account(finished)
 
-    def _agree(self, step: int, live: int, figures: Sequence[float] = ()) -> tuple[float, list[float]]:
+    def _agree(
+        self, step: int, live: int, figures: Sequence[float] = ()
+    ) -> tuple[float, list[float]]:
         """The targets and figures of a step, summed over all ranks, which vote with the same message."""
-        live_sum, signal, callback, night, *summed = self.ranks.sum([float(live), *self._votes_of_rank(), *figures])
+        live_sum, signal, callback, night, *summed = self.ranks.sum(
+            [float(live), *self._votes_of_rank(), *figures]
+        )
         self._votes = Votes(signal, callback, night)
         if not live_sum:
             raise TTrainError(
@@ -224,7 +281,9 @@ class Trainer:
         else:
             self.counters.skipped += 1
             self.counters.skipped_in_a_row += 1
-            if not self.loss_scale.enabled:  # fp16 overflows now and then, which a smaller scale fixes
+            if (
+                not self.loss_scale.enabled
+            ):  # fp16 overflows now and then, which a smaller scale fixes
                 self._not_finite(finished)
         self.loss_scale.update(finished.finite)
         tokens = self.loader.order.step_tokens(finished.step)
@@ -232,9 +291,18 @@ class Trainer:
         self.counters.tokens += tokens
         done = finished.step + 1
         record = StepRecord(
-            done, self.steps, finished.loss, finished.norm, int(finished.live), not finished.finite, finished.seconds,
-            finished.data_seconds, partial(self.loader.order.step_rows, finished.step), tokens, self.counters.tokens,
-        )  # fmt: skip
+            done,
+            self.steps,
+            finished.loss,
+            finished.norm,
+            int(finished.live),
+            not finished.finite,
+            finished.seconds,
+            finished.data_seconds,
+            partial(self.loader.order.step_rows, finished.step),
+            tokens,
+            self.counters.tokens,
+        )
         self.callback_list.dispatch("step_end", record)
         if self._due(self.cadence.log, done) or done == self.steps:
             self._log_window(record)
@@ -264,7 +332,11 @@ class Trainer:
         improved = self.counters.validated(loss)
         self.callback_list.dispatch("validated", self.step, loss)
         of_task = {f"validation_{name}": value for name, value in figures.items()}
-        metrics = {"validation_loss": loss, **of_task, **self.callback_list.figures("validation_figures", loss)}
+        metrics = {
+            "validation_loss": loss,
+            **of_task,
+            **self.callback_list.figures("validation_figures", loss),
+        }
         if self.step in self._quick_steps:  # of all rows, so that both curves end at the same value
             metrics |= _quick_metrics(loss, figures)
         self._log(self.step, metrics)
@@ -274,7 +346,10 @@ class Trainer:
         of_task = self.task.figures(self.counters.window.sums)
         losses, rates = self.counters.close_window(), self.optimizers.learning_rates()
         metrics = {**losses, **self.task.derived(losses), **of_task}
-        metrics |= {"lr": [*rates.values()][-1], **{f"lr_{name}": rate for name, rate in rates.items()}}
+        metrics |= {
+            "lr": [*rates.values()][-1],
+            **{f"lr_{name}": rate for name, rate in rates.items()},
+        }
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
         if self.night is not None:
@@ -286,7 +361,9 @@ class Trainer:
         self._log(record.step, metrics | self.callback_list.figures("figures", record))
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        self.callback_list.dispatch("log", LogRecord(step, self.steps, self.counters.tokens, metrics))
+        self.callback_list.dispatch(
+            "log", LogRecord(step, self.steps, self.counters.tokens, metrics)
+        )
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -304,11 +381,18 @@ class Trainer:
             return
         with self.average.as_weights():
             tensors = {**self.optimizers.state(), **self.average.state()}
-            weights, optimizer = self.parallel.whole(self.weights.state()), self.parallel.whole(tensors)
+            weights, optimizer = (
+                self.parallel.whole(self.weights.state()),
+                self.parallel.whole(tensors),
+            )
             self._saved = step
             if not self.ranks.first:
                 return
-            metric = self.counters.validation_loss if step == self.step and self._validates(step) else None
+            metric = (
+                self.counters.validation_loss
+                if step == self.step and self._validates(step)
+                else None
+            )
             snapshot = self._buffers.take(step, weights, optimizer, self._state(step))
             self.checkpoints.save(snapshot, metric=metric)
         self.callback_list.dispatch("saved", step)
@@ -370,7 +454,9 @@ class Trainer:
             log.warning("continues with another %s: %s", name, change)
         if state["precision"] != self.precision.word:
             log.warning(
-                "continues in %s what was computed in %s: not the same bits", self.precision.word, state["precision"]
+                "continues in %s what was computed in %s: not the same bits",
+                self.precision.word,
+                state["precision"],
             )
         rows = int(state["rows"])
         if rows % order.rows_per_step and rows != order.total_rows:
@@ -383,7 +469,11 @@ class Trainer:
 
     def _check_ranks(self, snapshot: Snapshot | None) -> None:
         """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
-        state = json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True) if snapshot else ""
+        state = (
+            json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True)
+            if snapshot
+            else ""
+        )
         if len(self.ranks.union([state])) > 1:
             raise ArtifactError(
                 f"the ranks start at different steps, rank {self.ranks.rank} at step {self.first}; all ranks must be able "

@@ -35,8 +35,12 @@ class Origin:
     """From what a run begins where it has no checkpoint of its own, and what must be equal to continue one."""
 
     start: Snapshot | None = None  # of another directory, or in memory, as the doctor's
-    plateau: Snapshot | None = None  # weights and optimizer state of another run, with which the first step begins
-    identity: Mapping[str, Any] = field(default_factory=dict)  # settings that are saved in checkpoints, and must be equal
+    plateau: Snapshot | None = (
+        None  # weights and optimizer state of another run, with which the first step begins
+    )
+    identity: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings that are saved in checkpoints, and must be equal
     allow: frozenset[str] = frozenset()  # those of them that may differ
 
 
@@ -84,7 +88,9 @@ class FitResult:
     step: int
     stop_reason: str  # COMPLETED, INTERRUPTED or STOPPED
     resumed_from_step: int
-    kept_step: int  # of the weights, before `step` where those with the lowest validation loss were kept
+    kept_step: (
+        int  # of the weights, before `step` where those with the lowest validation loss were kept
+    )
     loss: float | None  # of the kept weights, as is the next one
     validation_loss: float | None
     skipped_steps: int

@@ -61,10 +61,18 @@ def spans_of(segments_BT: npt.NDArray[Any], device: torch.device) -> Spans:
 
 def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout: float) -> bool:
     """Whether the kernel runs on this device, in this number format, for heads so wide, and without dropout."""
-    return is_ampere(device) and dtype in HALF and head_width <= LONGEST_HEAD and head_width % 8 == 0 and not dropout
+    return (
+        is_ampere(device)
+        and dtype in HALF
+        and head_width <= LONGEST_HEAD
+        and head_width % 8 == 0
+        and not dropout
+    )
 
 
-def span_attention(query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Spans, scale: float) -> Tensor:
+def span_attention(
+    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Spans, scale: float
+) -> Tensor:
     """Causal attention within the records of `spans`, on their device; returns [B, T, H, K]."""
     B, T, H, K = query_BTHK.shape
     states = (state.reshape(B * T, -1, K) for state in (query_BTHK, key_BTGK, value_BTGK))
@@ -81,24 +89,44 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q_MHK), q_MHK.new_empty((q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32)
+def _(
+    q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q_MHK), q_MHK.new_empty(
+        (q_MHK.shape[1], q_MHK.shape[0]), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("ttrain::span_attention_backward", mutates_args=())
 def _attention_backward(
-    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_MHK: Tensor,
+    q_MHK: Tensor,
+    k_MGK: Tensor,
+    v_MGK: Tensor,
+    out_MHK: Tensor,
+    sums_HM: Tensor,
+    spans: Tensor,
+    longest: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     with strictly_deterministic():
-        return backward_kernel(grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, int(longest), scale)
+        return backward_kernel(
+            grad_MHK.contiguous(), q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, int(longest), scale
+        )
 
 
 @_attention_backward.register_fake
 def _(
-    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_MHK: Tensor,
+    q_MHK: Tensor,
+    k_MGK: Tensor,
+    v_MGK: Tensor,
+    out_MHK: Tensor,
+    sums_HM: Tensor,
+    spans: Tensor,
+    longest: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_MHK), torch.empty_like(k_MGK), torch.empty_like(v_MGK)
 
 
@@ -139,14 +167,36 @@ def forward_kernel(
 
 
 def backward_kernel(
-    grad_MHK: Tensor, q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, out_MHK: Tensor, sums_HM: Tensor, spans: Tensor,
-    longest: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_MHK: Tensor,
+    q_MHK: Tensor,
+    k_MGK: Tensor,
+    v_MGK: Tensor,
+    out_MHK: Tensor,
+    sums_HM: Tensor,
+    spans: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)  # of dropout, which there is none of
+    random_state = torch.zeros(
+        2, dtype=torch.uint64, device=q_MHK.device
+    )  # of dropout, which there is none of
     unused = q_MHK.new_empty(0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad_MHK, q_MHK, k_MGK, v_MGK, out_MHK, sums_HM, spans, spans, longest, longest, 0.0, True, random_state, unused,
+        grad_MHK,
+        q_MHK,
+        k_MGK,
+        v_MGK,
+        out_MHK,
+        sums_HM,
+        spans,
+        spans,
+        longest,
+        longest,
+        0.0,
+        True,
+        random_state,
+        unused,
         scale=scale,
-    )  # fmt: skip
+    )
     return gradients
