@@ -1,6 +1,7 @@
 """About how long a plan takes, and how often it passes over its data; what its reasons compare with."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
 from ttrain.tasks import PRETRAIN
+from ttrain.train.measured_steps import Measured
 
 RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
 
@@ -185,3 +187,22 @@ def test_a_run_of_many_passes_is_asked_about_on_a_terminal_alone(
     )
     ttrain(*words, "--yes")
     assert len(started) == 2 and len(asked) == 1
+
+
+def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrained: House) -> None:
+    settings = ("pretrain.seed=2", "pretrain.tokens=100_000")
+    plan = Plan("full", pretrained.settings(*settings), pretrained.store, Graph(), [])
+    plan = replace(plan, stages=[pretrained.plan(*settings)["pretrain"]])
+    section = plan.settings.pretrain.resolved(100)
+    passes = (1 + estimates.QUICK_SHARE) * 0.5 * 100_000 / section.step_tokens
+    expected = estimates.START_SECONDS + passes + 0.01 * section.validation_rows
+    measured = list[str]()
+
+    def measure(stage: str, config: object) -> Measured:
+        measured.append(stage)
+        return Measured(step=0.5, row=0.01)
+
+    for _ in range(2):
+        assert estimate(plan, measure).seconds == pytest.approx(expected)
+    assert measured == ["pretrain"]
+    assert estimate(plan).seconds == pytest.approx(expected), "without measuring"

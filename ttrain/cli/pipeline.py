@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from time import sleep
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,13 +44,15 @@ from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.api import Plan, Run
-    from ttrain.config import Settings
+    from ttrain.config import Settings, Training
     from ttrain.config.loading import LoadedSettings
     from ttrain.config.rules import Rule
     from ttrain.core.files import JsonObject
     from ttrain.engine.estimate import Estimate
+    from ttrain.train.measured_steps import Measured
 
 LISTED_RUNS = 10
+MEASURED_FROM_SECONDS = 3600.0  # of a run: then 20 s of measuring are little
 WATCH_SECONDS = 2.0
 STAGE_COLUMNS = ("stage", "state", "key", "why")  # of a plan
 OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
@@ -136,7 +138,7 @@ def pipeline_rerun(
 @command(
     pipeline_app,
     "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
-    "ttrain pipeline plan full --profile small --rules",
+    "ttrain pipeline plan full --profile small --rules\n\nttrain pipeline plan full model.preset=5m --time",
     short="Train",
 )
 def pipeline_plan(
@@ -146,6 +148,9 @@ def pipeline_plan(
     options: SelectionOptions,
     show_rules: Annotated[
         bool, option("also what follows from other settings, by which rule", "--rules")
+    ] = False,
+    time: Annotated[
+        bool, option("measure steps of the trainings, at most 20 s, the first time", "--time")
     ] = False,
 ) -> Output:
     """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
@@ -163,7 +168,7 @@ def pipeline_plan(
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
     automatic = _rules(loaded, planned, packs=show_rules)
-    estimated = estimate(planned)
+    estimated = measured_estimate(planned) if time else estimate(planned)
     value = {
         **planned.to_json(),
         "estimate": estimated.to_json(),
@@ -177,6 +182,34 @@ def pipeline_plan(
         f"{waiting} of {len(planned)} stages will run" if waiting else "everything is cached"
     )
     return Output(value, [*_plan_parts(planned, estimated), *lines])
+
+
+def measured_estimate(planned: Plan) -> Estimate:
+    """The estimate by steps of the trainings, which are measured here unless they have been before."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from ttrain.cli.train import prepare_to_train
+    from ttrain.core.files import temporary_directory
+    from ttrain.engine.estimate import estimate
+
+    prepare_to_train(planned.settings)
+    # In another process, or a pipeline of hours would keep torch and its memory.
+    spawned = ProcessPoolExecutor(1, get_context("spawn"))
+    with temporary_directory("time") as directory, spawned:
+
+        def measure(stage: str, config: Training) -> Measured | None:
+            print(f"measuring steps of {stage} ...", file=sys.stderr)
+            arguments = (stage, config, planned.settings, planned.paths, directory)
+            return spawned.submit(_measure_stage, *arguments).result()
+
+        return estimate(planned, measure)
+
+
+def _measure_stage(*arguments: Any) -> Measured | None:
+    from ttrain.doctor.timing import measure_stage
+
+    return measure_stage(*arguments)
 
 
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
@@ -224,7 +257,7 @@ def pipeline_status(
         if not as_json:
             console().clear()  # nothing where it is no terminal
             Output(None, _status_parts(listed[: limit or LISTED_RUNS])).print()
-        time.sleep(WATCH_SECONDS)
+        sleep(WATCH_SECONDS)
     if not listed and not as_json:
         raise UsageError(
             f"there are no runs yet in {home().absolute()}; {name_syntax.BEGIN}, "
@@ -380,6 +413,8 @@ def plan_and_run(
         Output(None, _cached_parts(planned, record)).print()
         return
     estimated = estimate(planned)
+    if (estimated.seconds or 0) > MEASURED_FROM_SECONDS:
+        estimated = measured_estimate(planned)
     Output(None, _plan_parts(planned, estimated)).print()
     usable_home()
     on_code = remarks_on_code(planned)

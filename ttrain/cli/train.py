@@ -7,7 +7,7 @@ import warnings
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ttrain.cli.options import (
     Allow,
@@ -26,6 +26,9 @@ from ttrain.core.terminal import console, outlast_output, print_escaped
 from ttrain.core.text import format_duration, format_value
 from ttrain.errors import UsageError
 from ttrain.store.layout import MANIFEST, usable_home
+
+if TYPE_CHECKING:
+    from ttrain.config import Settings
 
 TASK_HELP = "name of an installed task, such as regression, or module:Class"
 
@@ -112,6 +115,15 @@ def check_output(out: Path) -> None:
         )
 
 
+def prepare_to_train(settings: "Settings") -> None:
+    """Set the variables that a stage's process has, before torch is loaded here."""
+    from ttrain.engine.processes import environment_of
+
+    for name, value in environment_of(settings).items():
+        if name.startswith(READ_BY_C):
+            os.environ.setdefault(name, value)
+
+
 @command(
     app,
     "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json",
@@ -134,13 +146,10 @@ def doctor(
     from ttrain.doctor.inputs import missing_data
     from ttrain.engine.estimate import estimate
     from ttrain.engine.planner import alone
-    from ttrain.engine.processes import environment_of
     from ttrain.flows.engine import RunOptions, run_pipeline
 
     began, settings = time.monotonic(), settings_options.load().settings
-    for name, value in environment_of(settings).items():
-        if name.startswith(READ_BY_C):
-            os.environ.setdefault(name, value)
+    prepare_to_train(settings)
     plan, examined = api.plan("full", settings), stage or settings.trainings[0]
     for each in missing_data(examined, plan):
         run_pipeline(alone(each.stage.name, plan), console(stderr=as_json), RunOptions("none"))

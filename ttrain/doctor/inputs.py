@@ -1,5 +1,7 @@
 """What a stage reads: artifacts of the store. A base that is not trained yet has random weights."""
 
+import random
+import string
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -7,11 +9,14 @@ from pathlib import Path
 from ttrain.config import Settings
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import ProgressWriter
+from ttrain.data import tokenizer
 from ttrain.engine.graph import Plan, Planned
 from ttrain.engine.planner import no_stage
 from ttrain.store import name_syntax
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, SHARDS, TOKENIZER
 from ttrain.tasks.common.job import StageContext
+
+RANDOM_WORDS = 30_000
 
 
 def missing_data(stage: str, plan: Plan) -> list[Planned]:
@@ -31,19 +36,22 @@ def missing_data(stage: str, plan: Plan) -> list[Planned]:
     return [each for each in waiting if each.stage.name in needed]
 
 
-def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path], bool]:
+def paths_of(
+    stage: str, settings: Settings, artifacts: Mapping[str, Path], directory: Path
+) -> tuple[dict[str, Path], bool]:
     """(directories that a stage reads, whether its base is a trained model).
 
-    A base that no run has trained is made under `directory`.
+    `artifacts`: directories of those that are in the store, by stage. What no run has made is made
+    under `directory`: a base of random weights, a tokenizer of random words. Shards are left out.
     """
-    artifacts = {
-        each.stage.name: each.artifact.path
-        for each in plan.stages
-        if each.state == "cached" and each.artifact
-    }
-    settings, row = plan.settings, TRAINING_STAGES[stage]
+    row = TRAINING_STAGES[stage]
     start = settings.starts[stage]
-    paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[stage].name]}
+    paths = {"tokenizer": artifacts.get(TOKENIZER.name) or directory / TOKENIZER.name}
+    if not paths["tokenizer"].exists():
+        made_up = tokenizer.train(random_words(), settings.tokenizer.vocab_size)
+        tokenizer.save(made_up, paths["tokenizer"])
+    if shards := artifacts.get(SHARDS[stage].name):
+        paths["shards"] = shards
     base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)
     if base:
         return {**paths, "base": base}, True
@@ -60,3 +68,10 @@ def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path
     )
     import_module(NEW_MODEL.module).run(Settings.rebuilt(NEW_MODEL.part_of(settings)), job)
     return {**paths, "base": job.output}, False
+
+
+def random_words() -> list[str]:
+    """Words of which a tokenizer of up to 60,000 tokens can be trained in a second."""
+    chance = random.Random(1)
+    letters = string.ascii_letters
+    return [" ".join("".join(chance.choices(letters, k=6)) for _ in range(RANDOM_WORDS))]

@@ -104,7 +104,7 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     settings, row = plan.settings, TRAINING_STAGES[stage]
     config: Training = getattr(settings, stage)
     device = training.start(settings.runtime).device
-    paths, is_trained = paths_of(stage, plan, directory)
+    paths, is_trained = paths_of(stage, settings, plan.paths, directory)
     encoder, shards = Encoder(paths["tokenizer"]), paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
     config = config.resolved(rows.epoch)

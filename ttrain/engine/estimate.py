@@ -1,6 +1,7 @@
 """About how long a plan takes on this machine, and how often it passes over its data. Imports nothing heavy.
 
-The rate of a training is that of the newest artifact of its stage that this machine made, else of another training, else
+What was measured for these settings on this machine is remembered in the home, and comes first.
+Else the rate of a training is that of the newest artifact of its stage that this machine made, else of another training, else
 the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not known is left out:
 the tokens of a user's own chats before their shards are there, the rate of a GPU that has trained nothing yet.
 """
@@ -23,7 +24,8 @@ from ttrain.engine.provenance import machine
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
-from ttrain.tasks import SHARDS
+from ttrain.tasks import EVALUATE, SHARDS
+from ttrain.train.measured_steps import Measure, remembered
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
 # Repeated tokens are worth as much as new ones for about four passes, and little after forty (arXiv:2305.16264).
@@ -37,13 +39,15 @@ QUICKSTART_FLOPS = 8e6  # of a token
 EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
 MOST_CORES = 8  # to which the speed of so small models grows
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
-QUICKSTART_SECONDS = {"source": 2.0, "tokenizer": 3.0, "evaluate": 8.0}
+QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
 QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
 QUICKSTART_TOKENS = {"pretrain": 696_495, "sft": 261_189, "lora": 83_960}  # with 2048 words
 
 # UTF-8 bytes of a token of documents with 2048 words, and the power of their number by which they grow.
 BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
 PLAIN = (".jsonl", ".json", ".txt", ".md")  # of others, packed, the size does not tell the text's
+
+QUICK_SHARE = 0.02  # of a training, which its quick validations take
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -130,10 +134,10 @@ def _about(seconds: float) -> str:
     return f"{rounded:.0f} s" if rounded < 100 else format_duration(rounded)
 
 
-def estimate(plan: Plan) -> Estimate:
-    """Estimate the stages of a plan that will run."""
+def estimate(plan: Plan, measure: Measure | None = None) -> Estimate:
+    """Estimate the stages of a plan that will run. `measure` is asked for what nobody has measured here yet."""
     artifacts = {each.name: each.artifact for each in plan}
-    estimator = _Estimator(artifacts, plan.settings, plan.store)
+    estimator = _Estimator(artifacts, plan.settings, plan.store, measure)
     estimates = tuple(estimator.of(each) for each in plan if each.state == "run")
     return Estimate(estimates, estimator.rate)
 
@@ -143,6 +147,7 @@ class _Estimator:
     artifacts: dict[str, Artifact | None]
     settings: Settings
     store: ArtifactStore
+    measure: Measure | None = None
     rate: str = "the quickstart's rate on a similar CPU"
 
     def of(self, planned: Planned) -> StageEstimate:
@@ -153,6 +158,8 @@ class _Estimator:
     def _seconds(self, planned: Planned) -> float | None:
         """Of a stage that does not train: as long as before, and longer by what it has to read more."""
         earlier = self._made_here(planned.name)
+        if planned.name == EVALUATE.name:
+            return self._evaluation(earlier)
         if earlier is None:
             return QUICKSTART_SECONDS.get(planned.name) if self._is_quickstart("pretrain") else None
         before = (
@@ -161,6 +168,21 @@ class _Estimator:
         size = self._bytes(dataset_read(planned.stage.dataset or "", self.settings.data.tokenizer))
         growth = max(1.0, size / before) if size and before else 1.0
         return float(earlier.manifest["seconds"]) * growth
+
+    def _evaluation(self, earlier: Artifact | None) -> float | None:
+        """As long as before, and longer with a larger model."""
+        seconds, flops = EVALUATION_SECONDS, QUICKSTART_FLOPS
+        if earlier:
+            seconds = float(earlier.manifest["seconds"])
+            flops = _flops_per_token(
+                earlier.provenance["settings"], self.settings.evaluate.row_length
+            )
+        elif not self._is_quickstart("pretrain"):
+            return None
+        if self.settings.existing_model:
+            return seconds if earlier else None
+        passes = max(0.0, seconds - START_SECONDS)
+        return START_SECONDS + passes / self._speed_up(flops, self.settings.evaluate.row_length)
 
     def _training(self, planned: Planned) -> StageEstimate:
         section: Training = getattr(self.settings, planned.name)
@@ -173,12 +195,21 @@ class _Estimator:
         if data:
             tokens = tokens or round(data * (passes or 0))
             passes = passes or tokens / data
-        rate = self._tokens_per_second(planned.name, section.row_length)
         seconds = None
-        if tokens and rate:
+        if tokens:
             rest = max(0, tokens - planned.first_step * section.step_tokens)
-            seconds = START_SECONDS + rest / rate
+            seconds = self._seconds_of(planned.name, section, rest)
         return StageEstimate(planned.name, seconds, tokens, passes)
+
+    def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
+        """Of a training on so many tokens, by what was measured for it, or by the rate of another one."""
+        home, settings = self.store.root, self.settings
+        if measured := remembered(home, stage, section, settings, self.measure):
+            self.rate = "what was measured here"
+            steps = (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens
+            return START_SECONDS + steps + measured.row * section.validation_rows
+        rate = self._tokens_per_second(stage, section.row_length)
+        return START_SECONDS + tokens / rate if rate else None
 
     def _tokens_per_second(self, stage: str, row_length: int) -> float | None:
         """By the newest training on this machine; of an existing model, only by one of the same stage."""

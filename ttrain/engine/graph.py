@@ -270,6 +270,11 @@ class Plan(Sequence[Planned]):
         return {stage.name: stage.artifact.result for stage in self.stages if stage.artifact}
 
     @property
+    def paths(self) -> dict[str, Path]:
+        """The directories of the artifacts that are in the store, by stage."""
+        return {stage.name: stage.artifact.path for stage in self.stages if stage.artifact}
+
+    @property
     def left_out(self) -> list[str]:
         """The stages of the pipeline that the selection leaves out."""
         planned = {stage.name for stage in self.stages}

@@ -1,0 +1,44 @@
+"""Seconds of the steps of a plan's trainings, whatever of their inputs is there."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import transformers
+
+from ttrain.config import Settings, Training
+from ttrain.config.training import TRAINING_STAGES
+from ttrain.data.encoder import Encoder
+from ttrain.doctor.inputs import paths_of
+from ttrain.doctor.run import subject
+from ttrain.tasks import EXISTING_MODEL, STAGES
+from ttrain.tasks.common import training
+from ttrain.train import precision
+from ttrain.train.measured_steps import Measured
+from ttrain.train.timing import MadeUpRows, measure
+
+
+def measure_stage(
+    stage: str,
+    config: Training,
+    settings: Settings,
+    artifacts: Mapping[str, Path],
+    directory: Path,
+) -> Measured | None:
+    """Measure a training. `config`: its settings with numbers for what is `auto`.
+
+    `artifacts`: directories of those that are in the store, by stage; what else it reads is made
+    under `directory`. None of pairs, whose lengths decide, and of an existing model that is not in
+    the store yet.
+    """
+    kind = TRAINING_STAGES[stage].rows
+    has_model = not settings.existing_model or EXISTING_MODEL.name in artifacts
+    if kind == "pairs" or not has_model:
+        return None
+    transformers.utils.logging.disable_progress_bar()  # of a base that is loaded
+    device = training.start(settings.runtime).device
+    paths, _ = paths_of(stage, settings, artifacts, directory)
+    model = subject(stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths)
+    task = training.task_of(config, model.model, settings.runtime)
+    rows = MadeUpRows(config.row_length, len(Encoder(paths["tokenizer"])), kind)
+    computed_in = precision.resolve_precision(config.precision, device)
+    return measure(task, rows, model, computed_in, settings.runtime)

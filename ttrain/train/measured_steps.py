@@ -1,0 +1,59 @@
+"""Seconds of a training step that were measured on this machine, remembered in the home. Imports nothing heavy."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ttrain.config import Settings, Training
+from ttrain.core.files import read_object, write_json
+from ttrain.core.hashing import digest_of
+from ttrain.core.machine import processor
+
+FILE = Path("cache", "measured_steps.json")  # in the home: by the digest of what shapes the speed
+SHAPE_NO_STEP = {"tokens", "epochs", "schedule", "seed", "start_from"}  # of a stage's settings
+SHAPE_SPEED = {  # of `runtime`
+    "rows_per_device",
+    "threads",
+    "device",
+    "devices",
+    "nodes",
+    "parallel",
+    "compile",
+    "attention",
+    "loss_chunk_tokens",
+    "gradient_checkpointing",
+    "deterministic",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of an optimizer step of a training, and of a row of its validations."""
+
+    step: float
+    row: float
+
+
+Measure = Callable[[str, Training], Measured | None]  # of a stage with these settings
+
+
+def remembered(
+    home: Path, stage: str, config: Training, settings: Settings, measure: Measure | None
+) -> Measured | None:
+    """What was measured for such a training, else what `measure` finds now; None where neither is.
+
+    `config`: the stage's settings, with numbers for what is `auto`.
+    """
+    tree = settings.model_dump(mode="json", include={"model", "tokenizer"})
+    shape = [
+        [processor(), stage, tree["model"], tree["tokenizer"]["vocab_size"]],
+        config.model_dump(mode="json", exclude=SHAPE_NO_STEP),
+        settings.runtime.model_dump(mode="json", include=SHAPE_SPEED),
+    ]
+    key, path = digest_of(shape), home / FILE
+    by_key = read_object(path)
+    if key not in by_key and measure and (measured := measure(stage, config)):
+        by_key[key] = asdict(measured)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, by_key)
+    return Measured(**by_key[key]) if key in by_key else None
