@@ -181,7 +181,8 @@ def run(
         *language_model_callbacks(config, job, loader, options, trained.model, encoder),
     ]
     figures = train(learner, trained, loader, options, job, callbacks)
-    if ranks.first and is_without_effect(job.run_directory / METRICS):
+    is_overfit = "overfit" in figures["guard_warnings"]  # it did have an effect, and lost it
+    if ranks.first and not is_overfit and is_without_effect(job.run_directory / METRICS):
         fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
         log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
         figures["guard_warnings"]["no_effect"] = 1

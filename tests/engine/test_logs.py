@@ -40,7 +40,7 @@ def test_warnings_of_the_guards_name_the_setting_to_change_and_their_file() -> N
     result = {"tokens": 512, "guard_warnings": {"overfit": 1}}
     warned = summary.key_figures("sft", result, Path("/home/store/sft/1"))
     assert warned.endswith(
-        "the guards warned of overfit; try fewer passes by a smaller sft.epochs, more data, or keep the best step: "
+        "the guards warned of overfit; try fewer passes by a smaller sft.epochs or sft.tokens, more data, or keep the best step: "
         "sft.early_stopping.patience=3 sft.validate_every_steps=50; "
         "/home/store/sft/1/run/guards.jsonl"
     )

@@ -138,7 +138,7 @@ def pipeline_rerun(
 @command(
     pipeline_app,
     "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
-    "ttrain pipeline plan full --profile small --rules\n\nttrain pipeline plan full model.preset=5m --time",
+    "ttrain pipeline plan full model.preset=5m --rules\n\nttrain pipeline plan full model.preset=5m --time",
     short="Train",
 )
 def pipeline_plan(

@@ -27,7 +27,7 @@ KEY_METRICS = ("parameters", "vocab_size", "bytes_per_token", "answers", "log_pr
 TRAINING_METRICS = ("validation_loss", "tokens", "tokens_per_second")
 
 GUARD_FIXES = {
-    "overfit": "try fewer passes by a smaller {budget}, more data, or keep the best step: "
+    "overfit": "try fewer passes by a smaller {stage}.epochs or {stage}.tokens, more data, or keep the best step: "
     "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
@@ -129,12 +129,7 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if training.resumed_from_step:
         figures.append(f"continued at step {training.resumed_from_step} of {training.steps}")
     if warned := training.guard_warnings:
-        budget = f"{stage}.{'tokens' if stage == 'pretrain' else 'epochs'}"
-        fixes = [
-            GUARD_FIXES[name].format(stage=stage, budget=budget)
-            for name in warned
-            if name in GUARD_FIXES
-        ]
+        fixes = [GUARD_FIXES[name].format(stage=stage) for name in warned if name in GUARD_FIXES]
         guards = ", ".join(name.replace("_", " ") for name in warned)
         figures.append(
             f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}"
