@@ -51,7 +51,7 @@ def run(
             outcome = "interrupted"
             raise
         finally:
-            experiment.note(outcome=outcome, **worker.judged())
+            experiment.end(outcome, worker.judged())
 
 
 class Worker:

@@ -25,11 +25,26 @@ def setting_key(settings: JsonObject) -> str:
 
 
 def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]:
-    """The metric of the home's runs, by the key of their setting and the seeds of their trainings."""
+    """The metric of the home's runs, by the key of their setting and the seeds of their trainings.
+
+    Of runs on other shards than the newest of its setting none counts: other text has another loss.
+    """
     values: dict[str, dict[str, float]] = {}
+    newest: dict[str, dict[str, str]] = {}
     for run in runs.history(home):
-        if (value := run["metrics"].get(metric)) is not None and math.isfinite(value):
-            leaves = dict(flatten(run["settings"]))
-            seeds = str([leaves.get(name) for name in SEEDS])
-            values.setdefault(setting_key(run["settings"]), {}).setdefault(seeds, value)
+        value = run["metrics"].get(metric)
+        if value is None or not math.isfinite(value):
+            continue
+        key = setting_key(run["settings"])
+        shards = {
+            stage["name"]: stage["key"]
+            for stage in run["stages"]
+            if stage["name"].startswith("shards-")
+        }
+        known = newest.setdefault(key, shards)
+        if any(known.get(name, own) != own for name, own in shards.items()):
+            continue
+        leaves = dict(flatten(run["settings"]))
+        seeds = str([leaves.get(name) for name in SEEDS])
+        values.setdefault(key, {}).setdefault(seeds, value)
     return values

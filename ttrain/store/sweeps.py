@@ -80,6 +80,12 @@ class Experiment:
         with self._changing():
             self._data.update(values)
 
+    def end(self, outcome: str, verdicts: JsonObject) -> None:
+        """Record how the work of this process ended; of several, one that ended early leaves the outcome to the others."""
+        with self._changing():
+            is_last = outcome == "completed" or self["process"] == runs.this_process()
+            self._data.update(verdicts, **({"outcome": outcome} if is_last else {}))
+
     def put(self, trial: Trial) -> Trial:
         """Record a trial in place of the one with its change and seed, and return it."""
         with self._changing():
