@@ -335,6 +335,7 @@ def test_track_push_says_what_it_did(tracked_home: Path, monkeypatch: pytest.Mon
     assert unknown.exit_code and "'other'" in str(unknown.exception)
 
 
+SWEEPS_VIEW = "mlflow.sharedViewState.ttrain-sweeps"
 SWEEP, TRIAL = "sweep-20260101-000000-00000", "full-20260101-000001-aaaaa"
 
 
@@ -354,8 +355,9 @@ def keep(home: Path, outcome: str, process: Any) -> None:
         "started": "2026-01-01T00:00:00+00:00",
         "seeds": 1,
     }
-    trials = [{"change": 0, "seed": seed, "outcome": "completed"} for seed in (1, 2)]
+    trials = [{"change": 0, "seed": seed, "outcome": "completed"} for seed in (1, 2, 3)]
     found = {"measure": {"metric": "loss"}, "verdict": "nothing yet", "trials": trials}
+    found |= {"judged_trials": 2}  # the third has ended since
     settings = [{**setting, "over_seeds": None, "over_records": None}]
     record = {**facts, **found, "settings": settings, "outcome": outcome, "process": process}
     (home / "sweeps" / SWEEP).mkdir(parents=True)
@@ -378,6 +380,8 @@ def test_a_sweep_is_there_again_with_its_settings_and_their_trials_below_it(
         assert [
             point.step for point in client_now.get_metric_history(setting.info.run_id, "loss")
         ] == [2]
+        view = client_now.get_experiment_by_name("ttrain").tags[SWEEPS_VIEW]
+        assert "metrics.`sweep/difference`" in json.loads(json.loads(view)["state"])["orderByKey"]
         assert pushed(tracked_home) == []
         database_of(tracked_home).unlink()
 

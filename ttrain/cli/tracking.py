@@ -44,12 +44,15 @@ def track_push(
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
+    from ttrain.tracking.sweeps import tracked_names
     from ttrain.tracking.tracked_runs import is_tracked
 
     root = usable_home()
     names = None if run is None else [run_views.need_run(root, run)["run"]]
     if everything:
-        names = [record["run"] for record in reversed(runs.history(root)) if is_tracked(record)]
+        records = reversed(runs.history(root))
+        tracked = [record["run"] for record in records if is_tracked(record)]
+        names = [*tracked_names(root), *tracked]
     screen = console(stderr=True)
     pushed = pusher.push(root, names, lambda name: print_plain(screen, name))
     failed = [f"{one.run}: {one.why}" for one in pushed if one.why]

@@ -198,9 +198,14 @@ class Worker:
         return replace(trial, outcome=DIVERGED if diverged else FAILED, error=str(error))
 
     def judged(self) -> JsonDict:
-        """The verdicts, as the record keeps them for trackers."""
-        found = Judgement(self.experiment, self.store).to_json()
-        return {name: found[name] for name in ("settings", "verdict")}
+        """The verdicts after so many ended trials, as the record keeps them for trackers."""
+        ended = sum(trial.outcome != RUNNING for trial in self.experiment.trials)
+        judgement = Judgement(self.experiment, self.store).to_json()
+        return {
+            "settings": judgement["settings"],
+            "verdict": judgement["verdict"],
+            "judged_trials": ended,
+        }
 
     def _show(self, name: str, stage: str, event: str, data: JsonObject) -> None:
         """Show an event of a trial within the display of all; cached stages are not shown."""

@@ -21,7 +21,7 @@ from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
 from ttrain.tracking.sweeps import tracked_names, tracked_sweep
 from ttrain.tracking.tracked_runs import RunContent, id_of, is_tracked
-from ttrain.tracking.views import refresh_view
+from ttrain.tracking.views import refresh_sweeps, refresh_view
 
 log = logging.getLogger("ttrain")
 
@@ -126,6 +126,8 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
         if content:
             register(mirror, content, bound)
             refresh_view(mirror, run.experiment, run.tags[NAME])
+        else:
+            refresh_sweeps(mirror, run.experiment)
         mirror.tag(bound, {PUSHED: state})
         seen_file(home).touch()
     return bound

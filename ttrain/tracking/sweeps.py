@@ -9,10 +9,12 @@ from pathlib import Path
 
 from ttrain.core.files import JsonDict, JsonObject, read_object
 from ttrain.reports.summary import markdown
-from ttrain.store.sweeps import RUNNING, Experiment, list_experiments, sweep_file
+from ttrain.store.sweeps import Experiment, list_experiments, sweep_file
 from ttrain.tracking.mlflow_mirror import TrackedRun
 from ttrain.tracking.tracked_runs import NOTE, setting_id, status_of
 
+SWEEP, VERDICT = "ttrain.sweep", "ttrain.verdict"  # tags
+COMPARED = ("sweep/difference", "sweep/over_seeds_low", "sweep/over_seeds_high", "sweep/seeds")
 COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
 
 
@@ -36,7 +38,7 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
         for one in settings
     ]
     note = f"{record['verdict']}\n\n{markdown([[*map(str, row)] for row in rows], COLUMNS)}"
-    tags = {"ttrain.sweep": name, "ttrain.outcome": record.outcome}
+    tags = {SWEEP: name, "ttrain.outcome": record.outcome}
     whole.tags = {**tags, "ttrain.pipeline": "sweep", NOTE: note}
     whole.params = {"metric": metric, "seeds": record["seeds"]}
     for number, setting in enumerate(settings):
@@ -45,10 +47,11 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
         child.tags = {
             **tags,
             "ttrain.setting": setting["setting"],
-            "ttrain.verdict": setting["verdict"],
+            VERDICT: setting["verdict"],
         }
-        # of one time, by whichever process the row is pushed: then MLflow has it once
-        ended = sum(trial.outcome != RUNNING for trial in record.trials)
+        # of one time, by whichever process the row is pushed: then MLflow has it once. Not the trials of
+        # now: one may have ended since the verdicts.
+        ended = record["judged_trials"] or 0
         child.rows = [
             {"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}
         ]

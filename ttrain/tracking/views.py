@@ -10,15 +10,18 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
+from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import runs
 from ttrain.tracking.mlflow_mirror import FAILED, KILLED, NAME, Bound, Mirror
+from ttrain.tracking.sweeps import COMPARED, SWEEP, VERDICT
 from ttrain.tracking.tracked_runs import id_of, is_tracked
 
 TRAINING_PAGES = "workflowType=machine_learning"  # not those for agents and traces
@@ -62,30 +65,49 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
 
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
-    experiment_id = mirror.experiment_id(experiment)
-    chosen = f"tags.`{NAME}` = '{name}' and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
-    runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
-    columns = [
-        "attributes.`Description`",
-        *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
-        *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
-    ]
-    state = json.dumps(
-        {
-            "searchFilter": chosen,
-            "selectedColumns": columns,
-            "columnOrder": [
-                "attributes.`Run Name`",
-                *columns,
-            ],  # MLflow puts others behind: "Duration"
-        }
-    )
-    tag = f"mlflow.sharedViewState.ttrain-{name}"
-    present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
-    if json.loads(present).get("state") != state:
-        title = f"{name}: which is better, and why"
-        view = {"name": title, "createdAt": int(1000 * time.time()), "state": state}
-        mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
+    ended = f"attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
+    description = ("attributes.`Description`",)
+    view = View(f"ttrain-{name}", f"{name}: which is better, and why", description)
+    view.save(mirror, experiment, f"tags.`{NAME}` = '{name}' and {ended}")
+
+
+def refresh_sweeps(mirror: Mirror, experiment: str) -> None:
+    """Bring the view of all settings that sweeps compare up to date. Raises MLflow's errors."""
+    columns = (f"tags.`{VERDICT}`", f"tags.`{SWEEP}`", *(f"metrics.`{key}`" for key in COMPARED))
+    view = View("ttrain-sweeps", "sweeps: settings and their verdicts", columns, columns[2])
+    view.save(mirror, experiment, f"tags.`{VERDICT}` != ''")
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved view of the table: its id, title and first columns, as MLflow names them.
+
+    `order`: the column that sorts, the lowest value first. MLflow then shows no run below another.
+    """
+
+    id: str
+    title: str
+    columns: tuple[str, ...]
+    order: str = ""
+
+    def save(self, mirror: Mirror, experiment: str, chosen: str) -> None:
+        """Save it with the runs that this filter of MLflow chooses; the newest decide the columns."""
+        experiment_id = mirror.experiment_id(experiment)
+        runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
+        columns = [
+            *self.columns,
+            *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
+            *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
+        ]
+        order = ["attributes.`Run Name`", *columns]  # MLflow puts others behind: "Duration"
+        state: JsonDict = {"searchFilter": chosen, "selectedColumns": columns, "columnOrder": order}
+        if self.order:
+            state |= {"orderByKey": self.order, "orderByAsc": True}
+        tag = f"mlflow.sharedViewState.{self.id}"
+        present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
+        if json.loads(present).get("state") != (text := json.dumps(state)):
+            view = {"name": self.title, "createdAt": int(1000 * time.time()), "state": text}
+            mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
 
 
 def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
