@@ -54,6 +54,8 @@ PROGRAMS = {  # of others, on the pages for convenience
     "exit",
     "source",
     "mkdir",
+    "sbatch",
+    "kubectl",
 }
 ASSIGNED = re.compile(r"^\w+=")
 FILES = (

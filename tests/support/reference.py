@@ -1,12 +1,11 @@
-"""docs/reference.md, written from the code: every setting with its default, and every command with its options."""
+"""docs/reference.md, written from the code: settings with their defaults, names of commands."""
 
 import json
-import re
 import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from support.paths import ROOT
@@ -25,52 +24,78 @@ Generated from the code by `tests/test_reference.py` (`TTRAIN_WRITE_REFERENCE=1`
 ## Settings
 
 Write `SECTION.NAME=value`, YAML for `-c`, or `TTRAIN__SECTION__NAME=value` in the environment.
-`ttrain config show` prints values and their origin, with `--schema` the JSON schema.
-`runtime`, `tracking`, `notify` and `servers` count in no key; of `nightly` and `promotion` only
-what shapes the weights of a night does, such as `nightly.replay`.
+`ttrain config show` prints values and their origin, `ttrain config show --schema --json` the
+complete texts. A setting without a text is described further up. `runtime`, `tracking`, `notify`
+and `servers` count in no key; of `nightly` and `promotion` only what shapes the weights of a night
+does, such as `nightly.replay`.
 """
 COMMANDS_HEAD = """\
 ## Commands
 
-Exit codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a setting; 129, 130,
-143 interrupted by SIGHUP, Ctrl-C, SIGTERM after saving. KEY=VALUE is a setting; commands that take
-settings also take `--config` (`-c`) and `--profile`. Most commands take `--json`; `--help` explains
-the options.
+`ttrain --help` says what each does, `ttrain COMMAND --help` explains its options; most take
+`--json`. Commands that take settings as KEY=VALUE also take `--config` (`-c`) and `--profile`. Exit
+codes: 0 done; 1 a stage or check failed; 2 a mistake in the command or a setting; 129, 130, 143
+stopped by SIGHUP, Ctrl-C, SIGTERM after saving.
 """
-WITH_SETTINGS_OF_PRETRAIN = ("sft", "dpo", "lora")
-UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
+TRAININGS = ("pretrain", "sft", "dpo", "lora")
 NAME_WIDTH = 36
+
+
+class Setting(NamedTuple):
+    name: str
+    value: str
+    meaning: str
+
+    @property
+    def summary(self) -> str:
+        """The meaning, but of what is no choice only the clauses that fit into a line."""
+        summary, *clauses = self.meaning.split("; ")
+        for clause in clauses:
+            longer = f"{summary}; {clause}"
+            if self.meaning.startswith("(") or len(longer) <= 100 - NAME_WIDTH:
+                summary = longer
+        return summary
+
+    def lines(self, *, described: bool = False) -> str:
+        texts = textwrap.wrap(
+            "" if described else self.summary,
+            100 - NAME_WIDTH,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+        first = f"{self.name}{self.value}".ljust(NAME_WIDTH - 1)
+        if len(first) >= NAME_WIDTH and texts != [""]:
+            texts = ["", *texts]
+        texts[0] = f"{first} {texts[0]}".rstrip()
+        return f"\n{' ' * NAME_WIDTH}".join(texts)
 
 
 def page() -> str:
     defaults = Settings()
-    sections: dict[str, dict[str, str]] = {"name": {}}
+    sections: dict[str, list[Setting]] = {"name": []}
     for name, field in Settings.model_fields.items():
         section = _settings_class(field.annotation)
         if section is None:
-            sections["name"][name] = _setting(name, getattr(defaults, name), field)
+            sections["name"].append(_setting(name, getattr(defaults, name), field))
         else:
-            sections[name] = dict(section_settings(section, getattr(defaults, name)))
-    parts = [SETTINGS_HEAD]
+            sections[name] = list(section_settings(section, getattr(defaults, name)))
+    parts, described = [SETTINGS_HEAD], set[tuple[str, str]]()
     for name, settings in sections.items():
-        heading, note = f"### {name}\n", ""
-        if name in WITH_SETTINGS_OF_PRETRAIN:
-            settings = {
-                key: text for key, text in settings.items() if sections["pretrain"].get(key) != text
-            }
+        note, listed = "", settings
+        if name in TRAININGS[1:]:
             note = "As `pretrain`, but:\n\n"
-        parts.append(f"{heading}\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
-    parts += [
-        COMMANDS_HEAD,
-        "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n",
-    ]
-    return "\n".join(parts)
+            listed = [setting for setting in settings if setting not in sections["pretrain"]]
+        lines = [setting.lines(described=setting[::2] in described) for setting in listed]
+        if name in TRAININGS:
+            described |= {setting[::2] for setting in settings}
+        parts.append(f"### {name}\n\n{note}```text\n" + "\n".join(lines) + "\n```\n")
+    return "\n".join([*parts, COMMANDS_HEAD, *_command_lines(), ""])
 
 
 def section_settings(
     section: type[BaseModel], defaults: Any, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """(name, its lines) of each setting of a section, those of optional parts with the part's name before."""
+) -> Iterator[Setting]:
+    """The settings of a section, those of optional parts with the part's name before."""
     for name, field in section.model_fields.items():
         default = (
             getattr(defaults, name)
@@ -79,25 +104,18 @@ def section_settings(
         )
         part = _settings_class(field.annotation)
         if part is None or default is None:
-            yield prefix + name, _setting(prefix + name, default, field)
+            yield _setting(prefix + name, default, field)
         if part is not None:
             yield from section_settings(part, default, f"{prefix}{name}.")
 
 
-def _setting(name: str, default: Any, field: Any) -> str:
+def _setting(name: str, default: Any, field: Any) -> Setting:
     written = default if isinstance(default, str) else json.dumps(default, default=str)
     value = "" if written in ("null", "[]", "{}", "") else f"={written}"
     is_choice = typing.get_origin(field.annotation) is typing.Literal
     choices = "|".join(map(str, typing.get_args(field.annotation))) if is_choice else ""
     meaning = " ".join(filter(None, (choices and f"({choices})", field.description)))
-    lines = textwrap.wrap(
-        meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False
-    ) or [""]
-    first = f"{name}{value}".ljust(NAME_WIDTH - 1)
-    if len(first) >= NAME_WIDTH:
-        lines = ["", *lines]
-    lines[0] = f"{first} {lines[0]}".rstrip()
-    return f"\n{' ' * NAME_WIDTH}".join(lines)
+    return Setting(name, value, meaning)
 
 
 def _settings_class(annotation: Any) -> type[BaseModel] | None:
@@ -123,17 +141,11 @@ def leaf_commands(name: str = "ttrain", command: Any = None) -> Iterator[tuple[s
             yield from leaf_commands(f"{name} {word}", child)
 
 
-def _command_item(name: str, command: Any) -> str:
-    words, options = [name], []
-    for parameter in command.params:
-        if parameter.param_type_name == "argument":
-            word = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
-            words.append(word + ("..." if parameter.nargs == -1 else ""))
-        elif not parameter.hidden:
-            options.append(max(parameter.opts, key=len))
-    listed = [option for option in options if option not in UNLISTED_OPTIONS]
-    purpose = re.split(r"[.;:] |\n|\.$", (command.help or "").replace("\n", " ").strip())[0]
-    item = f"- `{' '.join(words)}`: {purpose}" + (f". `{' '.join(listed)}`" if listed else "")
-    return textwrap.fill(
-        item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def _command_lines() -> Iterator[str]:
+    """A line for the commands without a group, and one for each group."""
+    names_by_group: dict[str, list[str]] = {}
+    for name, _ in leaf_commands():
+        group, _, word = name.rpartition(" ")
+        names_by_group.setdefault(group, []).append(f"`{word}`")
+    for group, words in names_by_group.items():
+        yield textwrap.fill(f"- `{group}`: {', '.join(words)}", 100, subsequent_indent="  ")

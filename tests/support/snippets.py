@@ -1,4 +1,4 @@
-"""The snippets of README, docs and artifacts/README: fenced blocks, and the `ttrain` commands within them."""
+"""Snippets of README, docs and artifacts/README: fenced blocks, docs/examples, their commands."""
 
 import re
 import shlex
@@ -12,6 +12,7 @@ PAGES = (
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
     "artifacts/README.md",
 )
+EXAMPLES = {"docs/examples/ttrain.sbatch": "sh", "docs/examples/job.yaml": "yaml"}
 FENCED = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -46,6 +47,8 @@ def snippets(*languages: str) -> list[Snippet]:
         for match in FENCED.finditer(text):
             line = text[: match.start()].count("\n") + 1
             found.append(Snippet(page, line, match["language"], match["text"]))
+    for name, language in EXAMPLES.items():
+        found.append(Snippet(name, 1, language, (ROOT / name).read_text(encoding="utf-8")))
     return [snippet for snippet in found if not languages or snippet.language in languages]
 
 
