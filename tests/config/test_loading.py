@@ -458,12 +458,7 @@ def test_the_batch_follows_the_budget_and_rates_of_embedding_and_head_the_width(
     assert [
         followed(f"pretrain.tokens={tokens}")[rules.BATCH_KEY]
         for tokens in ("100k", "1M", "20M", "1B")
-    ] == [
-        1024,
-        2048,
-        8192,
-        65536,
-    ]
+    ] == [1024, 2048, 8192, 65536]
     wide = followed("model.hidden_size=512", "model.heads=8")
     assert (wide["pretrain.optim.embedding_lr"], wide["pretrain.optim.head_lr"]) == (0.02, 4e-3)
     assert wide["pretrain.optim.lr"] == followed()["pretrain.optim.lr"]

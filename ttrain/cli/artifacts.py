@@ -79,8 +79,7 @@ def artifacts_list(stage: StageFilter = "") -> Output:
 
 
 @command(
-    artifacts_app,
-    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json",
+    artifacts_app, "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json"
 )
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
     """Print how an artifact was made, as `ttrain lineage` does, its state, and the figures that it resulted in."""
@@ -242,8 +241,7 @@ def artifacts_clean(
         ),
     ] = OLDER_THAN_DAYS,
     run: Annotated[
-        str,
-        option("instead: what only this run needs, also if it is young", metavar="RUN"),
+        str, option("instead: what only this run needs, also if it is young", metavar="RUN")
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:

@@ -97,10 +97,7 @@ class GreedyOptions(SamplingOptions):
     "Use",
 )
 def chat(
-    model: Annotated[
-        str | None,
-        argument(DEFAULT_MODEL, metavar="MODEL"),
-    ] = None,
+    model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL")] = None,
     versus: Annotated[
         str | None, option("a second model, which answers after the first", metavar="MODEL")
     ] = None,

@@ -43,13 +43,7 @@ from ttrain.cli.options import (
     with_settings_file,
 )
 from ttrain.core.files import JsonDict
-from ttrain.core.terminal import (
-    console,
-    escaped,
-    guard_streams,
-    outlast_output,
-    show_warnings,
-)
+from ttrain.core.terminal import console, escaped, guard_streams, outlast_output, show_warnings
 from ttrain.core.text import invalid_values
 from ttrain.errors import TooFewRows, TTrainError, exit_code_of, with_fix
 from ttrain.store import layout
@@ -184,11 +178,7 @@ def config_show(
 )
 def up(
     runs: Annotated[
-        list[str] | None,
-        argument(
-            "runs to open in MLflow, compared if several",
-            metavar="RUN",
-        ),
+        list[str] | None, argument("runs to open in MLflow, compared if several", metavar="RUN")
     ] = None,
     prefect_port: Annotated[int, option("of the Prefect server", min=1, max=65535)] = 4200,
     mlflow_port: Annotated[int, option("of the MLflow server", min=1, max=65535)] = 5000,

@@ -190,8 +190,7 @@ Files = Annotated[
     list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")
 ]
 Profiles = Annotated[
-    list[str] | None,
-    option("named settings that ship with ttrain, such as small"),
+    list[str] | None, option("named settings that ship with ttrain, such as small")
 ]
 RunName = Annotated[
     str | None,
@@ -318,10 +317,7 @@ def command(
 class SettingsOptions:
     """The options of every command that takes settings."""
 
-    overrides: Annotated[
-        list[str] | None,
-        argument(SETTINGS_HELP, metavar="KEY=VALUE"),
-    ] = None
+    overrides: Annotated[list[str] | None, argument(SETTINGS_HELP, metavar="KEY=VALUE")] = None
     config: Files = None
     profile: Profiles = None
     seed: Annotated[
@@ -373,13 +369,9 @@ class SelectionOptions:
         ),
     ] = None
     since: Annotated[
-        str,
-        option("this stage and what depends on it", "--from", metavar="STAGE"),
+        str, option("this stage and what depends on it", "--from", metavar="STAGE")
     ] = ""
-    until: Annotated[
-        str,
-        option("this stage and what it depends on", metavar="STAGE"),
-    ] = ""
+    until: Annotated[str, option("this stage and what it depends on", metavar="STAGE")] = ""
     resume_key: Annotated[
         str,
         option(
@@ -437,8 +429,7 @@ class PipelineOptions:
         Literal["prefect", "none"], option("none: run the same graph without Prefect")
     ] = "prefect"
     note: Annotated[
-        str | None,
-        option("a note on the purpose of this run; shown with it", metavar="TEXT"),
+        str | None, option("a note on the purpose of this run; shown with it", metavar="TEXT")
     ] = None
     tag: Annotated[
         list[str] | None,

@@ -112,8 +112,7 @@ def schedule_list() -> Output:
     "Examples:  ttrain pipeline schedule pause nightly\n\nttrain pipeline schedule pause nightly --resume",
 )
 def schedule_pause(
-    which: ScheduleName = None,
-    resume: Annotated[bool, option("end the pause", "--resume")] = False,
+    which: ScheduleName = None, resume: Annotated[bool, option("end the pause", "--resume")] = False
 ) -> Output:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import deploy

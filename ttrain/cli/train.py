@@ -112,11 +112,7 @@ def check_output(out: Path) -> None:
         )
 
 
-@command(
-    app,
-    "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json",
-    "Train",
-)
+@command(app, "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json", "Train")
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[

@@ -12,12 +12,7 @@ from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Night, Runtime, Tracking
-from ttrain.config.settings import (
-    NAMES_CODE,
-    SHAPE_NO_RESULT,
-    Settings,
-    by_weight,
-)
+from ttrain.config.settings import NAMES_CODE, SHAPE_NO_RESULT, Settings, by_weight
 from ttrain.config.training import (
     TRAINING_STAGES,
     TRAININGS,
