@@ -150,7 +150,7 @@ def read_yaml(path: Path) -> JsonObject:
     try:
         tree = yaml_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read settings from {path}: {error.strerror}; name a YAML file that exists") from None
     except (InvalidYaml, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is not None and not (
