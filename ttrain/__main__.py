@@ -11,7 +11,7 @@ GC_THRESHOLD = 100_000
 
 
 def main() -> None:
-    """Run the command line. SIGTERM and SIGHUP let a command that has no handlers of its own remove its temporary files."""
+    """Run the command line; on SIGTERM and SIGHUP commands still remove temporary files."""
     gc.set_threshold(GC_THRESHOLD)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if (

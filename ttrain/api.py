@@ -1,12 +1,12 @@
-"""The Python interface: what `import ttrain` offers, and what the commands `pipeline plan`, `run` and `status` use.
+"""The Python interface: what `import ttrain` offers and the pipeline commands use.
 
     settings = ttrain.load_settings("my.yaml", overrides={"sft.epochs": 3}, profile="small")
     plan = ttrain.plan("full", settings)
     run = ttrain.run("full", settings)
     model, tokenizer = ttrain.load("quickstart-sft@champion")
 
-It works in a notebook and in a thread: it takes no signal handlers, never exits the process, prints nothing unless asked,
-and leaves the variables of the environment as they were. Errors are `ttrain.TTrainError` with a message for the user.
+It works in notebooks and threads: no signal handlers, no exit, no output unless requested, and an
+unchanged environment. Errors are `ttrain.TTrainError`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ENGINES = ("prefect", "none")
 
 @contextlib.contextmanager
 def _as_found() -> Iterator[None]:
-    """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
+    """Restore environment variables and MLflow's loggers, which libraries change."""
     environment, loggers = (
         dict(os.environ),
         [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")],
@@ -62,8 +62,10 @@ def load_settings(
     overrides: Mapping[str, Any] | Sequence[str] = (),
     profile: str | Sequence[str] = (),
 ) -> Settings:
-    """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
-    `overrides`, {"sft.epochs": 3} or ["sft.epochs=3"], over all. Raises UsageError, which names the setting."""
+    """Load settings: defaults < profiles < YAML files < TTRAIN__SECTION__KEY < overrides.
+
+    `overrides`: {"sft.epochs": 3} or ["sft.epochs=3"]. Raises UsageError, which names the setting.
+    """
     from ttrain.config.loading import load
 
     profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)
@@ -83,12 +85,11 @@ def plan(
     resume_key: str = "",
     home: str | Path | None = None,
 ) -> Plan:
-    """What a run would do. Runs nothing.
+    """What a run would do. Runs nothing. Raises UsageError.
 
-    `only`, `since` and `until` choose stages, as --only, --from and --until do; `force` names stages to rebuild; of `only`
-    and `force` a text names one stage, or several between commas. `extend` continues a shorter run's checkpoint;
-    `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
-    Raises UsageError.
+    `only`, `since`, `until`: stages, as --only, --from and --until; `force`: stages to rebuild. A
+    text may name several, between commas. `extend`: continue a shorter run's checkpoint.
+    `resume_key`: of unfinished work. `home`: default TTRAIN_HOME, else ./artifacts.
     """
     from ttrain.engine.input_files import check_first_rows
     from ttrain.engine.planner import plan as plan_stages
@@ -127,8 +128,8 @@ def _stage_names(names: Iterable[str] | None) -> frozenset[str]:
 class Run:
     """A recorded run of a pipeline.
 
-    outcome  completed, cached (nothing had to run), nothing-new (of a night), failed, interrupted, crashed or running
-    metrics  the figures of its stages by name, such as "eval/bits_per_byte"
+    outcome  completed, cached, nothing-new (a night), failed, interrupted, crashed or running
+    metrics  by name, such as "eval/bits_per_byte"
     """
 
     record: Mapping[str, Any]
@@ -138,7 +139,6 @@ class Run:
         return f"<Run {self.name}: {self.outcome}>"
 
     def _repr_html_(self) -> str:
-        """The run in a notebook: its stages, and the evaluation."""
         from ttrain.reports import summary
 
         stages = [summary.status_row(stage)[:4] for stage in summary.shown_stages(self.record)]
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds; 0 for one that ran nothing or has not ended."""
+        """Wall-clock seconds; 0 if nothing ran or the run has not ended."""
         return float(self.record["seconds"] or 0)
 
     @property
@@ -183,7 +183,7 @@ class Run:
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
-        """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
+        """Artifacts of finished stages in the home, by stage; `.path` is the directory."""
         keys = run_records.keys_of(self.record).items()
         return {
             name: artifact
@@ -202,7 +202,7 @@ class Runs(list[Run]):
     """Runs, newest first."""
 
     def to_pandas(self) -> Any:
-        """A data frame with a row per run: name, pipeline, outcome, started, seconds, and a column per metric."""
+        """A data frame with a row per run and a column per metric."""
         import pandas
 
         columns = ("name", "pipeline", "outcome", "started", "seconds")
@@ -214,7 +214,7 @@ class Runs(list[Run]):
 def runs(
     name: str = "", *, pipeline: str = "", limit: int | None = None, home: str | Path | None = None
 ) -> Runs:
-    """The recorded runs of a home, newest first: all, or those whose setting `name`, or pipeline, is this."""
+    """The recorded runs of a home, newest first, filtered by the setting `name` or the pipeline."""
     store = ArtifactStore(_home(home))
     chosen = (
         Run(record, store)
@@ -239,12 +239,12 @@ def run(
 ) -> Run:
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
-    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server
-    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints;
-    a function is called with (stage, event, data), the events being started, progressed, ended,
-    failed and message. `selection`: as for `plan`.
-    Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
-    KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
+    `engine`: "none" builds one stage after the other, "prefect" is a flow run, on the server of
+    PREFECT_API_URL or one of its own. `progress`: True prints as the command does; a function is
+    called with (stage, event, data); events: started, progressed, ended, failed, message.
+    `selection`: see `plan`. Each training has its own process, which ends with this one. Raises
+    TTrainError. A KeyboardInterrupt stops the stages first; the same call continues at their last
+    checkpoint.
     """
     from rich.console import Console
 
@@ -280,10 +280,10 @@ def run(
 
 @_as_found()
 def load(reference: str, *, device: str = "cpu", home: str | Path | None = None) -> tuple[Any, Any]:
-    """(the model, its tokenizer): plain objects of transformers, or of PEFT for an adapter on its base; in eval mode.
+    """(model, tokenizer) of transformers, or of PEFT for an adapter, in eval mode.
 
-    `reference`: whatever the commands take: a stage, RUN:stage, a registered NAME@ALIAS or NAME/VERSION, a directory. Raises
-    UsageError for a name of nothing, with the nearest ones, and ArtifactError for damaged files.
+    `reference`: a stage, RUN:stage, NAME@ALIAS, NAME/VERSION or a directory. Raises UsageError for
+    an unknown name, ArtifactError for damaged files.
     """
     from ttrain.lineage.lookup import resolve
 

@@ -41,7 +41,6 @@ StageName = Annotated[str, argument("the stage", metavar="STAGE")]
 
 
 def _known_stage(stage: str) -> str:
-    """Raise UsageError for a stage that does not exist; "" means all."""
     if stage:
         from ttrain.tasks import STAGES
 
@@ -105,7 +104,6 @@ def artifacts_show(stage: StageName, key: Key = "") -> Output:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a cell of the table, shortened to fit."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     is_long = isinstance(value, list | dict) and len(text) > CELL_CHARACTERS
     return f"{len(value)} entries; --json has them" if is_long else text  # type: ignore[arg-type]
@@ -182,8 +180,8 @@ def artifacts_adopt(
 ) -> Output:
     """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
 
-    Of a stage that would be built again for changed code alone the newest artifact is kept, inputs first. Settings and
-    inputs must be those that it was made with.
+    Of a stage that would be built again for changed code alone the newest artifact is kept, inputs
+    first. Settings and inputs must be those that it was made with.
     """
     from ttrain import api
     from ttrain.engine.artifact_commands import adopt

@@ -292,7 +292,6 @@ def serve(
 
 
 def _end(signum: int) -> None:
-    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
@@ -307,7 +306,6 @@ def _resolved(models: Sequence[str | None], options: LoadingOptions) -> list[Ref
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
-    """The model's identity, as JSON for scripts."""
     from ttrain.lineage import lookup
 
     return lookup.to_json(reference)
@@ -327,7 +325,7 @@ def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedMo
 
 
 def before_torch() -> None:
-    """Set what must be set before torch is loaded, and silence transformers' progress bars and advice."""
+    """Prepare the environment before torch is loaded; silence transformers."""
     if "OMP_WAIT_POLICY" not in os.environ:
         # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel parts. The quickstart's model
         # beside busy processes: 6 tokens/s with libgomp's default, 70 to 110 with 10,000 turns, 370 to 470 with this.

@@ -90,7 +90,6 @@ def report(
 
 
 def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:
-    """The runs, the verdict, the tables, and samples that differ."""
     from ttrain.reports.compare import run_rows
     from ttrain.reports.facts import REFERENCE, letter
 
@@ -114,7 +113,6 @@ def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str 
 
 
 def _cells(row: Difference) -> list[str]:
-    """The title of a row and the text of each run; the best is marked."""
     cells = [truncated(text, LONGEST_CELL) for text in row.texts]
     if row.best is not None:
         cells[row.best] += "  * best"

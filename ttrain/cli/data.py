@@ -1,4 +1,4 @@
-"""The `ttrain data` commands, and `ttrain init`: what files hold, what the model sees of them, settings to train on them."""
+"""The `ttrain data` commands, and `ttrain init`."""
 
 import shlex
 from pathlib import Path

@@ -32,7 +32,7 @@ def _file(shape: str) -> Any:
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """The options that name files of items, one for each kind of task."""
+    """Options that name files of items, one for each kind of task."""
 
     text: Annotated[list[Path] | None, _file("{text}: bits per byte")] = None
     chats: Annotated[

@@ -1,4 +1,4 @@
-"""The `ttrain gate` commands: a router over finished models that predicts which has the least loss on a text."""
+"""The `ttrain gate` commands: a router that predicts which model has the least loss on a text."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def gate_train(
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
-    """Each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
+    """Each expert's loss and share, routing metrics, a warning if the gate gains nothing."""
     rows = [
         (
             name,
@@ -126,9 +126,9 @@ def train(
     out: Path,
     display: Display,
 ) -> JsonDict:
-    """Train the gate; returns its figures. The losses of experts that an earlier attempt scored are taken.
+    """Train the gate and return its metrics; reuse losses that an earlier attempt scored.
 
-    Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
+    Raises UsageError for a missing expert or file before anything is scored or written.
     """
     from ttrain.config import Gate, GateJob
     from ttrain.config.loading import settings_of_task
@@ -173,7 +173,7 @@ def train(
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
-    """The records held out from each expert's training data. Raises UsageError if there are none."""
+    """The records held out from each expert's training data. Raises UsageError if none."""
     store, files = ArtifactStore(home()), dict[str, None]()
     for expert in experts:
         shards = store.input_of(expert.artifact, "shards")

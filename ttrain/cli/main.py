@@ -1,4 +1,4 @@
-"""The command line. Imports what a command needs inside the command, so that `--help` stays under 0.3 s."""
+"""The command line. Commands import what they need themselves: `--help` stays under 0.3 s."""
 
 import itertools
 import json
@@ -226,7 +226,7 @@ def down() -> Output:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; turns ttrain's errors into a message and an exit code."""
+    """Entry point; turn ttrain's errors into a message and an exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" in arguments:  # at any position
         arguments = ["--debug", *(word for word in arguments if word != "--debug")]
@@ -269,7 +269,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _problem(error: ClickException) -> str:
-    """What is wrong with the command; of an option's value that pydantic refuses, the option, the value and the rule."""
     refused: list[JsonDict] = getattr(error.__cause__, "errors", list)()
     if (
         isinstance(error, BadParameter)
@@ -285,7 +284,7 @@ def _problem(error: ClickException) -> str:
 
 
 def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
-    """How a setting is written that was given as an option; "" where the error is about something else."""
+    """The setting that an unknown option means, as key=value; "" for other errors."""
     from ttrain.config import Settings
     from ttrain.config.loading import types_by_name
     from ttrain.config.other_names import similar_settings

@@ -1,4 +1,4 @@
-"""The command line's root, groups and decorator, options that commands share, and functions that load the settings."""
+"""The root of the command line, its decorators, shared options, and loading of settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value mea
 
 
 class _Help:
-    """No type beside a flag in the help, whose name says it."""
+    """Help without types of flags, whose names suffice."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -72,11 +72,11 @@ class _Help:
 
 
 class _Command(_Help, TyperCommand):
-    """A command."""
+    pass
 
 
 class CommandGroup(_Help, TyperGroup):
-    """Answers an unknown word with the commands that have it, wherever they are."""
+    """Answers an unknown word with commands of that name in any group."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
@@ -90,13 +90,12 @@ class CommandGroup(_Help, TyperGroup):
 
 
 def commands_named(word: str, words_after: Sequence[str] = ()) -> str:
-    """The commands that a word means which is none, as "`ttrain a` or `ttrain b`"; "" if there is none."""
+    """Suggestions for an unknown word: "`ttrain a` or `ttrain b`", or ""."""
     commands = [shlex.join(words) for words in _commands_named(word, words_after)]
     return " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
 
 
 def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The commands of other groups, stages, pipelines and files that a word means."""
     from ttrain.flows import NAMES
     from ttrain.tasks import STAGES
 
@@ -126,7 +125,7 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
 
 
 def with_settings_file(message: str, arguments: Sequence[str] = ()) -> str:
-    """The message; the run that it advises takes the settings files of these arguments, else the one of this directory."""
+    """Add the settings files of the arguments, else my.yaml, to an advised run."""
     files = [file for word, file in itertools.pairwise(arguments) if word in ("-c", "--config")]
     if not files and OWN_SETTINGS.is_file():
         files = [str(OWN_SETTINGS)]
@@ -171,12 +170,12 @@ def command_group(name: str, panel: Panel, **settings: Any) -> Typer:
 
 
 def option(help_text: str, *names: str, **rules: Any) -> Any:
-    """A parameter of a command that is an option: its help, its names if they are not the parameter's, rules as of Typer."""
+    """A parameter that is an option: help, names if not the parameter's, rules as of Typer."""
     return Option(*names, help=help_text, **rules)
 
 
 def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
-    """A parameter of a command that is an argument; `metavar` is its name on the pages, to which Typer adds [] and ..."""
+    """A parameter that is an argument; `metavar` is its name in the help."""
     return Argument(help=help_text, metavar=metavar, **rules)
 
 
@@ -215,14 +214,14 @@ class Table(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Lines of text with the tokens marked that count in the loss."""
+    """Lines of text in which tokens of the loss are marked."""
 
     lines: Iterable[Sequence[Span]]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints: `value` with --json, else the parts; then it exits with the code."""
+    """What a command prints: `value` with --json, else the parts; then its exit code."""
 
     value: Any
     parts: Iterable[str | Table | Spans] = ()
@@ -246,9 +245,9 @@ class Output:
 
 
 def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., None]:
-    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group.
+    """Replace parameters that are dataclasses by an option per field, and print the output.
 
-    A command that returns an `Output` has the option --json, and its output is printed here.
+    A command that returns an `Output` has the option --json.
     """
     hints = get_type_hints(function, include_extras=True)
     result = hints.pop("return")
@@ -297,9 +296,10 @@ def command(
     name: str = "",
     short: Panel | None = None,
 ) -> Callable[[Command], Command]:
-    """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
+    """Decorator: add a function as command NAME of its group (`GROUP_NAME` or NAME).
 
-    `epilog`: examples. A command of `app` itself is listed in a `panel` of the help. `short`: it is one, too, in this panel.
+    `epilog`: examples. `panel`: of the help, for commands of `app`. `short`: the panel in which the
+    command is also listed as a short one.
     """
 
     def registered(function: Command) -> Command:
@@ -337,8 +337,11 @@ class SettingsOptions:
         return load(overrides, files=self.config or (), profiles=self.profile or (), **options)
 
     def over_run(self, run: JsonObject) -> LoadedSettings:
-        """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
-        the secrets of sources, which are not recorded."""
+        """The settings of an earlier run with overrides.
+
+        From the environment come only `runtime` settings and secrets of sources, which are not
+        recorded.
+        """
         from ttrain.config.loading import ENVIRONMENT_PREFIX
         from ttrain.lineage.lookup import base_of, with_secrets
 
@@ -351,7 +354,7 @@ class SettingsOptions:
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """The options that choose the stages of a pipeline, of `run` and `plan`."""
+    """Options of `run` and `plan` that choose stages."""
 
     extend: Extend = False
     force: Annotated[
@@ -384,7 +387,7 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The options that begin a training again although it has unfinished work."""
+    """Options that restart a training despite unfinished work."""
 
     fresh: Annotated[
         bool, option("train from the start; unfinished work is set aside", "--fresh")
@@ -406,7 +409,7 @@ class RestartOptions:
         return self.fresh or self.from_step is not None
 
     def plan(self, pipeline: str, settings: Settings, only_of: str = "", **to_plan: Any) -> Plan:
-        """Plan the pipeline, after preparing the work of its stages, or of one of them; print what was set aside."""
+        """Plan after preparing the stages' work; print what was renamed aside."""
         from ttrain import api
         from ttrain.engine.resume import restart
 
@@ -423,7 +426,7 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The options of the commands that run pipelines: the engine, and the labels of the run."""
+    """Options of commands that run pipelines: engine and labels."""
 
     engine: Annotated[
         Literal["prefect", "none"], option("none: run the same graph without Prefect")
@@ -462,7 +465,7 @@ def resolved_models(
     run: str | None = None,
     stderr: bool = True,
 ) -> list[Reference]:
-    """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
+    """Find the models of a command, and print a line about each."""
     from ttrain.lineage import lookup
 
     models = lookup.resolve_all(texts, base=base, run=run)
@@ -472,8 +475,7 @@ def resolved_models(
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
-    """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline,
-    and what texts mean is known with the task: see `loading.settings_of_task`."""
+    """Overrides of a task's settings, the weakest first, still as texts."""
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)

@@ -1,4 +1,4 @@
-"""Registered models: `ttrain models`; what one is made of, and whether that is repeatable: `ttrain lineage`, `reproduce`."""
+"""The commands `ttrain models`, `ttrain lineage` and `ttrain reproduce`."""
 
 from __future__ import annotations
 
@@ -169,8 +169,9 @@ def reproduce(
 ) -> Output:
     """Rebuild a model from its raw data in a separate home, and compare every stage with its record.
 
-    Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0 where all bytes are the
-    same, 1 where a stage differs, or where the raw data are gone or changed.
+    Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0
+    where all bytes are the same, 1 where a stage differs, or where the raw data are gone or
+    changed.
     """
 
     from ttrain.engine.display import Display
@@ -188,7 +189,6 @@ def reproduce(
 
 
 def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
-    """Yield the differences with their reasons, then the verdict."""
     for stage in result["stages"]:
         if stage["differences"]:
             yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
@@ -207,7 +207,6 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
 
 
 def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
-    """What the model is, and a table of what each stage behind it was made of."""
     of_run = f", of the run {value['run']}" if value["run"] else ""
     rows, listed = list[tuple[str, str, str]](), dict[str, None]()
     for stage, result in zip(value["stages"], results, strict=True):
@@ -226,7 +225,7 @@ def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str
 
 
 def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
-    """Name and text of what is known of a stage; "" where something is not."""
+    """(name, text) of what is known of a stage; "" for unknown values."""
     commit, plus, changes = (stage["commit"] or "").partition("+")  # whether some were uncommitted
     made = format_time(stage["made_unix"])
     yield "key", short_digest(stage["key"])
@@ -255,7 +254,6 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
 
 
 def _known(values: JsonObject) -> str:
-    """What is known, as "seed 7, threads 2"."""
     known = {name: value for name, value in values.items() if value not in (None, "")}
     return ", ".join(f"{name} {value}".strip() for name, value in known.items())
 

@@ -1,4 +1,4 @@
-"""The `ttrain pipeline schedule` commands, and `ttrain pipeline serve`, which runs what is due."""
+"""The `ttrain pipeline schedule` commands, and `ttrain pipeline serve`."""
 
 import os
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ ScheduleName = Annotated[
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """The options of the commands that schedule, apart from the cron."""
+    """Options of commands that schedule, apart from the cron."""
 
     timezone: Annotated[
         str | None, option("of the cron, such as Europe/Berlin; else this machine's")

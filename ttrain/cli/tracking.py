@@ -39,8 +39,8 @@ def track_push(
 ) -> Output:
     """Push runs to MLflow: without RUN, all that changed since their last push. What MLflow has is not sent again.
 
-    The next run does the same. Use it after an outage of a server, or after MLflow's database was removed or damaged.
-    Exit code 1 if a run could not be pushed.
+    The next run does the same. Use it after an outage of a server, or after MLflow's database was
+    removed or damaged. Exit code 1 if a run could not be pushed.
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
@@ -63,8 +63,10 @@ def track_push(
 
 
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
-    """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
-    runs of the same `name`. Raises UsageError where MLflow has none of them."""
+    """MLflow's pages with the token: of these runs, and the table and curves of runs of the name.
+
+    Raises UsageError where MLflow has none of them.
+    """
     from ttrain.store import run_views
     from ttrain.store.server_records import page_with_token
     from ttrain.tracking import pusher
@@ -89,7 +91,7 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def open_in_browser(root: Path, url: str) -> None:
-    """Open a page; says so on standard error where no browser can be opened."""
+    """Open a page, or print on standard error that no browser can."""
     import webbrowser
 
     has_screen = sys.platform != "linux" or any(
@@ -104,7 +106,10 @@ def open_in_browser(root: Path, url: str) -> None:
 
 
 def redirect_page(root: Path, url: str) -> str:
-    """A private file that redirects to an address with a token: a browser's arguments are visible to other users."""
+    """Write a private page that redirects to an address with a token; return its URI.
+
+    A browser's arguments are visible to other users.
+    """
     from ttrain.store.server_records import make_folder
 
     if "?token=" not in url:

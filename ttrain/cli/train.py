@@ -1,4 +1,4 @@
-"""The `ttrain train` command, which trains a user's task, and `ttrain doctor`, which checks that training works."""
+"""The commands `ttrain train` for a user's task, and `ttrain doctor`."""
 
 import os
 import shlex
@@ -101,7 +101,7 @@ def train(
 
 
 def check_output(out: Path) -> None:
-    """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
+    """Raise UsageError if `out` is in an artifact or holds files of something else."""
     from ttrain.engine.launch import WORK
 
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))

@@ -1,4 +1,4 @@
-"""Settings of the data: where it comes from, how it is read, tokenizer, shards."""
+"""Settings of data sources, reading, tokenizer and shards."""
 
 from typing import Annotated, Literal
 
@@ -33,7 +33,7 @@ HELDOUT_ROWS = "held-out rows; empty: taken by content hash"
 
 
 def dataset_read(name: str, tokenizer: object) -> str:
-    """The data set whose files are read: a tokenizer without files of its own reads documents."""
+    """The data set whose files are read: a tokenizer without files reads `pretrain`."""
     return "pretrain" if name == "tokenizer" and not tokenizer else name
 
 
@@ -42,7 +42,8 @@ class Data(Section):
 
     Where one of pretrain, sft, dpo and lora names files, those that are not set are none.
 
-    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl, weight: 3}, b.jsonl].
+    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl,
+    weight: 3}, b.jsonl].
     """
 
     pretrain: Paths = setting(
@@ -74,7 +75,7 @@ class Data(Section):
         )
 
     def weights(self, name: str) -> tuple[float, ...]:
-        """The weight of each source of a data set; empty where none is given."""
+        """The weight of each source of a data set; empty if none is set."""
         entries = getattr(self, name)
         if not any(isinstance(entry, Weighted) for entry in entries):
             return ()
@@ -95,7 +96,7 @@ class Data(Section):
             )
 
     def uses_python_docs(self, name: str) -> bool:
-        """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
+        """Whether the data set is the Python documentation that ships with ttrain."""
         return self.paths(dataset_read(name, self.tokenizer)) == (PYTHON_DOCS,)
 
 

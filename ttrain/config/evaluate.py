@@ -14,7 +14,8 @@ Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 class Suites(Section):
     """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
 
-    They count by the bytes of their files. What is not a mapping applies to all models: `evaluate.suites=mine.yaml`.
+    They count by the bytes of their files. What is not a mapping applies to all models:
+    `evaluate.suites=mine.yaml`.
     """
 
     base: Names = setting((), "suites of the base model")
@@ -109,7 +110,7 @@ class Gate(Windows):
 
 
 class Expert(Section):
-    """A model that a gate may choose: where its files lie, and the digests of its weights."""
+    """A model that a gate may choose: its directory, and digests of its weights."""
 
     reference: str  # as the user named it
     model: str  # the directory of the model, or of the base of an adapter
@@ -233,7 +234,7 @@ class LastWordTask(Shots):
 
 
 class GenerationTask(Shots):
-    """An answer in the model's own words, {"question", "answer", "final"?}, compared with the right one."""
+    """A generated answer compared with the right one: {"question", "answer", "final"?}."""
 
     kind: Literal["generation"] = "generation"
     file: str

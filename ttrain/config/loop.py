@@ -1,4 +1,4 @@
-"""Settings of the training loop: optimizer, schedule, precision, validation and early stopping."""
+"""Settings of the training loop: optimizer, schedule, precision, validation, early stopping."""
 
 from typing import Literal
 
@@ -39,18 +39,17 @@ class Optim(Section):
     @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
     @classmethod
     def _is_usual_rate(cls, value: float | None) -> float | None:
-        """Refuse a rate that no training survives: of AdamW and Muon a step then moves every weight by more than 1."""
         need(value is None or value <= 1, "must be at most 1; usual are 1e-5 to 5e-2, such as 2e-4")
         return value
 
 
 class Schedule(Section):
-    """Learning rate over the optimizer steps: a warm-up, a hold at the peak, a decay to the floor.
+    """Learning rate over the steps: a warm-up, a hold at the peak, a decay to the floor.
 
-    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. infinite: as wsd, and the
-    state before the decay is kept, with which the next night continues. cosine: decays from the
-    hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
-    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay. An `average` can stand for the decay.
+    linear: straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt.
+    infinite: wsd; the next night continues from before the decay. cosine: from the hold to the end.
+    minimind: cosine, floor 0.1, no warm-up by default. exponential: times `decay_rate` every
+    `decay_steps` steps. constant: none. An `average` can replace the decay.
     """
 
     kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = (
@@ -97,7 +96,7 @@ class Schedule(Section):
 
 
 class EarlyStopping(Section):
-    """Ends a training whose validation loss no longer falls. The best weights are kept, also of one that reaches its end."""
+    """Ends a training whose validation loss stops falling; the best weights are kept."""
 
     patience: int = setting(
         3, "validations without a better loss, one after the other, that end it", ge=1

@@ -53,7 +53,7 @@ class Moe(Section):
 
 
 class MultiToken(Section):
-    """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
+    """A head for the token after the next one (arXiv:2404.19737); loss ce1 + weight * ce2."""
 
     weight: float = setting(0.3, "of the second head's loss", gt=0)
     keep_head: bool = setting(
@@ -106,7 +106,6 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, settings: Any) -> Any:
-        """Fill in the preset of a `Model` made in Python; the loader does it itself, as it knows the layers."""
         if not isinstance(settings, Mapping) or settings.get("preset") is None:
             return settings
         return {
@@ -155,9 +154,9 @@ PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
 
 
 def sizes_of(name: object) -> dict[str, Any]:
-    """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
+    """Settings of `model` that a preset stands for. Raises UsageError for an unknown name.
 
-    The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
+    Sizes that follow from others are empty, so that no weaker layer's remain.
     """
     sizes = PRESETS.get(str(name).lower())
     if sizes is None:

@@ -1,7 +1,4 @@
-"""Settings of nights: what is trained again, what becomes champion, who is notified.
-
-None of them is part of a key, but for what shapes a night's weights: its replay.
-"""
+"""Settings of nights. None enters a key, but for the replay, which shapes weights."""
 
 import re
 from typing import Annotated, Literal
@@ -119,7 +116,7 @@ class Promotion(Section):
 
 
 class Notify(Section):
-    """Who is notified of what happened. Nothing leaves the machine unless it is set here."""
+    """Notifications. Nothing leaves the machine unless it is set here."""
 
     command: Annotated[tuple[str, ...], Listed] = setting(
         (), "program and arguments, no shell; the message is JSON on stdin"

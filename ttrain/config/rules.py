@@ -1,8 +1,8 @@
-"""Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default;
-batch and passes of fine-tuning, which follow from its rows.
+"""Rules for `auto`: pretraining by budget and model size, fine-tuning by its rows.
 
-The measurements are in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676: its power of
-0.47), the rates of embedding and head the width. No rate follows the batch, so that a run of a given batch can be extended.
+Measured in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676,
+power 0.47), embedding and head rates the width. No rate follows the batch, so that a run of a given
+batch can be extended.
 """
 
 import math
@@ -52,14 +52,14 @@ START, NEW = "pretrain.start_from", "none"
 
 @dataclass(frozen=True)
 class Rule:
-    """The value of a setting, and how it follows from others."""
+    """The value of a setting, and the others from which it follows."""
 
     value: Any
     reason: str
 
 
 def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rules for the settings `KEYS` of a new model, from the values of all settings by their dotted names."""
+    """The rules of `KEYS` for a new model, from all settings by dotted names."""
     sizes = {name: values[f"model.{name}"] for name in SIZES}
     parameters, width = layer_parameters(sizes), sizes["hidden_size"]
     share = values["tokenizer.vocab_size"] * width / parameters
@@ -97,7 +97,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
 
 
 def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the settings `KEYS` become where they are `auto`, from the values of all; {} where some are not there."""
+    """Values of `KEYS` for `auto`, from all settings; {} if some are missing."""
     try:
         if values.get(START, NEW) != NEW:
             return {**OF_EXISTING, BATCH_KEY: whole_rows(BATCH, values["pretrain.row_length"])}
@@ -107,7 +107,7 @@ def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rules whose value the settings have; {} where pretraining makes no new model."""
+    """The rules whose value the settings have; {} if pretraining makes no new model."""
     return (
         {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]}
         if values[START] == NEW
@@ -117,22 +117,22 @@ def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Batch and passes of a fine-tuning that has rows enough, in tokens and in passes."""
+    """Batch in tokens and passes of a fine-tuning with enough rows."""
 
     tokens_per_step: int = 4096
     epochs: float = 1.0
 
     def batch(self, rows: int, row_length: int) -> int:
-        """Tokens of a step: at most `tokens_per_step`, and fewer where `epochs` passes have less than FEWEST_STEPS steps.
+        """Tokens of a step: at most `tokens_per_step`, fewer below FEWEST_STEPS steps.
 
-        It follows from the rows alone, so that a training of other passes continues one of these.
+        It does not depend on the passes, so that a run with more passes can continue this one.
         """
         most_rows = max(1, self.tokens_per_step // row_length)
         fitting_rows = int(rows * self.epochs) // FEWEST_STEPS
         return min(most_rows, max(1, fitting_rows)) * row_length
 
     def passes(self, rows: int, rows_per_step: int) -> float:
-        """Passes over the rows: `epochs`, or as many whole ones as ENOUGH_STEPS steps take, up to MOST_PASSES."""
+        """`epochs`, or the complete passes in ENOUGH_STEPS steps, at most MOST_PASSES."""
         needed = math.ceil(ENOUGH_STEPS * rows_per_step / max(1, rows))
         return self.epochs if needed <= self.epochs else float(min(MOST_PASSES, needed))
 
@@ -147,12 +147,12 @@ class FineTuning:
 
 
 def budget(tokens_per_pass: float) -> int:
-    """Tokens of a pretraining by rule: TOKENS, or those of USEFUL_PASSES passes if that is less."""
+    """Tokens of a pretraining: TOKENS, or USEFUL_PASSES passes if fewer."""
     return min(TOKENS, math.ceil(USEFUL_PASSES * tokens_per_pass))
 
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:
-    """Parameters of the matrices of all layers of a dense model with gated feed-forward layers; its `SIZES`."""
+    """Parameters of the matrices of all layers of a dense gated model; its `SIZES`."""
     hidden, heads = sizes["hidden_size"], sizes["heads"]
     inner = sizes["intermediate_size"] or usual_intermediate_size(hidden)
     attention = 2 * hidden * (hidden + hidden // heads * (sizes["kv_heads"] or heads))
@@ -160,11 +160,11 @@ def layer_parameters(sizes: Mapping[str, Any]) -> int:
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
-    """8/3 of the width, as many parameters as a feed-forward layer of four widths without a gate; a multiple of 32."""
+    """8/3 of the width, to a multiple of 32: as many parameters as 4 x without gate."""
     return -(-(hidden_size * 8 // 3) // 32) * 32
 
 
 def whole_rows(tokens: float, row_length: int) -> int:
-    """The power of two nearest to a number of tokens, in whole rows of which there is at least one."""
+    """The power of two nearest to a number of tokens, in complete rows, at least one."""
     power = 1 << round(math.log2(tokens))
     return max(1, round(power / row_length)) * row_length

@@ -1,4 +1,4 @@
-"""Settings of how fast and where it runs, and of tracking: none of them is part of a key."""
+"""Settings of speed, machine and tracking; none enters a key."""
 
 from typing import Annotated, Literal
 
@@ -162,7 +162,7 @@ class Runtime(Section):
 
 
 class TaskRuntime(Section):
-    """Runtime settings of a task; a step is one micro-batch, unless it has more rows than this."""
+    """Runtime settings of a task; a step is one micro-batch, up to this many rows."""
 
     runtime: Runtime = Runtime(rows_per_device=1024)
 

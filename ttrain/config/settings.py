@@ -12,7 +12,7 @@ from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, 
 
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
-    """The first stage that trains on the way to a stage, and what that starts from."""
+    """The first training stage on the way to a stage, and its start."""
     for _ in TRAININGS:  # of which a wrong setting may make a circle
         name = starts[name] if starts[name] in TRAININGS else name
     return name, starts[name]
@@ -24,7 +24,7 @@ def last_of(present: Collection[str]) -> str:
 
 
 def first_start(starts: Mapping[str, str], present: Collection[str]) -> tuple[str, str | None]:
-    """(the first stage on the way to the last one that has data, the model that exists and that it starts from, if any)."""
+    """(the first stage on the way to the last one with data, its existing start or None)."""
     first, start = root_of(last_of(present), starts)
     return first, None if start in (NONE, *TRAININGS) else start
 
@@ -40,7 +40,7 @@ SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
 
 
 def by_weight(name: str) -> tuple[int, str]:
-    """Sort key of a setting: those that shape the models first, in the order of the pipeline; those of the machine last."""
+    """Sort key of a setting: what shapes models first, what concerns the machine last."""
     group = name.partition(".")[0]
     return (
         SHAPING.index(group)
@@ -92,7 +92,7 @@ class Settings(Section):
 
     @property
     def trainings(self) -> tuple[str, ...]:
-        """The stages that train, in order: the last and the optional ones that have data, and what these start from."""
+        """The stages that train, in order: those with data, and their starts."""
         needed, starts = set[str](), self.starts
         for name in (last_of(self.present), *filter(self.exists, OPTIONAL)):
             while name in TRAININGS and name not in needed:
@@ -101,7 +101,7 @@ class Settings(Section):
         return tuple(name for name in TRAININGS if name in needed)
 
     def exists(self, name: str) -> bool:
-        """Whether a stage that trains can be in the pipeline: it has data."""
+        """Whether a training stage can be in the pipeline, because it has data."""
         return bool(getattr(self.data, name))
 
     @property
@@ -111,11 +111,11 @@ class Settings(Section):
 
     @property
     def existing_model(self) -> str | None:
-        """The existing model that the first stage that trains starts from; None for a new model."""
+        """The existing model that the first training starts from; None if new."""
         return first_start(self.starts, self.present)[1]
 
     def reads(self, dataset: str) -> bool:
-        """Whether the data set is used. A tokenizer that exists is measured on documents only where there are any."""
+        """Whether the data set is used. An existing tokenizer needs no documents."""
         if dataset == "tokenizer":
             return (
                 self.tokenizer.existing is None
@@ -125,11 +125,11 @@ class Settings(Section):
         return dataset in self.trainings
 
     def reads_python_docs(self, dataset: str) -> bool:
-        """Whether the data set is used, and made from the Python documentation that ships with ttrain."""
+        """Whether the data set is used and is the documentation of Python."""
         return self.reads(dataset) and self.data.uses_python_docs(dataset)
 
     def virtual_tokens(self, stage: str) -> int:
-        """Positions that an adapter takes before every record of the stage's rows."""
+        """Positions that an adapter takes before every record of the stage."""
         stages = self.trainings if stage == "evaluate" else (stage,)
         return self.lora.virtual_tokens if self.lora.kind == "prefix" and "lora" in stages else 0
 

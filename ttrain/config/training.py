@@ -50,7 +50,7 @@ class Training(Loop):
     )
 
     def resolved(self, rows: int) -> Self:
-        """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
+        """The settings with numbers for `auto`, for a training with this many rows."""
         batch = self.by_rows.batch(rows, self.row_length)
         settings = (
             self.replaced({"tokens_per_step": batch})
@@ -110,7 +110,6 @@ class Training(Loop):
     @field_validator("start_from", check_fields=False)
     @classmethod
     def _starts_from_an_earlier_stage(cls, value: str) -> str:
-        """Refuse the name of a stage that does not come before this one."""
         starts = TRAINING_STAGES[cls.__name__.lower()].starts
         need(
             value not in TRAININGS or value in starts,
@@ -140,17 +139,17 @@ class Training(Loop):
 
     @property
     def token_budget(self) -> int | None:
-        """The budget in tokens; None where it is in passes."""
+        """The budget in tokens; None if it is in passes."""
         return None if self.tokens is None else int(self.tokens)
 
     @property
     def passes(self) -> float | None:
-        """The budget in passes over the rows; None where it is in tokens."""
+        """The budget in passes over the rows; None if it is in tokens."""
         return None if self.epochs is None else float(self.epochs)
 
 
 class TaskConfig(Loop):
-    """What `ttrain train` does to the weights; a task derives its own settings from it, with its own defaults."""
+    """Settings of `ttrain train`; a task derives its own settings and defaults from it."""
 
     epochs: float = setting(10.0, "passes over the rows", gt=0)
     rows_per_step: int = setting(64, "rows of one optimizer step, over all ranks", ge=1)
@@ -160,12 +159,12 @@ class TaskConfig(Loop):
 
     @property
     def step_tokens(self) -> int:
-        """A row counts as one token, in the loop and in the curves."""
+        """Rows count as tokens, in the loop and in curves."""
         return self.rows_per_step
 
 
 class TaskJob(Section):
-    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
+    """What `ttrain train` passes to its process, which knows the task's settings."""
 
     task: str
     given: tuple[
@@ -193,7 +192,7 @@ class Pretrain(Training):
 
 
 class FineTune(Training):
-    """A training whose batch and budget follow from the number of its rows."""
+    """A training whose batch and budget follow from its rows."""
 
     epochs: Passes | Auto | None = setting(
         rules.AUTO, "budget in passes over the rows; auto: more than usual where there are few"
@@ -218,7 +217,7 @@ class Sft(FineTune):
 
 
 class Adapted(FineTune):
-    """A training that may be one of an adapter, through PEFT."""
+    """A training of all weights or of an adapter, through PEFT."""
 
     rank: int = setting(16, "of the adapter", ge=1)
     alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
@@ -240,8 +239,8 @@ class Adapted(FineTune):
 class Dpo(Adapted):
     """Preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
 
-    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo: arXiv:2405.14734.
-    orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
+    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing.
+    simpo: arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
@@ -272,7 +271,7 @@ class Dpo(Adapted):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the model with the one that it starts from, by the stage `reference`."""
+        """Whether the loss needs the model that training starts from (stage `reference`)."""
         return self.loss not in ("simpo", "orpo")
 
     def _check(self) -> None:
@@ -310,7 +309,7 @@ class Lora(Adapted):
 
 
 def adapter_of(stage: str, settings: Any) -> Lora | None:
-    """The adapter that a training stage trains, as settings of `lora`; None where it trains all weights or is none."""
+    """The adapter of a training stage as settings of `lora`; None if it trains all weights."""
     section = getattr(settings, stage, None)
     if isinstance(section, Dpo) and section.adapter != "none":
         shared = {
@@ -327,7 +326,7 @@ VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
 
 @dataclass(frozen=True)
 class PrimaryMetric:
-    """The metric that the model of a training stage is judged by, over the held-out records `records`."""
+    """The metric that decides about a stage's model, over held-out `records`."""
 
     name: str
     model: str
@@ -366,9 +365,9 @@ DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A training stage: what all parts of ttrain that list such stages need to know of one.
+    """A training stage, for all parts of ttrain that list such stages.
 
-    It is named after its settings, and its data set after it. `starts` are the stages whose model it may go on from.
+    It is named after its settings, and its data set after it. `starts`: possible starting stages.
     """
 
     settings: type[Training]
@@ -386,17 +385,17 @@ class TrainingStage:
 
     @property
     def model(self) -> str:
-        """Name of its model in the evaluation, and the end of its registered model's name."""
+        """Name of its model in the evaluation, and suffix of its registered model."""
         return self.metric.model
 
     @property
     def part(self) -> str:
-        """What the evaluation calls the held-out rows of its data set."""
+        """Name of its held-out rows in the evaluation."""
         return self.metric.records
 
     @property
     def loss(self) -> str:
-        """Prefix of the losses on that part, where it is chats: documents have bits per byte, pairs a share."""
+        """Prefix of losses on held-out chats; documents have bits per byte, pairs a share."""
         return self.metric.family if self.rows == "chats" else ""
 
     @property
@@ -452,5 +451,5 @@ MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluati
 
 
 def model_order(model: str) -> int:
-    """Key to sort names of models by: as they are trained, then all others."""
+    """Sort key for names of models: in the order of training, then all others."""
     return MODELS.index(model) if model in MODELS else len(MODELS)

@@ -1,4 +1,4 @@
-"""Small HTML tables for notebooks, in the colours of their page, light or dark."""
+"""HTML tables for notebooks, in light or dark colours."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

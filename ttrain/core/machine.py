@@ -28,20 +28,20 @@ INSTRUCTIONS = {
 
 @functools.cache
 def processor() -> str:
-    """Model and cores of the CPU, and whether it has the instructions on which speed depends most."""
+    """Model, cores and the most important instruction sets of the CPU."""
     flags = [name if flag in cpu_flags() else f"no {name}" for name, flag in INSTRUCTIONS.items()]
     return ", ".join([processor_model(), f"{os.cpu_count()} cores", *flags])
 
 
 def processor_model() -> str:
-    """Model of the CPU, or where Linux does not tell it, its architecture."""
+    """Model of the CPU, or its architecture if Linux does not report it."""
     match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, in Linux's words; nothing where Linux does not tell it."""
+    """The CPU's flags in Linux's words, if any."""
     return frozenset(_cpu_info().split())
 
 

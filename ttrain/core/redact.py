@@ -1,7 +1,7 @@
-"""Hides secrets before anything is recorded or shown: in URLs, and in settings by their names or their looks.
+"""Hide secrets before anything is recorded or shown: in URLs, and in settings by name or look.
 
-A URL of a data source loses user, password, query and fragment, where signed addresses keep their secrets; `***` stands for
-each, so that a reader of the record sees that something is missing. Standard library only: everything may import it.
+A data source's URL loses user, password, query and fragment; `***` stands for each. Only the
+standard library, since everything may import it.
 """
 
 import re
@@ -88,12 +88,12 @@ _ROUTE = "#/"  # begins the fragment of a page, as those of MLflow's: an address
 
 @lru_cache(maxsize=1024)  # asked for each rejected row, which takes half as long with it
 def url(location: str) -> str:
-    """A location without the user, password, query and fragment of its URL; a path of this machine as it is."""
+    """A location without user, password, query and fragment; a local path as it is."""
     return "::".join(map(_shown_link, _CHAIN.split(location)))
 
 
 def without_signature(location: str) -> str:
-    """A location without what grants access and is renewed: user and password of its URL, and the signature in its query."""
+    """A location without what is renewed: user, password and signature of its URL."""
     location = without_user(location)
     if not _SIGNATURE.search(location):
         return location
@@ -103,8 +103,10 @@ def without_signature(location: str) -> str:
 
 
 def text(message: str) -> str:
-    """A text whose URLs are as `url` gives them, without what looks like a service's secret, and without the values of
-    secret parameters, also of a URL that a space cut in two."""
+    """A text with masked URLs, tokens of services and secret parameters.
+
+    A space may have cut a URL in two.
+    """
     message = _USER_IN_TEXT.sub(
         lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), message
     )
@@ -113,17 +115,17 @@ def text(message: str) -> str:
 
 
 def without_user(address: str) -> str:
-    """A text whose URLs have no user and no password: the address of a server, to be shown, recorded and opened."""
+    """A text whose URLs have no user and password, as for a server's address."""
     return _USER_IN_TEXT.sub(lambda match: _without_user(match[1], match[2], ""), address)
 
 
 def masked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their names as they may be shown: what is secret by its name or its look, or in a URL, is `***`."""
+    """Settings with `***` for what is secret by name, look or URL."""
     return {key: _masked(key, value) for key, value in values.items()}
 
 
 def is_hidden(location: str) -> bool:
-    """Whether `url` has taken something from this location, so that it cannot be opened."""
+    """Whether `url` has removed something, so that the location cannot be opened."""
     return bool(_HIDDEN_PART.search(location)) and url(location) == location
 
 
@@ -137,9 +139,9 @@ def has_hidden(value: Any) -> bool:
 
 
 def restored(recorded: Any, current: Any) -> Any:
-    """Recorded settings, with the locations of the current ones where these, once masked, are what is on record.
+    """Recorded settings with current locations where these equal the record once masked.
 
-    What no current location fits, or several do, stays hidden.
+    Without a match, or with several, a location stays hidden.
     """
     if isinstance(recorded, Mapping):
         values = current if isinstance(current, Mapping) else {}
@@ -184,7 +186,6 @@ def _masked(key: str, value: Any) -> Any:
 
 
 def _shown_link(link: str) -> str:
-    """One URL of a chain."""
     scheme, colon, remainder = link.partition("://")
     if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
         return link
@@ -197,7 +198,6 @@ def _shown_link(link: str) -> str:
 
 
 def _without_user(scheme: str, user: str, instead: str) -> str:
-    """Scheme and user with `instead` in place of the latter, unless that is a container and not a user."""
     kind = scheme.lower().removesuffix("://")
     return scheme + (
         user if kind in LOCAL or (kind in CONTAINERS and _CONTAINER.fullmatch(user)) else instead
@@ -205,7 +205,6 @@ def _without_user(scheme: str, user: str, instead: str) -> str:
 
 
 def _in_text(address: str) -> str:
-    """A URL in a text: an address of a page keeps its fragment, one that is masked already keeps what follows it."""
     if _ROUTE in address:
         page, _, route = address.partition(_ROUTE)
         return f"{url(page)}{_ROUTE}{_QUERY.sub(f'?{HIDDEN}', route)}"

@@ -1,4 +1,4 @@
-"""Curves of runs as charts: which belong together, and where their lines are in the SVG of a page."""
+"""Curves of runs as SVG charts: grouping of metrics, positions of lines."""
 
 import math
 import re
@@ -59,10 +59,10 @@ Chart = JsonDict
 
 
 def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
-    """(charts that a page shows at once, charts that it folds) of a stage.
+    """(charts shown at once, folded charts) of a stage.
 
-    Of one run, metrics of one group share a chart; of several, a chart shows a metric, with a line for each run. A group
-    without a curve of two points has none: single values are in tables.
+    One run: metrics of a group share a chart. Several: one metric a chart, one line a run. A group
+    without a curve of two points has none.
     """
     groups: dict[tuple[int, str, str], list[Curve]] = {}
     is_alone = len(views) == 1
@@ -80,7 +80,7 @@ def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[C
 
 
 def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
-    """Draw curves over tokens, or over time where nothing is trained on. A value that is not finite is a gap."""
+    """Draw curves over tokens, or over time if there are none. Non-finite values are gaps."""
     has_tokens = any(point.tokens is not None for _, _, points in curves for point in points)
     places = [_places(thinned(points), has_tokens=has_tokens) for _, _, points in curves]
     low, high = _extent(x for line in places for x, _ in line)
@@ -104,7 +104,7 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
 
 
 def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | None]]) -> Chart:
-    """Draw (label, points, interval) a row each, around a line at 0: the points, their mean, the interval."""
+    """Draw a row for each (label, points, interval), around a line at 0."""
     every = [
         0.0,
         *(value for _, points, interval in rows for value in (*points, *(interval or ()))),
@@ -128,7 +128,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About `POINTS` points, with the ends, and of each stretch the highest and a gap or the lowest."""
+    """About `POINTS` points: the ends, and extremes and gaps of each stretch."""
 
     def height(point: Point) -> float:
         return point.value if math.isfinite(point.value) else -math.inf
@@ -142,7 +142,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """About `most` values that enclose a range, a step of 1, 2 or 5 times a power of ten apart."""
+    """About `most` values that enclose a range; steps are 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(
         factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most
@@ -152,7 +152,6 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
-    """The curves that are shown. Of quick validations, the points on all rows are those of the full ones."""
     curves = {
         name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)
     }
@@ -164,7 +163,6 @@ def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
 
 
 def _group(name: str, stage: str) -> tuple[int, str, str]:
-    """(position, title, unit) of a metric's chart: names that differ in numbers share one."""
     for position, (title, unit, pattern) in enumerate(GROUPS):
         if re.fullmatch(pattern, name):
             row = TRAINING_STAGES.get(stage)
@@ -174,14 +172,12 @@ def _group(name: str, stage: str) -> tuple[int, str, str]:
 
 
 def _places(points: Sequence[Point], *, has_tokens: bool) -> list[tuple[float, float]]:
-    """(tokens, or minutes since the first point, value) of the points that have both."""
     if has_tokens:
         return [(point.tokens, point.value) for point in points if point.tokens is not None]
     return [((point.time - points[0].time) / MINUTE, point.value) for point in points]
 
 
 def _extent(values: Iterable[float]) -> tuple[float, float]:
-    """The lowest and highest finite value, apart also where they are equal."""
     finite = [value for value in values if math.isfinite(value)] or [1.0]
     low, high = min(finite), max(finite)
     apart = 0.0 if low < high else abs(low) / 10 or 1.0

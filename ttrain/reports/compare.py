@@ -1,4 +1,4 @@
-"""How runs differ: settings, data, code, metrics, samples. Computed once, for terminal, page and JSON."""
+"""How runs differ: settings, data, code, metrics, samples; for terminal, page and JSON."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing a
 
 @dataclass(frozen=True)
 class Difference:
-    """A row of a comparison: the values of a setting, file, library or metric that differs."""
+    """A row of a comparison: a setting, file, library or metric with each run's value."""
 
     name: str
     values: Sequence[Any]  # of each run: texts; of a metric numbers
@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def texts(self) -> list[str]:
-        """The value of each run; of a metric with its change from the first run that has it."""
+        """The value of each run; metrics with the change from the first run."""
         base, texts = None, list[str]()
         for value in self.values:
             if value is None or is_number(value):
@@ -80,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two or more runs side by side; the values of each row are in their order."""
+    """Two or more runs side by side, in the order of each row's values."""
 
     runs: Sequence[str]
     verdict: str  # whose model is better on the held-out records, by which metric
@@ -96,7 +96,7 @@ class RunComparison:
 
     @property
     def tables(self) -> dict[str, Sequence[Difference]]:
-        """The tables that terminal and page show, by title; an empty one says that nothing differs."""
+        """The tables of terminal and page by title; empty ones have no differences."""
         return {
             "Settings": self.settings,
             "Figures": self.metrics,
@@ -161,14 +161,12 @@ def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _differences(tables: Sequence[Mapping[str, str]]) -> list[Difference]:
-    """Each name whose value is not the same in all tables."""
     names = sorted({name for table in tables for name in table})
     rows = [Difference(name, tuple(table.get(name, ABSENT) for table in tables)) for name in names]
     return [row for row in rows if len({*row.values}) > 1]
 
 
 def _data(view: RunView) -> dict[str, str]:
-    """Files by their digests, and counts of their rows."""
     table: dict[str, str] = {}
     for name, stage in view.stages.items():
         if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
@@ -185,7 +183,6 @@ def _data(view: RunView) -> dict[str, str]:
 
 
 def _code(view: RunView) -> dict[str, str]:
-    """The digest of each stage's code, libraries and machines, as the artifacts record them."""
     made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
     return {
         **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
@@ -212,7 +209,6 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Di
 
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
-    """Why no run is the best by a metric on held-out records; "" where one may be."""
     stage, _, metric = name.partition("/")
     if not name.startswith(EVALUATED):
         return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
@@ -232,7 +228,6 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
 
 
 def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
-    """As `_not_judged`, of a training's validation on the held-out rows of its shards."""
     shards = {
         view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views
     }
@@ -244,7 +239,6 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 
 
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
-    """That one run of each setting decides between two models, not between two settings; and what would."""
     by_rule = facts.set_by_rule(views[-1].params)
     changed = [
         row
@@ -278,8 +272,7 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
 
 
 def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, str, bool]:
-    """(the deciding metric; the best run by the first one that differs, and by how much it beats the next best; whether that
-    is certain)."""
+    """(metric, best run by the first metric that differs and its lead, whether it is certain)."""
     by_name = {metric.name: metric for metric in metrics}
     name, verdict = "", "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
@@ -296,7 +289,6 @@ def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[s
 def _difference_of_models(
     metric: Difference, order: Sequence[int], scores: Sequence[Scores]
 ) -> tuple[str, bool]:
-    """As `_verdict`, by a metric in which runs differ. `order`: the runs that have it, the best first."""
     if metric.not_judged:
         return f"no model is better by {metric.name}: {metric.not_judged}", False
     best = metric.values[order[0]]
@@ -322,10 +314,6 @@ def _difference_of_models(
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
-    """The answers of each run's models to the same prompts of the evaluation.
-
-    `reference`: what follows the prompt in the held-out row that it is from.
-    """
     by_run = [facts.samples_of(view.manifest(EVALUATION)) for view in views]
     prompts = dict.fromkeys(chain.from_iterable(by_run))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
@@ -336,7 +324,6 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
 
 
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / SCORES if stage and stage.key else None
     if path is None or not path.is_file():

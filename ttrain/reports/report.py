@@ -1,6 +1,6 @@
-"""The pages: of one run its stages, results, curves, lineage and problems; of several runs how they differ.
+"""Pages of a run (stages, results, curves, lineage, problems), of a comparison, of a sweep.
 
-A page loads nothing and runs no script: its style and drawings are inside, and all text of a run is escaped.
+They load nothing and run no script; all text of runs is escaped.
 """
 
 import base64
@@ -93,7 +93,7 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
 
 
 def sweep_page(sweep: JsonObject) -> str:
-    """The page of a sweep as HTML, of what `sweep show --json` prints: its settings, the baseline first."""
+    """The page of a sweep as HTML, from the value of `sweep show --json`."""
     rows = [
         (row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]
     ]
@@ -101,7 +101,6 @@ def sweep_page(sweep: JsonObject) -> str:
 
 
 def _rendered(template: str, **context: object) -> str:
-    """A page of a template, in which all text of a run is escaped and the policy allows the style sheet alone."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ttrain.reports"),
         autoescape=True,
@@ -126,12 +125,10 @@ def _rendered(template: str, **context: object) -> str:
 
 
 def _visible(value: object) -> object:
-    """Text of a run with its control characters, such as those that turn the direction of writing, made visible."""
     return escape_control_characters(value) if type(value) is str else value
 
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
-    """(step, text) of the samples of a training: the last one, and some evenly spread before it."""
     samples = {
         int(match[1]): path
         for path in view.files(stage, "run/samples")
@@ -179,7 +176,6 @@ def find_problems(view: RunView) -> Iterator[Problem]:
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """(description, whether it is resolved) of what a stage's artifact records."""
     result: Mapping[str, Any] = manifest.get("result", {})
     for source in manifest.get("continued") or ():
         yield f"continued the work of {text.short_digest(source['key'])}, made by other code", True

@@ -1,4 +1,4 @@
-"""Stages, runs and evaluations as tables: on a terminal, as markdown, as plain lines. Manifests in, text out; pure."""
+"""Stages, runs and evaluations as tables of text, from manifests."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ GUARD_FIXES = {
 
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
-    """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
+    """The metrics of a pipeline run by stable names, from results of cached and new stages."""
     from ttrain.config.training import TRAININGS
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
@@ -61,14 +61,14 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """Round a metric to the seven digits of fp32, since MLflow's tables show it as stored; whole numbers are kept."""
+    """Round a metric to fp32's seven digits, as MLflow shows all of them; integers stay."""
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
-    """The total time of the trainings, whichever runs made them; a device is a rank.
+    """The total time of trainings, whichever runs made them; a device is a rank.
 
-    A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
+    A continued training recorded only its last attempt: earlier steps are taken to be as fast.
     """
     seconds = device_seconds = 0.0
     for training in trainings:
@@ -82,14 +82,14 @@ def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
 
 
 def row_tallies(result: Result) -> dict[str, Result]:
-    """The counts of rows of a stage's result, by their role: train, heldout."""
+    """Row counts of a stage's result, by role: train, heldout."""
     tallies = result.get("rows") or {}
     tallies = {"train": tallies} if "rows" in tallies else tallies
     return {role: tally for role, tally in tallies.items() if isinstance(tally, dict)}
 
 
 def lost_rows(tally: Result, *groups: str) -> str:
-    """The rows that were left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected, by default both."""
+    """Rows left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected."""
     reasons = {
         reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n
     }
@@ -143,7 +143,6 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
 
 
 def _about_shards(result: Result) -> Iterator[str]:
-    """What shards hold, what was left out and not read, and what is not new."""
     made = ShardsResult.of(result)
     yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {counted(made.heldout.rows, 'row')}"
     for role, tally in row_tallies(result).items():
@@ -179,7 +178,7 @@ def run_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def labels(run: RecordedRun) -> list[str]:
-    """The user's note and tags of a recorded run, as lines for a person."""
+    """Note and tags of a recorded run, as lines."""
     tags = "  ".join(f"{key}={value}" for key, value in run.get("tags", {}).items())
     return [line for line in (*str(run.get("note", "")).split("\n"), tags) if line]
 
@@ -191,8 +190,10 @@ def _figure(value: Any) -> str:
 
 
 def shown_stages(run: RecordedRun) -> list[Result]:
-    """The stages of a recorded run that tell something: none where all were cached, and after a night that found nothing new
-    those that it came to."""
+    """The stages of a recorded run worth listing.
+
+    None if all were cached; of a night without new data, those that it reached.
+    """
     if run["outcome"] == "cached":
         return []
     return [
@@ -203,7 +204,7 @@ def shown_stages(run: RecordedRun) -> list[Result]:
 
 
 def status_row(stage: Result) -> tuple[str, str, str, str, str]:
-    """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
+    """(stage, outcome, time, metrics or error, log) of a recorded stage."""
     log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
@@ -229,8 +230,10 @@ Shown = tuple[str, str, int, str]
 
 
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[EvaluationRow]:
-    """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
-    stages, also the metrics' intervals and the tasks of its suites."""
+    """(metric, value, remark) of each metric of the run and of a night's champion.
+
+    With the results of stages also intervals, and tasks of suites.
+    """
     from ttrain.evaluate.task_result import not_judged
 
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
@@ -254,8 +257,7 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[Ev
 
 
 def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
-    """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
-    each group, and what compressors need."""
+    """Rows for held-out records: each model against the one before, groups, compressors."""
     from ttrain.config.training import (
         BITS_PER_BYTE,
         MODELS,
@@ -294,7 +296,6 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
 
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
-    """The main metric of each task for each model, and its comparison with the first model."""
     verdicts = {
         (versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]
     }
