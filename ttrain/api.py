@@ -257,7 +257,8 @@ def run(
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
     if pipeline == "nightly":
         raise UsageError(
-            "pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`"
+            "pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline "
+            "run nightly`"
         )
     labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
     planned = plan(pipeline, settings, home=home, **selection)

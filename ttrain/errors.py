@@ -136,7 +136,10 @@ class NothingBuilt(ArtifactError):
 class DamagedFile(ArtifactError):
     """A file's bytes differ from the published ones; the message has both digests."""
 
-    fix = "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so that the next run builds it anew"
+    fix = (
+        "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so "
+        "that the next run builds it anew"
+    )
     is_mistake = True  # a second try reads the same bytes
 
     def __init__(self, finding: str, path: Path, fix: str = fix) -> None:

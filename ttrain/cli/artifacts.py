@@ -168,7 +168,8 @@ def artifacts_verify(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain\n\nttrain artifacts adopt sft sft.epochs=3",
+    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain\n\nttrain "
+    "artifacts adopt sft sft.epochs=3",
 )
 def artifacts_adopt(
     *,
@@ -225,7 +226,8 @@ def artifacts_adopt(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7\n\n"
+    "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 "
+    "--older-than 7\n\n"
     "ttrain artifacts clean --run latest --dry-run",
 )
 def artifacts_clean(
@@ -290,7 +292,8 @@ def artifacts_clean(
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(
-            f"nothing is removed while runs are in progress: {active_runs}; one on another machine counts until its "
+            f"nothing is removed while runs are in progress: {active_runs}; one on another "
+            "machine counts until its "
             f"file in {store.root / 'runs'} has not changed for {ELSEWHERE_DAYS} days"
         )
     return Output({**value, "running": cleaned.running}, shown)

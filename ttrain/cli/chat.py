@@ -92,7 +92,8 @@ class GreedyOptions(SamplingOptions):
 
 @command(
     app,
-    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain "
+    "--versus sft\n\n"
     "echo 'What is a list?' | ttrain chat sft --json",
     "Use",
 )
@@ -327,8 +328,9 @@ def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedMo
 def before_torch() -> None:
     """Prepare the environment before torch is loaded; silence transformers."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel parts. The quickstart's model
-        # beside busy processes: 6 tokens/s with libgomp's default, 70 to 110 with 10,000 turns, 370 to 470 with this.
+        # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel
+        # parts. The quickstart's model beside busy processes: 6 tokens/s with libgomp's default, 70
+        # to 110 with 10,000 turns, 370 to 470 with this.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import warnings
 

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from ttrain.reports.compare import Difference, RunComparison
     from ttrain.store.run_views import RunView
 
-RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
+RUN_HELP = (
+    "a run or the beginning of its name, `latest`, an MLflow run id, or a registered "
+    "NAME@ALIAS or NAME/VERSION"
+)
 SHOWN_SAMPLES = 6
 LONGEST_CELL = 160  # characters of a text
 
 
 @command(
     app,
-    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
+    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion "
+    "mine@challenger "
     "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
     "Look",
 )
@@ -37,7 +41,8 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(
-            f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them"
+            f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` "
+            "lists them"
         )
     if html:
         check_output_file(html)
@@ -54,7 +59,8 @@ def compare(
 
 @command(
     app,
-    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\nttrain report mine@champion",
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\nttrain "
+    "report mine@champion",
     "Look",
 )
 def report(

@@ -21,7 +21,8 @@ from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
 MODELS_HELP = (
-    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the others are "
+    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; "
+    "the others are "
     "compared with the first"
 )
 
@@ -52,7 +53,8 @@ class TaskFiles:
 
 @command(
     app,
-    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
+    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word "
+    "passages.jsonl\n\n"
     "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
     "ttrain eval owner/name ./model --suite english --limit 200",
     "Use",

@@ -101,7 +101,8 @@ def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[Loaded
     """
     shown = ", ".join(reference.text for reference in models)
     advice = (
-        "so name tasks: --text, --choices, --last-word, --generation, --chats or --pairs with a file, or --suite with "
+        "so name tasks: --text, --choices, --last-word, --generation, --chats or --pairs with a "
+        "file, or --suite with "
         f"{', '.join(suites.names())} or a file of your own"
     )
     if not heldout:

@@ -44,13 +44,15 @@ gate_app = command_group(
 @command(
     gate_app,
     "Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
-    "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data mixed.jsonl --out gate hidden=128",
+    "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data "
+    "mixed.jsonl --out gate hidden=128",
 )
 def gate_train(
     experts: Annotated[
         list[str],
         option(
-            "models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"
+            "models or adapters, as for `ttrain chat`, separated by commas: run, stage, "
+            "name@alias, directory"
         ),
     ],
     out: Annotated[Path, option("directory of the gate")],
@@ -61,7 +63,8 @@ def gate_train(
     data: Annotated[
         list[str] | None,
         option(
-            "records, as for `ttrain data check`; without it, those held out from the experts' own data"
+            "records, as for `ttrain data check`; without it, those held out from the "
+            "experts' own data"
         ),
     ] = None,
     config: Files = None,
@@ -114,7 +117,8 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
     ]
     if metrics["accuracy"] <= metrics["majority_accuracy"]:
         parts.append(
-            "no more records reach their best expert than if all went to the most common one: no gain"
+            "no more records reach their best expert than if all went to the most common "
+            "one: no gain"
         )
     return parts
 
@@ -146,7 +150,8 @@ def train(
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(
-            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1"
+            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set "
+            "runtime.devices=1"
         )
     settings = settings_of_task(Gate, gate_overrides)
     out = out.absolute()
@@ -158,7 +163,8 @@ def train(
         longest = existing.max_length(Path(expert.model) / existing.CONFIG)
         if longest is not None and settings.row_length > longest:
             raise UsageError(
-                f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
+                f"row_length is {settings.row_length} but the expert {expert.reference} takes "
+                f"{longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
     job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
@@ -180,7 +186,8 @@ def heldout_files(experts: Sequence[Reference]) -> list[str]:
         records = sorted((shards.path / "heldout").glob("*.jsonl")) if shards else []
         if not records:
             raise UsageError(
-                f"{store.root} has no records held out from the data of {expert.text}; name files with --data"
+                f"{store.root} has no records held out from the data of {expert.text}; name "
+                "files with --data"
             )
         files |= dict.fromkeys(map(str, records))
     return list(files)

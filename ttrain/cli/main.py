@@ -298,7 +298,10 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
         return ""
     typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
     value = typed[1] if typed else "VALUE"
-    return f"no such option: {error.option_name}; settings are written without dashes, such as {near[0]}={value}"
+    return (
+        f"no such option: {error.option_name}; settings are written without dashes, such as "
+        f"{near[0]}={value}"
+    )
 
 
 def _print_error(message: str) -> None:

@@ -141,7 +141,8 @@ class _Root(CommandGroup):
         for before, word in zip(("ttrain", *words), words, strict=False):
             if not word.strip() and before not in MAY_BE_EMPTY:
                 raise UsageError(
-                    f"an empty word follows '{before}': is a variable of the shell not set? write a value there"
+                    f"an empty word follows '{before}': is a variable of the shell not set? "
+                    "write a value there"
                 )
         return super().parse_args(ctx, args)
 
@@ -156,7 +157,8 @@ app = Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
+    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter "
+    "and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen, with your own data:  ttrain init\n\n"
     "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs",
 )
@@ -378,7 +380,8 @@ class SelectionOptions:
     resume_key: Annotated[
         str,
         option(
-            "resume the unfinished work of this key, begun with other code or another learning rate",
+            "resume the unfinished work of this key, begun with other code or another "
+            "learning rate",
             "--continue",
             metavar="KEY",
         ),

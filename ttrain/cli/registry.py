@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 models_app = command_group(
     "models",
     "Models",
-    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion; show what "
+    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and "
+    "choose the champion; show what "
     "models cost.",
     epilog="Example:  ttrain models list",
 )
@@ -128,7 +129,8 @@ ORDER_OF_SUMS = (
 ModelVersion = Annotated[
     str,
     argument(
-        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
+        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a "
+        "stage, the "
         "beginning of an artifact's key, or its directory",
         metavar="REF",
     ),
@@ -155,7 +157,8 @@ def lineage(version: ModelVersion) -> Output:
 
 @command(
     app,
-    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
+    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 "
+    "--home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json",
     "Look",
 )
@@ -203,7 +206,9 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
     if result["equal"]:
         yield f"the same: all {len(stages)} stages of {name} gave the recorded bytes{location}"
     else:
-        yield f"DIFFERENT: {stages[-1]['stage']} of {name} did not give the recorded bytes{location}"
+        yield (
+            f"DIFFERENT: {stages[-1]['stage']} of {name} did not give the recorded bytes{location}"
+        )
 
 
 def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:

@@ -31,7 +31,8 @@ schedule_app = Typer(
     cls=CommandGroup,
     no_args_is_help=True,
     help="Schedule nights and other runs, and list the schedules.",
-    epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
+    epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone '
+    "Europe/Berlin -c mine.yaml",
 )
 pipeline_app.add_typer(schedule_app, name="schedule")
 
@@ -56,7 +57,8 @@ class SlotOptions:
 
 @command(
     schedule_app,
-    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
+    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile '
+    "night\n\n"
     "ttrain pipeline schedule nightly --pool docker-pool data.pretrain=/data/docs",
 )
 def schedule_nightly(
@@ -109,7 +111,8 @@ def schedule_list() -> Output:
 
 @command(
     schedule_app,
-    "Examples:  ttrain pipeline schedule pause nightly\n\nttrain pipeline schedule pause nightly --resume",
+    "Examples:  ttrain pipeline schedule pause nightly\n\nttrain pipeline schedule pause "
+    "nightly --resume",
 )
 def schedule_pause(
     which: ScheduleName = None, resume: Annotated[bool, option("end the pause", "--resume")] = False
@@ -130,7 +133,8 @@ def schedule_remove(which: ScheduleName = None) -> Output:
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service",
+    "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > "
+    "~/.config/systemd/user/ttrain.service",
     name="serve",
 )
 def serve(

@@ -27,7 +27,8 @@ track_app = command_group(
 
 @command(
     track_app,
-    "Examples:  ttrain track push\n\nttrain track push --all\n\nttrain track push full-20261121-160222-1a2b4 --json",
+    "Examples:  ttrain track push\n\nttrain track push --all\n\nttrain track push "
+    "full-20261121-160222-1a2b4 --json",
 )
 def track_push(
     run: Annotated[
@@ -116,6 +117,9 @@ def redirect_page(root: Path, url: str) -> str:
         return url
     path = make_folder(root) / "open.html"
     target = json.dumps(url).replace("<", "\\u003c")
-    page = f'<!doctype html><meta charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
+    page = (
+        "<!doctype html><meta "
+        f'charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
+    )
     write_bytes(path, page.encode(), PRIVATE_FILE)
     return path.as_uri()

@@ -73,12 +73,14 @@ def train(
     outlast_output()
     if name is None or "=" in name:
         raise UsageError(
-            f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}"
+            "`ttrain train` needs the name of a task, and got none; the tasks are "
+            f"{task.describe_tasks()}"
         )
     if Path(name).suffix in (".yaml", ".yml"):
         file = shlex.quote(name)
         raise UsageError(
-            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`"
+            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full "
+            f"-c {file}`"
         )
     runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)
@@ -108,7 +110,8 @@ def check_output(out: Path) -> None:
     is_of_artifact = any((above / MANIFEST).exists() for above in (out, *out.parents))
     if is_of_artifact or not (is_free or (out / WORK).is_dir()):
         raise UsageError(
-            f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training"
+            f"--out is {out}, which holds other files; name an empty directory, or one of an "
+            "earlier training"
         )
 
 

@@ -113,7 +113,8 @@ def as_tuple(value: object) -> object:
 Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str | int) else value)
 
 
-# Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
+# Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides
+# the secrets of its URL.
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
 
 

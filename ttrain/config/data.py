@@ -117,7 +117,8 @@ class Reading(Section):
     )
     heldout_fraction: Literal["auto"] | Share = setting(
         AUTO,
-        "share of rows held out by content hash; auto: max(2 %, min(50 rows, 20 %)) of a data set's distinct rows",
+        "share of rows held out by content hash; auto: max(2 %, min(50 rows, 20 %)) of a data "
+        "set's distinct rows",
     )
     rejected_fraction: float = setting(
         0.01, "more bad rows than this share end the stage", ge=0, le=1
@@ -128,7 +129,8 @@ class Reading(Section):
     deduplicate: bool = setting(True, "of rows that say exactly the same, keep the first")
     near_duplicates: float | None = setting(
         None,
-        "of documents that are as similar (Jaccard of their shingles), keep the first; 0: all; empty: 0.8 in "
+        "of documents that are as similar (Jaccard of their shingles), keep the first; 0: all; "
+        "empty: 0.8 in "
         "nights, else all",
         ge=0,
         le=1,
@@ -142,7 +144,8 @@ class Reading(Section):
     def _check(self) -> None:
         need(
             not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
-            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
+            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than "
+            f"{LEAST_SIMILAR} are not "
             f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all",
         )
 
@@ -170,7 +173,8 @@ class Tokenizer(Section):
     def _check(self) -> None:
         need(
             self.template not in ("own", "auto") or self.existing is not None,
-            f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them",
+            f"tokenizer.template is '{self.template}' but tokenizer.existing names no "
+            "tokenizer; set one of them",
         )
 
 

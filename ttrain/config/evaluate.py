@@ -52,7 +52,8 @@ class Windows(Section):
     def _check(self) -> None:
         need(
             self.stride <= self.row_length,
-            f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length {self.row_length}; "
+            f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length "
+            f"{self.row_length}; "
             f"try {self.row_length}",
         )
 
@@ -166,7 +167,8 @@ class Shots(TaskBase):
     def _check(self) -> None:
         need(
             self.shots_file is None or self.shots > 0,
-            f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4",
+            f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such "
+            "as shots: 4",
         )
 
 
@@ -222,7 +224,8 @@ class ChoicesTask(Shots):
     template: str = setting("{question}", "what stands before a choice", pattern=r"\{question\}")
     delimiter: str | None = setting(
         None,
-        "between question and choice; empty: a space, where neither brings one and the script has them",
+        "between question and choice; empty: a space, where neither brings one and the "
+        "script has them",
     )
 
 
@@ -240,7 +243,8 @@ class GenerationTask(Shots):
     file: str
     match: Literal["auto", "exact", "numeric"] = setting(
         "auto",
-        "what is compared; auto: numbers, where every right answer of the file is one, else the text",
+        "what is compared; auto: numbers, where every right answer of the file is one, "
+        "else the text",
     )
     new_tokens: int = Field(256, ge=1, le=32768)
     chat: bool = setting(False, "ask through the chat template")

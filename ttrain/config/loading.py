@@ -127,7 +127,8 @@ def _assignment(text: str) -> JsonObject:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UsageError(
-            f"'{one_line(text)}' is not a setting; write key=value without spaces, for example sft.epochs=3; quote a "
+            f"'{one_line(text)}' is not a setting; write key=value without spaces, for example "
+            "sft.epochs=3; quote a "
             f"path with spaces, write commas between files, and -c FILE for a file of settings"
         )
     return {key.strip(): value}
@@ -138,7 +139,8 @@ def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
     keys = [key for key, _ in leaves]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise UsageError(
-            f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one"
+            f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; "
+            "remove one"
         )
     return leaves
 
@@ -317,7 +319,8 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     ]
     if meant:
         raise UsageError(
-            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, which has its own shape; "
+            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, "
+            "which has its own shape; "
             f"remove one of them"
         )
 

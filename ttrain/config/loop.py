@@ -29,7 +29,8 @@ class Optim(Section):
     eps: float = setting(1e-8, "of AdamW, added to the denominator", gt=0)
     weight_decay: float = setting(
         0.1,
-        "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient",
+        "on matrices only, never on norms, biases and embeddings; kind=adam adds it to "
+        "the gradient",
         ge=0,
     )
     clip: float | None = setting(
@@ -55,7 +56,8 @@ class Schedule(Section):
     kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = (
         setting(
             "linear",
-            "how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
+            "how the learning rate decays after the warm-up; wsd: constant, then a short decay; "
+            "infinite: as wsd, "
             "and nights continue the constant part",
         )
     )
@@ -76,13 +78,15 @@ class Schedule(Section):
     )
     average: float | None = setting(
         None,
-        "half-life of a moving average of the weights (EMA), which is the model, as a share of the steps, at "
+        "half-life of a moving average of the weights (EMA), which is the model, as a share of "
+        "the steps, at "
         "most 8 % of all steps so far, those of earlier nights too; empty: no average",
         ge=0.25,
     )
     full_rate_steps: int | None = setting(
         None,
-        "a training of more steps has its rates times the square root of this / its steps; empty: no number of "
+        "a training of more steps has its rates times the square root of this / its steps; "
+        "empty: no number of "
         "steps changes them",
         ge=1,
     )
@@ -124,7 +128,8 @@ class Loop(Section):
     )
     precision: Precision = setting(
         "auto",
-        "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls",
+        "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short "
+        "fp32 matmuls",
     )
     seed: Seed = setting(1, "of weights, dropout and the order of rows")
     optim: Optim = Optim()
@@ -133,7 +138,8 @@ class Loop(Section):
     def _check(self) -> None:
         need(
             self.early_stopping is None or self.validates_while_training,
-            "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or validate_every_epochs",
+            "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or "
+            "validate_every_epochs",
         )
 
     @property

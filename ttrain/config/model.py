@@ -38,7 +38,8 @@ class Moe(Section):
         ge=0,
     )
 
-    # What the model's own config calls them, so that stages which start from its weights go on in the same way.
+    # What the model's own config calls them, so that stages which start from its weights go on in
+    # the same way.
     IN_CONFIG: ClassVar[Mapping[str, str]] = {
         "router_aux_loss_coef": "balance",
         "router_z_loss_coef": "z_loss",
@@ -80,7 +81,8 @@ class Model(Section):
     max_length: int = setting(1024, "positions the model accepts, in tokens", ge=16)
     tie_embeddings: bool = setting(
         True,
-        "output head and embedding share their weights; auto: where the head is large for the model",
+        "output head and embedding share their weights; auto: where the head is large for "
+        "the model",
     )
     rope_theta: float = setting(10_000.0, "base of the rotary positions", gt=0)
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
@@ -90,7 +92,8 @@ class Model(Section):
     init_std: float = setting(0.02, "standard deviation of the first weights", gt=0)
     scaled_residuals: bool = setting(
         False,
-        "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does",
+        "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as "
+        "GPT-2 does",
     )
     dropout: float = setting(
         0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1
@@ -116,7 +119,8 @@ class Model(Section):
     def _check(self) -> None:
         need(
             self.rope_factor == 1 or self.rope_type != "default",
-            f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
+            f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which "
+            "stretches nothing; "
             f"set model.rope_type, for example to yarn",
         )
         pairs = (
@@ -126,7 +130,8 @@ class Model(Section):
         size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
         need(
             self.hidden_size % multiple == 0,
-            f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
+            f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as "
+            f"model.heads {self.heads} "
             f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}",
         )
         need(
@@ -136,8 +141,9 @@ class Model(Section):
         )
 
 
-# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside (GPT-2's from 124m on, whose
-# shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
+# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside
+# (GPT-2's from 124m on, whose shapes 124m and 350m are). From 500m on a key is shared by several
+# heads, which costs little and makes the cache smaller.
 COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
 
 PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {

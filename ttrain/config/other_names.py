@@ -70,7 +70,8 @@ def from_tinyseek(tree: JsonObject, origin: str) -> JsonObject:
         near = difflib.get_close_matches(others[0], known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)};"
         raise UsageError(
-            f"'{yaml_text.one_line(others[0])}' (from {origin}) is not a name of TinySeek's model_config.json; {hint} "
+            f"'{yaml_text.one_line(others[0])}' (from {origin}) is not a name of TinySeek's "
+            f"model_config.json; {hint} "
             f"settings of ttrain go into a file of their own: -c {origin} -c OTHER.yaml"
         )
     return {

@@ -29,14 +29,16 @@ LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
 
-# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than the first, and the passes
-# become more where they have fewer than the second. On four of five sets of 40 to 100 chats the loss on held-out chats was
-# 0.4 to 1.7 above the best of 1 to 15 passes after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
+# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than
+# the first, and the passes become more where they have fewer than the second. On four of five sets
+# of 40 to 100 chats the loss on held-out chats was 0.4 to 1.7 above the best of 1 to 15 passes
+# after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
 FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
-# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than the usual budget.
-# The loss on held-out documents was the lowest after 4 to 6 passes on eight small sets (docs/recipe.md): of 300
-# English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10 and 17.6 passes.
+# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than
+# the usual budget. The loss on held-out documents was the lowest after 4 to 6 passes on eight small
+# sets (docs/recipe.md): of 300 English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10
+# and 17.6 passes.
 TOKENS, USEFUL_PASSES = 1_800_000, 5
 
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
@@ -69,10 +71,14 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
         max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"]
     )
     large = (
-        f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, and may have "
+        f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of "
+        "the layers, and may have "
         f"{LARGEST_HEAD} at most"
     )
-    size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a power of two, in whole rows"
+    size = (
+        f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a "
+        "power of two, in whole rows"
+    )
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
@@ -141,8 +147,10 @@ class FineTuning:
         most = max(1, self.tokens_per_step // row_length) * row_length
         return {
             "tokens": f"{TOKENS:,}, less where that is over {USEFUL_PASSES} passes",
-            "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at least a row",
-            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {ENOUGH_STEPS} steps",
+            "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at "
+            "least a row",
+            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under "
+            f"{ENOUGH_STEPS} steps",
         }
 
 

@@ -49,8 +49,9 @@ def by_weight(name: str) -> tuple[int, str]:
     ), name
 
 
-# Sections and settings that name code, a command, a file with code, or a machine that sends code: who may start a flow run
-# through Prefect's API or UI cannot set them, since all that they name runs as the account that serves.
+# Sections and settings that name code, a command, a file with code, or a machine that sends code:
+# who may start a flow run through Prefect's API or UI cannot set them, since all that they name
+# runs as the account that serves.
 NAMES_CODE = (
     "notify",  # a command; addresses that are notified
     "runtime.loggers",  # third-party programs, which send curves elsewhere
@@ -137,14 +138,16 @@ class Settings(Section):
         names = ", ".join(f"data.{name}" for name in TRAININGS)
         need(
             bool(self.present),
-            f"{names} are none, but a pipeline trains on one of them; set one, such as data.{TRAININGS[0]}=FILE",
+            f"{names} are none, but a pipeline trains on one of them; set one, such as "
+            f"data.{TRAININGS[0]}=FILE",
         )
         for name in self.trainings:
             later = next((key for key in self.trainings if self.starts[key] == name), name)
             need(
                 self.exists(name)
                 or not TRAINING_STAGES[name].starts,  # of the first one the plan says it
-                f"{later}.start_from is {name} but data.{name} names no files, without which there is no stage {name}; "
+                f"{later}.start_from is {name} but data.{name} names no files, without which "
+                f"there is no stage {name}; "
                 f"set data.{name}, or {later}.start_from={self.starts[name]}",
             )
         roots = {root_of(name, self.starts) for name in self.trainings}
@@ -156,7 +159,8 @@ class Settings(Section):
         ]
         need(
             len(roots) == 1 and len(existing) <= 1,
-            f"{', '.join(begins)}: a pipeline starts from one model, since all its stages share one tokenizer; choose one",
+            f"{', '.join(begins)}: a pipeline starts from one model, since all its stages share "
+            "one tokenizer; choose one",
         )
         model = self.existing_model
         need(
@@ -171,6 +175,7 @@ class Settings(Section):
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(
                 length + virtual <= self.model.max_length,
-                f"{name}.row_length is {length}{after} but model.max_length is {self.model.max_length}; "
+                f"{name}.row_length is {length}{after} but model.max_length is "
+                f"{self.model.max_length}; "
                 f"set model.max_length={length + virtual}",
             )

@@ -32,7 +32,8 @@ class Training(Loop):
     row_length: int = setting(256, "tokens of one packed row", ge=8)
     packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
-        "records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
+        "records share rows; stream: documents one after the other, cut at each row's end; "
+        "none: one a row, "
         "batches only as wide as their longest",
     )
     stride: int | None = setting(
@@ -43,7 +44,8 @@ class Training(Loop):
     )
     mask_intervals: tuple[tuple[Marker, Marker], ...] = setting(
         (),
-        "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt",
+        "[from, to] token pairs, as ids or words: both, and all between them in a record, are "
+        "never learnt",
     )
     dropped_fraction: float = setting(
         0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1
@@ -78,33 +80,39 @@ class Training(Loop):
         super()._check()
         need(
             self.tokens is not None or self.epochs is not None,
-            "tokens and epochs are both empty, but one of them must be the budget; set one, such as epochs=1",
+            "tokens and epochs are both empty, but one of them must be the budget; set one, "
+            "such as epochs=1",
         )
         need(
             self.tokens is None or self.epochs is None,
-            f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
+            f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be "
+            "the budget; "
             f"set the other to null",
         )
         if self.tokens_per_step != rules.AUTO:
             good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
             need(
                 self.step_tokens % self.row_length == 0,
-                f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
+                f"tokens_per_step is {self.tokens_per_step} but must be a multiple of "
+                f"row_length {self.row_length}; "
                 f"try {good}",
             )
         need(
             self.stride is None or self.stride <= self.row_length,
-            f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows "
+            f"stride is {self.stride} but must not exceed row_length {self.row_length}, or "
+            "tokens between two rows "
             f"would never be learnt; try {self.row_length}",
         )
         need(
             self.order == "shuffled" or self.packing == "none",
-            f"order is {self.order} but packing is {self.packing}, which makes all rows equally long; set packing=none",
+            f"order is {self.order} but packing is {self.packing}, which makes all rows equally "
+            "long; set packing=none",
         )
         for opens, closes in self.mask_intervals:
             need(
                 opens != closes,
-                f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike",
+                f"mask_intervals has [{opens}, {closes}], but a region must not open and "
+                "close alike",
             )
 
     @field_validator("start_from", check_fields=False)
@@ -113,7 +121,8 @@ class Training(Loop):
         starts = TRAINING_STAGES[cls.__name__.lower()].starts
         need(
             value not in TRAININGS or value in starts,
-            f"start_from is {value}, a stage that does not come before this one; it takes {', '.join([*starts, NONE])}, "
+            f"start_from is {value}, a stage that does not come before this one; it takes "
+            f"{', '.join([*starts, NONE])}, "
             f"a directory (./{value} for one of that name), or owner/name[@revision] on the Hub",
         )
         return value
@@ -226,7 +235,8 @@ class Adapted(FineTune):
     )
     targets: Targets = setting(
         ("all-linear",),
-        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
+        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the "
+        "output head)",
         min_length=1,
     )
     start_from: Location = setting(
@@ -278,7 +288,8 @@ class Dpo(Adapted):
         super()._check()
         need(
             self.loss != "orpo" or not self.sft_weight,
-            f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0",
+            f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; "
+            "set it to 0",
         )
 
 
@@ -437,7 +448,8 @@ ROWS = (
         "adapter",
         "chats",
         DOMAIN_LOSS,
-        "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain",
+        "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats "
+        "of a domain",
     ),
 )
 TRAINING_STAGES = {row.name: row for row in ROWS}

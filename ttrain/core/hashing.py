@@ -17,8 +17,9 @@ from ttrain.core.files import PRIVATE_FILE, read_object, write_bytes
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
 
-# Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
-# orchestrate. Then the few modules of other packages that only watch or hand over.
+# Packages that cannot shape a stage's result: they load settings (which are in the key themselves),
+# store, track, report or orchestrate. Then the few modules of other packages that only watch or
+# hand over.
 NON_RESULT_PACKAGES = (
     "cli",
     "config",
@@ -67,8 +68,8 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file that changed within the clock's granularity may change again under the same times: do not remember it yet. With a
-# boot a change whose mtime was put back counts, too.
+# A file that changed within the clock's granularity may change again under the same times: do not
+# remember it yet. With a boot a change whose mtime was put back counts, too.
 RACY_SECONDS = 2.0
 MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
 
@@ -181,8 +182,9 @@ def _module_path(name: str) -> Path | None:
     return None
 
 
-# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
-# two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
+# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of
+# the interpreter, so that two threads at once end in "SystemError: AST constructor recursion depth
+# mismatch" (python/cpython#106905).
 _PARSING = threading.Lock()
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

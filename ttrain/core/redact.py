@@ -11,7 +11,8 @@ from typing import Any
 
 HIDDEN = "***"
 
-# A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and `tokenizer` are not.
+# A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and
+# `tokenizer` are not.
 SECRET_NAME = re.compile(
     r"""
     (?:^|[./_])
@@ -29,7 +30,8 @@ OPEN_NAME = re.compile(
     r"(?:^|[./_])(?:file|path"
     r"|(?:bos|cls|end|eos|first|last|mask|multi|new|next|pad|sep|special|start|stop|unk)_token)$"
 )
-# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
+# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS,
+# Slack, GitLab
 LOOKS_SECRET = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -46,17 +48,19 @@ CONTAINERS = (
     "wasb",
     "wasbs",
 )  # what stands before their "@" is a container
-# User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
-# ":" that begins no port is taken for one.
+# User and password end with the last "@" of the host's part. A password that nobody encoded may
+# hold a "/": what follows a ":" that begins no port is taken for one.
 _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"
-# Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks like no host.
+# Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks
+# like no host.
 _MORE_PASSWORD = rf"(?:(?!{_HOST})[^/?#\s@]{{1,200}}/[^?#\s@]{{0,300}}@)*"
 _USER = rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
 _USER += r"[^/?#\s]{0,400}@|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
 _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
-# Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path that goes on.
+# Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path
+# that goes on.
 HTTP = ("http", "https", "webdav", "webdavs", "dav", "davs")
 _FRAGMENT_OF_HTTP, _FRAGMENT = (
     re.compile(r"#.*", re.DOTALL),
@@ -67,16 +71,16 @@ _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::h
 _IN_TEXT = re.compile(rf"{_SCHEME}://[^\s'\"<>`]*")
 _HAS_URL = re.compile(rf"(?:{_SCHEME}::)*{_SCHEME}://")
 _HIDDEN_PART = re.compile(r"://\*\*\*@|[?#]\*\*\*")
-# Parameters of the signed URLs of S3, CloudFront, Google and Azure: the signature, and what a renewed one changes. What
-# else a query holds says which file is meant.
+# Parameters of the signed URLs of S3, CloudFront, Google and Azure: the signature, and what a
+# renewed one changes. What else a query holds says which file is meant.
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _RENEWED = re.compile(
     r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id|awsaccesskeyid|googleaccessid"
     r"|sig|s[vetpri]|spr|sip|ss|srt|ses|sdd|sk(?:oid|tid|t|e|s|v)|saoid|suoid|scid)=[^&#]*",
     re.IGNORECASE,
 )
-# Parameters of a query whose values are secret, wherever a text has them; what may also be a word of a sentence or of a
-# setting counts only where it stands in a query.
+# Parameters of a query whose values are secret, wherever a text has them; what may also be a word
+# of a sentence or of a setting counts only where it stands in a query.
 _PLAIN_NAMES = "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token|x-(?:amz|goog)-[a-z-]{1,30}"
 _QUERY_NAMES = "token|key|auth|credential|awsaccesskeyid|googleaccessid|key-pair-id|policy"
 _PARAMETER = re.compile(

@@ -11,8 +11,9 @@ from types import FrameType
 
 from ttrain.errors import Interrupted
 
-# A second signal of the same number this soon is the first one, delivered twice: `timeout` signals its command and then the
-# group of it, a terminal and the program between send Ctrl-C each, and systemd signals all processes of a unit.
+# A second signal of the same number this soon is the first one, delivered twice: `timeout` signals
+# its command and then the group of it, a terminal and the program between send Ctrl-C each, and
+# systemd signals all processes of a unit.
 SAME_SIGNAL_SECONDS = 1.0
 
 

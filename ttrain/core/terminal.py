@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 PIPE_WIDTH = 180
-# What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
+# What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line
+# separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile(
     "[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )

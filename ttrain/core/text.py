@@ -8,7 +8,8 @@ from typing import Any, TypeGuard
 ABSENT = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
-# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow "Input should be".
+# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow
+# "Input should be".
 _WHOLE, _NUMBER, _LIST, _MAPPING = (
     "a whole number",
     "a number",

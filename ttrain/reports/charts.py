@@ -22,7 +22,8 @@ TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
 PER_TARGET, PER_PAIR = "nats per target", "per pair or rated answer"
 
-# Title, unit and metrics of a chart, by pattern; a page shows the first MAIN at once, and folds the others.
+# Title, unit and metrics of a chart, by pattern; a page shows the first MAIN at once, and folds the
+# others.
 GROUPS = (
     ("loss", PER_TARGET, r"loss|validation_loss(_quick)?"),
     ("accuracy of the next token", "share of tokens", r"validation_accuracy(_quick)?"),
@@ -53,8 +54,9 @@ MAIN = 7
 HIDDEN = re.compile(r"eta_seconds|tokens|epoch|epoch_time|lr")
 
 Curve = tuple[str, int, Sequence[Point]]  # label, number of the colour, points
-# As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
-# pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
+# As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last
+# value and points in pixels, without a height in a gap; `columns` and `rows`, the lines of the grid
+# as (pixel, label)
 Chart = JsonDict
 
 

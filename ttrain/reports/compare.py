@@ -27,7 +27,8 @@ from ttrain.store.run_views import RunView
 
 Scores = Mapping[str, Metric]
 
-# Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
+# Settings that change no weight and no metric of a model: where and how fast a run goes, and who is
+# notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
 # Where runs share a model, the metric of the next model decides.
 DECIDING_METRICS = (
@@ -41,8 +42,10 @@ OTHER_RECORDS, OTHER_TOKENIZERS = (
     "other tokenizers",
 )  # why no run is the best by a metric
 WARNINGS = {
-    OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
-    OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
+    OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be "
+    "compared, bits per byte can",
+    OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot "
+    "be compared; `ttrain eval` "
     "measures models on one text",
 }
 ADVISED_SEEDS = 5  # of a sweep that decides between two settings, as it is advised
@@ -266,7 +269,8 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     ]
     time = f", about {format_duration(2 * ADVISED_SEEDS * sum(trained))}" if sum(trained) else ""
     return (
-        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
+        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; "
+        "with the other settings of "
         f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {ADVISED_SEEDS}` decides it{time}"
     )
 
@@ -299,14 +303,20 @@ def _difference_of_models(
     versus = (
         f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
     )
-    verdict = f"the {subject} better on these records by {metric.name}: {format_number(best)} against {versus}"
+    verdict = (
+        f"the {subject} better on these records by {metric.name}: {format_number(best)} "
+        f"against {versus}"
+    )
     name = metric.name.removeprefix(EVALUATED)
     better, worse = scores[order[0]].get(name), scores[second].get(name)
     compared = advantage(better, worse, Promotion()) if better and worse else None
     if compared is None or compared.interval is None:
         return verdict, False
     low, high = compared.interval
-    verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
+    verdict += (
+        f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} "
+        "interval of the difference"
+    )
     return (
         f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}",
         low > 0,

@@ -192,6 +192,7 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
         for key, rows in tally.get("unread_keys", {}).items():
             unread = text.counted(rows, "row")
             yield (
-                f"{unread} of the {role} data with text of an answer under '{key}', which is not read",
+                f"{unread} of the {role} data with text of an answer under '{key}', which "
+                "is not read",
                 False,
             )

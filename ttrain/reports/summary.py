@@ -115,11 +115,17 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
             if held_out.unscored
             else ""
         )
-        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
+        return (
+            f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of "
+            f"them new{unscored}"
+        )
     if stage in ("replay", "replay-sft"):
         kind = "windows of documents" if stage == "replay" else "chats"
         sample = ReplayResult.of(result)
-        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
+        return (
+            f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of "
+            f"{counted(sample.nights, 'earlier set')}"
+        )
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
@@ -144,7 +150,10 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
 
 def _about_shards(result: Result) -> Iterator[str]:
     made = ShardsResult.of(result)
-    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {counted(made.heldout.rows, 'row')}"
+    yield (
+        f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out "
+        f"{counted(made.heldout.rows, 'row')}"
+    )
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
@@ -158,7 +167,10 @@ def _about_shards(result: Result) -> Iterator[str]:
         overlapping, items = (
             sum(task[name] for task in tasks) for name in ("overlapping", "items")
         )
-        yield f"{overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
+        yield (
+            f"{overlapping:,} of {items:,} evaluation items are in "
+            f"{contamination['documents']:,} training rows"
+        )
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
@@ -225,7 +237,8 @@ SCORED = {
     "domain": ("chat", "domain_tokens", "scored token"),
     "pairs": ("pair", "", ""),
 }
-# A metric of an evaluation that is shown: its name, label, number of records (0 where it has no champion), remark
+# A metric of an evaluation that is shown: its name, label, number of records (0 where it has no
+# champion), remark
 Shown = tuple[str, str, int, str]
 
 
