@@ -33,7 +33,7 @@ class TTrainError(Exception):
 
     exit_code = 1
     is_mistake = False  # of settings or data, which no second try mends
-    is_usage_error = False  # of the command or of settings, also where these do not fit the data: no failed try of a night
+    is_usage_error = False  # of command or settings; a night does not count it as a failed try
     shown = False  # whether the user has read the message already
 
     def __init__(self, message: str = "") -> None:

@@ -56,7 +56,7 @@ Key = Annotated[str, argument("the beginning of its key; without: the newest", m
 
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "") -> Output:
-    """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
+    """List finished artifacts and resumable work, with the newest run of each."""
     from ttrain.engine.artifact_commands import artifact_rows
 
     artifacts = artifact_rows(ArtifactStore(home()), stage or None)
@@ -81,7 +81,7 @@ def artifacts_list(stage: StageFilter = "") -> Output:
     artifacts_app, "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json"
 )
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
-    """Print how an artifact was made, as `ttrain lineage` does, its state, and the figures that it resulted in."""
+    """Print an artifact's lineage, state and metrics."""
     from ttrain.config import flatten
     from ttrain.engine.artifact_commands import find_artifact, size_of
     from ttrain.lineage.lineage import facts_of
@@ -114,7 +114,7 @@ def _shown(value: object) -> str:
     "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c",
 )
 def artifacts_path(stage: StageName, key: Key = "") -> None:
-    """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
+    """Print the path of a stage's newest artifact, or of the one whose key begins with KEY."""
     from ttrain.engine.artifact_commands import find_artifact
 
     print(find_artifact(ArtifactStore(home()), stage, key).path)
@@ -134,7 +134,7 @@ def artifacts_verify(
         ),
     ] = False,
 ) -> Output:
-    """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
+    """Compare every byte of every artifact with its manifest. Exit code 1 for damage."""
     from ttrain.engine import artifact_commands
 
     store = ArtifactStore(home())
@@ -179,10 +179,10 @@ def artifacts_adopt(
         bool, option("every stage that only changed code would build again", "--all")
     ] = False,
 ) -> Output:
-    """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
+    """Keep artifacts across a code change that you know to be harmless; their manifests say so.
 
-    Of a stage that would be built again for changed code alone the newest artifact is kept, inputs
-    first. Settings and inputs must be those that it was made with.
+    Of a stage that only changed code would rebuild, the newest artifact is kept, inputs first. Settings
+    and inputs must be its own.
     """
     from ttrain import api
     from ttrain.engine.artifact_commands import adopt
@@ -245,7 +245,7 @@ def artifacts_clean(
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
-    """Remove artifacts and work that no recent run and no registered model needs; nothing while a run is in progress."""
+    """Remove artifacts and work that no recent run or registered model needs, unless a run is active."""
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry

@@ -50,8 +50,6 @@ TopP = Annotated[float, option("keep the likeliest tokens that together have thi
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """The options of the commands that load a model."""
-
     run: RunName = None
     base: AdapterBase = None
     device: Annotated[
@@ -111,7 +109,7 @@ def chat(
     sampling: SamplingOptions,
     loading_options: LoadingOptions,
 ) -> None:
-    """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
+    """Chat with a model: answers stream in a terminal; in a pipe each line is a question."""
     settings = sampling.settings()
     if (
         model is not None
@@ -240,9 +238,9 @@ def serve(
     *,
     loading_options: LoadingOptions,
 ) -> None:
-    """Serve the home's models on 127.0.0.1 until Ctrl-C: OpenAI's interface, and a page to talk to one or compare two.
+    """Serve the home's models on 127.0.0.1 until Ctrl-C: OpenAI's interface, and a chat page.
 
-    MODEL is loaded at the start and is the default; others are loaded when a request names them.
+    MODEL is loaded at the start; others when a request names them.
     """
     from ttrain.store import server_records
 

@@ -67,9 +67,9 @@ def report(
     run: Annotated[str, argument(RUN_HELP, metavar="RUN")] = "latest",
     out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
 ) -> Output:
-    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
+    """Write a page about a run: stages, curves, data, evaluation, samples, lineage, problems.
 
-    Of a sweep it has its settings, each with its seeds, mean and interval.
+    Of a sweep: its settings, each with seeds, mean and interval.
     """
     from ttrain.reports.report import report_of, sweep_page
     from ttrain.store.run_views import read_run

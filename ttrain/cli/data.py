@@ -92,7 +92,7 @@ def init(
     out: Annotated[Path, option("the file to write", metavar="FILE")] = OWN_SETTINGS,
     force: Annotated[bool, option("overwrite it", "--force")] = False,
 ) -> Output:
-    """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
+    """Write a settings file for your own data: rows tell documents, chats and pairs apart."""
     from ttrain.data import locations, starter
 
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())

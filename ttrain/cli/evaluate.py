@@ -77,7 +77,7 @@ def evaluate(
 ) -> None:
     """Evaluate models with confidence intervals, and compare them on the same items.
 
-    Without a task, they are evaluated on the data that their own runs held out.
+    Without a task: on the data that their own runs held out.
     """
     if items is not None:
         check_output_file(items)

@@ -64,7 +64,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
+    """Write a model for other programs: safetensors, tokenizer, template, configs, model card."""
     from ttrain.export import export as work
     from ttrain.lineage import lookup
 

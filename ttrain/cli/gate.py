@@ -70,7 +70,7 @@ def gate_train(
     config: Files = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
+    """Score the experts on records, and train a router to the one with the least loss.
 
     The same command continues a stopped scoring.
     """

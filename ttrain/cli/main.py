@@ -184,7 +184,7 @@ def up(
     mlflow_port: Annotated[int, option("of the MLflow server", min=1, max=65535)] = 5000,
     opens: Annotated[bool, option("open MLflow in the browser", "--open")] = False,
 ) -> Output:
-    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
+    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print running ones.
 
     The addresses contain the token that the servers require; a browser keeps it.
     """
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
             if code == INTERRUPTED:  # what Typer returns after Ctrl-C
                 raise KeyboardInterrupt
         finally:
-            sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
+            sys.stdout.flush()  # here a failure is the command's error, not the interpreter's
     except SystemExit as ended:
         if ended.code in TERMINATED:
             print("interrupted", file=sys.stderr)

@@ -56,7 +56,8 @@ OTHER_WORDS = {  # that other programs have for these commands
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
 ADVISED_RUN = re.compile(
-    r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
+    r"`ttrain (pipeline run full|sweep full)(?! -c)"
+    r"|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
 )
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
 
@@ -209,8 +210,6 @@ Extend = Annotated[
 
 
 class Table(NamedTuple):
-    """A table that a command prints."""
-
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
 
@@ -317,8 +316,6 @@ def command(
 
 @dataclass(frozen=True)
 class SettingsOptions:
-    """The options of every command that takes settings."""
-
     overrides: Annotated[list[str] | None, argument(SETTINGS_HELP, metavar="KEY=VALUE")] = None
     config: Files = None
     profile: Profiles = None
@@ -356,8 +353,6 @@ class SettingsOptions:
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """Options of `run` and `plan` that choose stages."""
-
     extend: Extend = False
     force: Annotated[
         list[str] | None,
@@ -390,8 +385,6 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """Options that restart a training despite unfinished work."""
-
     fresh: Annotated[
         bool, option("train from the start; unfinished work is set aside", "--fresh")
     ] = False
@@ -429,8 +422,6 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """Options of commands that run pipelines: engine and labels."""
-
     engine: Annotated[
         Literal["prefect", "none"], option("none: run the same graph without Prefect")
     ] = "prefect"
@@ -455,7 +446,6 @@ class PipelineOptions:
     ] = False
 
     def labels(self) -> JsonDict:
-        """The labels. Raises UsageError where they are invalid."""
         from ttrain.engine.labels import labels_of, new_run_name
 
         return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))

@@ -73,7 +73,7 @@ def models_history(
     name: Name = None,
     nights: Annotated[int, option("how many, the newest first", min=1, max=1000)] = 30,
 ) -> Output:
-    """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
+    """List the last nights: data, losses, and whether and why models were promoted."""
     from ttrain.nightly import history
 
     pipeline, listed = history.history(home(), name, nights)
@@ -96,7 +96,7 @@ def models_promote(
         bool, option("the champion before; each further call goes one back", "--previous")
     ] = False,
 ) -> Output:
-    """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
+    """Make a set the champion, whatever its metrics; nights continue from it."""
     from ttrain.store.registry import CHAMPION
     from ttrain.tracking.pusher import push_noted
     from ttrain.tracking.registered import take_over_champions
@@ -144,9 +144,9 @@ ModelVersion = Annotated[
     "Look",
 )
 def lineage(version: ModelVersion) -> Output:
-    """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
+    """Print what a model was made of: stages with data, keys, code, seed and settings.
 
-    It is read from the store, or from a shared MLflow where the store lacks it.
+    From the store, or from a shared MLflow.
     """
     from ttrain.lineage.lineage import lineage_of
 
@@ -170,11 +170,10 @@ def reproduce(
     ] = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Rebuild a model from its raw data in a separate home, and compare every stage with its record.
+    """Rebuild a model from its raw data in a separate home, and compare stages with their records.
 
-    Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0
-    where all bytes are the same, 1 where a stage differs, or where the raw data are gone or
-    changed.
+    Settings, seed, threads, ranks, micro-batches and kernels are those recorded. Exit code 1 where
+    bytes differ, or raw data are missing or changed.
     """
 
     from ttrain.engine.display import Display

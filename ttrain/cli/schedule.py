@@ -47,8 +47,6 @@ ScheduleName = Annotated[
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """Options of commands that schedule, apart from the cron."""
-
     timezone: Annotated[
         str | None, option("of the cron, such as Europe/Berlin; else this machine's")
     ] = None
@@ -64,7 +62,7 @@ class SlotOptions:
 def schedule_nightly(
     settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *"
 ) -> Output:
-    """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
+    """Schedule nightly training on new data for `ttrain pipeline serve`, or change the schedule."""
     return _schedule("nightly", settings_options, slots, cron)
 
 
@@ -75,13 +73,13 @@ def schedule_nightly(
 def schedule_full(
     settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None
 ) -> Output:
-    """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
+    """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI."""
     return _schedule("full", settings_options, slots, cron)
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list() -> Output:
-    """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
+    """List the schedules: next slot, last outcome, whether paused and served."""
     from ttrain.flows import deploy
 
     pid, values, rows = deploy.served_by(home()), list[JsonDict](), list[Sequence[str]]()
@@ -125,7 +123,7 @@ def schedule_pause(
 
 @command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
 def schedule_remove(which: ScheduleName = None) -> Output:
-    """Remove a schedule. A night in progress continues; past runs and their models stay."""
+    """Remove a schedule. A night in progress continues; past runs and models stay."""
     from ttrain.flows import deploy
 
     return _state(deploy.remove(home(), which), "removed")
@@ -142,7 +140,7 @@ def serve(
         Literal["systemd"] | None, option("print a service unit that keeps it running")
     ] = None,
 ) -> None:
-    """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
+    """Run what is scheduled until SIGTERM or Ctrl-C; a running night then saves its state."""
     from ttrain.flows import servers
 
     os.environ.update(

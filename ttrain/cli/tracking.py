@@ -38,10 +38,10 @@ def track_push(
         bool, option("also the runs that have not changed since their last push", "--all")
     ] = False,
 ) -> Output:
-    """Push runs to MLflow: without RUN, all that changed since their last push. What MLflow has is not sent again.
+    """Push runs to MLflow: without RUN, all that changed since their last push.
 
-    The next run does the same. Use it after an outage of a server, or after MLflow's database was
-    removed or damaged. Exit code 1 if a run could not be pushed.
+    The next run does the same. Use it after an outage, or for a removed or damaged database. Exit code
+    1 if a push failed.
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher

@@ -124,10 +124,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Check, before a long run, that training works and fits: with these settings and data, on this machine.
+    """Check before a long run that training works and fits, with these settings, data and machine.
 
-    Tokenizer and shards that are not there are made first, as in a run, which then finds them; with
-    `reading.limit=2000` of a few rows only.
+    Missing tokenizer and shards are made first, as in a run; of a few rows only with
+    `reading.limit=2000`.
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data

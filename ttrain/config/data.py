@@ -40,10 +40,8 @@ def dataset_read(name: str, tokenizer: object) -> str:
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
-    Where one of pretrain, sft, dpo and lora names files, those that are not set are none.
-
-    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl,
-    weight: 3}, b.jsonl].
+    Where one of pretrain, sft, dpo and lora names files, those not set are none. Files count by their
+    bytes. Sources can be weighted: [{path: a.jsonl, weight: 3}, b.jsonl].
     """
 
     pretrain: Paths = setting(
@@ -101,7 +99,7 @@ class Data(Section):
 
 
 class PythonDocs(Section):
-    """The quickstart's text: docstrings and language reference of Python, from a file that ships with ttrain."""
+    """The quickstart's text: Python's docstrings and language reference, shipped with ttrain."""
 
     document_bytes: int = setting(
         3_000_000, "documents to take, in UTF-8 bytes, of 2.3 MB", ge=300_000

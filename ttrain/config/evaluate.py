@@ -12,10 +12,9 @@ Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
 
 
 class Suites(Section):
-    """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
+    """Suites of tasks for each model of a pipeline, by shipped names or as YAML files.
 
-    They count by the bytes of their files. What is not a mapping applies to all models:
-    `evaluate.suites=mine.yaml`.
+    They count by their bytes. A value for all models: `evaluate.suites=mine.yaml`.
     """
 
     base: Names = setting((), "suites of the base model")
@@ -33,7 +32,6 @@ class Suites(Section):
         )
 
     def of(self, model: str) -> tuple[str, ...]:
-        """The suites of a model."""
         suites: tuple[str, ...] = getattr(self, model)
         return suites
 
@@ -206,7 +204,7 @@ class ChatsTask(WindowsTask):
 
 
 class PairsTask(WindowsTask):
-    """Which of two answers a model gives the higher probability, {"prompt", "chosen", "rejected"}."""
+    """Which of two answers is more probable, {"prompt", "chosen", "rejected"}."""
 
     kind: Literal["pairs"] = "pairs"
     file: str = setting("pairs", "JSON Lines with pairs of answers; pairs: those held out from dpo")

@@ -17,7 +17,7 @@ TURNING_KINDS = (
 
 
 class Moe(Section):
-    """Mixture of experts in place of the feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
+    """Mixture of experts as feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
 
     experts: int = setting(8, "routed experts of a layer", ge=2)
     top_k: int = setting(2, "routed experts that each token visits", ge=1)

@@ -17,8 +17,10 @@ from ttrain.config.base import (
 
 
 class Night(Section):
-    """Hours in which training takes half of the machine: micro-batches and threads. The weights stay the same, up to the
-    order of summation."""
+    """Hours in which training takes half of the machine: micro-batches and threads.
+
+    The weights stay the same, up to the order of summation.
+    """
 
     start: TimeOfDay = setting("22:00", "hour:minute; included")
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")

@@ -57,7 +57,7 @@ NAMES_CODE = (
     "runtime.loggers",  # third-party programs, which send curves elsewhere
     "runtime.dask_address",  # sends pickles, which are code
     "runtime.rendezvous",  # as do the ranks of other nodes
-    "runtime.eval_suite",  # a suite may name task files of lm-evaluation-harness, which may hold code
+    "runtime.eval_suite",  # which may name task files of lm-evaluation-harness with code
     "evaluate.suites",
     "shards.decontaminate",  # suites, too
 )
@@ -88,7 +88,6 @@ class Settings(Section):
 
     @property
     def starts(self) -> dict[str, str]:
-        """What each stage that trains starts from."""
         return {name: getattr(self, name).start_from for name in TRAININGS}
 
     @property
@@ -107,7 +106,6 @@ class Settings(Section):
 
     @property
     def present(self) -> list[str]:
-        """The stages that train and have data."""
         return [name for name in TRAININGS if self.exists(name)]
 
     @property

@@ -129,7 +129,6 @@ class Training(Loop):
 
     @property
     def section(self) -> str:
-        """Name of the section in the settings, for messages."""
         return type(self).__name__.lower()
 
     @property
@@ -187,7 +186,7 @@ Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of
 
 
 class Pretrain(Training):
-    """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
+    """Pretraining. `auto` batch and rates follow from the size of a new model (docs/recipe.md)."""
 
     start_from: Location = setting(
         NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1
@@ -247,10 +246,10 @@ class Adapted(FineTune):
 
 
 class Dpo(Adapted):
-    """Preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
+    """Preference tuning: prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
 
-    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing.
-    simpo: arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
+    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo:
+    arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
@@ -348,12 +347,10 @@ class PrimaryMetric:
 
     @property
     def family(self) -> str:
-        """The name without the model."""
         return self.name.removesuffix(f"{self.separator}{self.model}")
 
     @property
     def of_run(self) -> str:
-        """The name among the metrics of a run."""
         return f"{EVALUATED}{self.name}"
 
     def of(self, model: str) -> str:

@@ -16,8 +16,10 @@ HIDDEN = "***"
 SECRET_NAME = re.compile(
     r"""
     (?:^|[./_])
-    (?: (?:access|account|api|encryption|private|secret|signing|ssh)_?key | (?:access|api|auth|hub|refresh)_tokens
-      | auth | authorization | bearer | cookie | credentials? | pass(?:phrase|wd|words?) | pat | pwd? | secrets? | signature
+    (?: (?:access|account|api|encryption|private|secret|signing|ssh)_?key
+      | (?:access|api|auth|hub|refresh)_tokens
+      | auth | authorization | bearer | cookie | credentials? | pass(?:phrase|wd|words?)
+      | pat | pwd? | secrets? | signature
       | webhook
     ) (?:_\w+)?$
     | (?:^|[./_]) token$
@@ -33,7 +35,8 @@ OPEN_NAME = re.compile(
 # What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS,
 # Slack, GitLab
 LOOKS_SECRET = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 
@@ -55,7 +58,8 @@ _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}
 # like no host.
 _MORE_PASSWORD = rf"(?:(?!{_HOST})[^/?#\s@]{{1,200}}/[^?#\s@]{{0,300}}@)*"
 _USER = rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
-_USER += r"[^/?#\s]{0,400}@|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
+_USER += r"[^/?#\s]{0,400}@"
+_USER += r"|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
 _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
@@ -75,19 +79,23 @@ _HIDDEN_PART = re.compile(r"://\*\*\*@|[?#]\*\*\*")
 # renewed one changes. What else a query holds says which file is meant.
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _RENEWED = re.compile(
-    r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id|awsaccesskeyid|googleaccessid"
+    r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id"
+    r"|awsaccesskeyid|googleaccessid"
     r"|sig|s[vetpri]|spr|sip|ss|srt|ses|sdd|sk(?:oid|tid|t|e|s|v)|saoid|suoid|scid)=[^&#]*",
     re.IGNORECASE,
 )
 # Parameters of a query whose values are secret, wherever a text has them; what may also be a word
 # of a sentence or of a setting counts only where it stands in a query.
-_PLAIN_NAMES = "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token|x-(?:amz|goog)-[a-z-]{1,30}"
+_PLAIN_NAMES = (
+    "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token"
+    "|x-(?:amz|goog)-[a-z-]{1,30}"
+)
 _QUERY_NAMES = "token|key|auth|credential|awsaccesskeyid|googleaccessid|key-pair-id|policy"
 _PARAMETER = re.compile(
     rf"((?:(?<![\w.-])(?:{_PLAIN_NAMES})|(?<=[?&])(?:{_QUERY_NAMES}))=)[^\s&#'\"<>`,;)\]}}]+",
     re.IGNORECASE,
 )
-_ROUTE = "#/"  # begins the fragment of a page, as those of MLflow's: an address to click on, not a source of data
+_ROUTE = "#/"  # begins the fragment of a page, such as MLflow's, which is no source of data
 
 
 @lru_cache(maxsize=1024)  # asked for each rejected row, which takes half as long with it
@@ -198,7 +206,8 @@ def _shown_link(link: str) -> str:
         remainder = shown.partition("://")[2] + remainder[user.end() :]
     is_http = scheme.lower() in HTTP
     remainder = (_FRAGMENT_OF_HTTP if is_http else _FRAGMENT).sub(f"#{HIDDEN}", remainder, count=1)
-    return f"{scheme}://{(_QUERY_OF_HTTP if is_http else _QUERY).sub(f'?{HIDDEN}', remainder, count=1)}"
+    query = _QUERY_OF_HTTP if is_http else _QUERY
+    return f"{scheme}://{query.sub(f'?{HIDDEN}', remainder, count=1)}"
 
 
 def _without_user(scheme: str, user: str, instead: str) -> str:

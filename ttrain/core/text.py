@@ -51,7 +51,6 @@ def format_number(value: float | None, name: str = "") -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -110,7 +109,6 @@ def rule_of(error: Mapping[str, Any]) -> str:
 
 
 def invalid_values(errors: Iterable[Mapping[str, Any]]) -> str:
-    """Names and rules of wrong values, from pydantic's ValidationError."""
     lines = []
     for error in errors:
         name = ".".join(map(str, error["loc"]))

@@ -108,13 +108,15 @@ def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
 
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
-    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
+    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"
+    r"|/tokens$|^champion/"
 )
 HIGHER = re.compile(
     r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
 )
 LOWER = re.compile(
-    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty)(/|$)"
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
+    r"|time_share|/(repeated|loops|empty)(/|$)"
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (

@@ -79,7 +79,6 @@ class History:
 
 
 def card(exported: Exported, history: History) -> str:
-    """The model card in Markdown."""
     from huggingface_hub import ModelCard, ModelCardData
 
     is_adapter = exported.files == "adapter"

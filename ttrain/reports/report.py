@@ -57,7 +57,6 @@ FILTERS: Mapping[str, Callable[..., object]] = {
 
 
 def report_of(view: RunView) -> str:
-    """The page of a run as HTML."""
     results = {
         stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")
     }
@@ -83,7 +82,6 @@ def report_of(view: RunView) -> str:
 
 
 def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | None = None) -> str:
-    """The page of a comparison as HTML."""
     return _rendered(
         "comparison.html",
         compared=compared or compare.compare(views),

@@ -174,7 +174,6 @@ def _about_shards(result: Result) -> Iterator[str]:
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
-    """A Markdown table."""
     lines = [
         header,
         ["---"] * len(header),
@@ -190,7 +189,6 @@ def run_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def labels(run: RecordedRun) -> list[str]:
-    """Note and tags of a recorded run, as lines."""
     tags = "  ".join(f"{key}={value}" for key, value in run.get("tags", {}).items())
     return [line for line in (*str(run.get("note", "")).split("\n"), tags) if line]
 
