@@ -40,10 +40,8 @@ ENGINES = ("prefect", "none")
 @contextlib.contextmanager
 def _as_found() -> Iterator[None]:
     """Restore environment variables and MLflow's loggers, which libraries change."""
-    environment, loggers = (
-        dict(os.environ),
-        [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")],
-    )
+    environment = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
     handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         yield
@@ -52,7 +50,8 @@ def _as_found() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         for logger, own_handlers, propagate in handlers:
-            logger.handlers, logger.propagate = own_handlers, propagate
+            logger.handlers = own_handlers
+            logger.propagate = propagate
         if "ttrain.flows.engine" in sys.modules:
             sys.modules["ttrain.flows.engine"].reread_environment()
 

@@ -118,7 +118,9 @@ class StageFailed(TTrainError):
         self, message: str, kind: str = "", damaged: Path | None = None, files: Sequence[str] = ()
     ) -> None:
         super().__init__(message)
-        self.kind, self.damaged, self.files = kind, damaged, tuple(files)
+        self.kind = kind
+        self.damaged = damaged
+        self.files = tuple(files)
         self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
         self.is_mistake = self.is_usage_error or kind in MISTAKES
 

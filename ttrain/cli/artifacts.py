@@ -28,7 +28,8 @@ from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
 CELL_CHARACTERS = 80  # characters of a list in a table
-KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
+KEEP_RUNS = 10
+OLDER_THAN_DAYS = 14.0
 
 artifacts_app = command_group(
     "artifacts",
@@ -88,7 +89,8 @@ def artifacts_show(stage: StageName, key: Key = "") -> Output:
 
     store = ArtifactStore(home())
     artifact = find_artifact(store, stage, key)
-    damage, manifest = store.damage(artifact), artifact.manifest
+    damage = store.damage(artifact)
+    manifest = artifact.manifest
     results = flatten(dict(artifact.result))
     rows = [
         ("path", str(artifact.path)),
@@ -138,7 +140,8 @@ def artifacts_verify(
     from ttrain.engine import artifact_commands
 
     store = ArtifactStore(home())
-    artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
+    artifacts = store.artifacts(stage or "*")
+    unreadable = store.unreadable(stage or "*")
     damaged: list[tuple[Path, str, Artifact | None]] = [
         (path, why, None) for path, why in unreadable.items()
     ]
@@ -181,8 +184,8 @@ def artifacts_adopt(
 ) -> Output:
     """Keep artifacts across a code change that you know to be harmless; their manifests say so.
 
-    Of a stage that only changed code would rebuild, the newest artifact is kept, inputs first. Settings
-    and inputs must be its own.
+    Of a stage that only changed code would rebuild, the newest artifact is kept, inputs first.
+    Settings and inputs must be its own.
     """
     from ttrain import api
     from ttrain.engine.artifact_commands import adopt
@@ -191,7 +194,8 @@ def artifacts_adopt(
     usable_home()
     if everything:  # then the first word is a setting
         given = [word for word in (stage, *(settings_options.overrides or ())) if word]
-        stage, settings_options = "", replace(settings_options, overrides=given)
+        stage = ""
+        settings_options = replace(settings_options, overrides=given)
     elif not stage:
         raise UsageError(
             "`ttrain artifacts adopt` needs a stage, or --all; try ttrain artifacts adopt --all"
@@ -200,10 +204,13 @@ def artifacts_adopt(
     if stage and stage not in plan.graph:
         raise no_stage(stage, plan.graph, plan.settings)
     adopted = adopt(plan, stage)
-    rows, value = list[Sequence[str]](), list[JsonDict]()
+    rows: list[Sequence[str]] = []
+    value: list[JsonDict] = []
     for artifact in adopted:
-        seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]
-        old, new = short_digest(history[-1]["key"]), short_digest(artifact.key)
+        seconds = artifact.manifest.get("seconds", 0.0)
+        history = artifact.manifest["adopted"]
+        old = short_digest(history[-1]["key"])
+        new = short_digest(artifact.key)
         rows.append(
             (
                 artifact.stage,
@@ -245,7 +252,7 @@ def artifacts_clean(
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
-    """Remove artifacts and work that no recent run or registered model needs, unless a run is active."""
+    """Remove artifacts and work that no recent run or registered model needs."""
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry
@@ -256,7 +263,8 @@ def artifacts_clean(
         raise UsageError(
             f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them"
         )
-    registered, needed = Registry(store.root).keys(), records.needed_keys
+    registered = Registry(store.root).keys()
+    needed = records.needed_keys
     kept = garbage_collection.Kept.recent(keep_runs, older_than)
     if run:
         kept = garbage_collection.Kept(only_run=need_run(store.root, run))

@@ -131,7 +131,8 @@ def chat(
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
 
-    device, dtype = loading_options.device, loading_options.dtype
+    device = loading_options.device
+    dtype = loading_options.dtype
     selectors: list[ModelSelector] = (
         [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
     )

@@ -81,14 +81,15 @@ def report(
         from ttrain.experiments.verdict import Judgement
         from ttrain.store.artifacts import ArtifactStore
 
-        experiment, notes = find_experiment(home(), run), list[str]()
-        name, page = (
-            experiment.name,
-            sweep_page(Judgement(experiment, ArtifactStore(home())).to_json()),
-        )
+        experiment = find_experiment(home(), run)
+        notes: list[str] = []
+        name = experiment.name
+        page = sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
     else:
         view = read_run(home(), run)
-        name, page, notes = view.name, report_of(view), list(view.notes)
+        name = view.name
+        page = report_of(view)
+        notes = list(view.notes)
     path = out or Path(f"{name}.html")
     check_output_file(path)
     path.write_text(page, encoding="utf-8")

@@ -71,7 +71,8 @@ def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:
 
 
 def _measures(report: JsonObject) -> list[str]:
-    lengths, shares = report.get("lengths", {}), report["scripts"].items()
+    lengths = report.get("lengths", {})
+    shares = report["scripts"].items()
     scripts = [f"{name} {share:.1%}" for name, share in shares if share >= SMALLEST_SHARE]
     shown = [_shown(lengths.get(name)) for name in LENGTHS]
     return [report["file"], _shown(report["bytes"]), *shown, ", ".join(scripts)]

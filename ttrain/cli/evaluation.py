@@ -63,7 +63,8 @@ def evaluate(
     and DataError before a model is loaded.
     """
     references = lookup.resolve_all(models, base=options.base, from_hub=True, run=options.run)
-    store, notes = ArtifactStore(layout.home()), list[str]()
+    store = ArtifactStore(layout.home())
+    notes: list[str] = []
     for reference in references:
         say(lookup.line_of(reference))
     heldout = heldout_of(references, store)

@@ -180,7 +180,8 @@ def train(
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
     """The records held out from each expert's training data. Raises UsageError if none."""
-    store, files = ArtifactStore(home()), dict[str, None]()
+    store = ArtifactStore(home())
+    files: dict[str, None] = {}
     for expert in experts:
         shards = store.input_of(expert.artifact, "shards")
         records = sorted((shards.path / "heldout").glob("*.jsonl")) if shards else []

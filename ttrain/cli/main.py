@@ -116,7 +116,8 @@ def stage_run(
 
     outlast_output()
     layout.usable_home()
-    settings, forced = settings_options.load().settings, [stage] if force else []
+    settings = settings_options.load().settings
+    forced = [stage] if force else []
     planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
     execution = run_pipeline(alone(stage, planned), console(stderr=as_json), RunOptions("none"))
     artifact = planned.store.complete(execution.artifacts[stage])

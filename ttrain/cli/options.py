@@ -100,7 +100,8 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
     from ttrain.flows import NAMES
     from ttrain.tasks import STAGES
 
-    run, suffix = ("pipeline", "run"), Path(word).suffix
+    run = ("pipeline", "run")
+    suffix = Path(word).suffix
     if "=" in word:
         yield *run, "full", word, *words_after
     elif suffix in (".yaml", ".yml"):

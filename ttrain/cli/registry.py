@@ -105,7 +105,8 @@ def models_promote(
         raise UsageError("name a version or a run, or the champion before with --previous")
     registry = take_over_champions(home())
     if previous:
-        promoted, status = registry.rollback(registry.only_name(name)), "is champion again"
+        promoted = registry.rollback(registry.only_name(name))
+        status = "is champion again"
     else:
         chosen = registry.find_set(which, name)
         status = "is already champion" if CHAMPION in chosen.aliases else "is champion"
@@ -195,13 +196,15 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
         if stage["differences"]:
             yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
         if not stage["equal"]:
-            old, new = short_digest(stage["content"]), short_digest(stage["rebuilt_content"])
+            old = short_digest(stage["content"])
+            new = short_digest(stage["rebuilt_content"])
             contents = f"content {old} was recorded, {new} came out"
             yield f"{stage['stage']}: {', '.join(stage['files'])} differs: {contents}"
     if result["left"]:
         yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
     location = f"; it is in {result['home']}" if is_kept else ""
-    name, stages = result["name"], result["stages"]
+    name = result["name"]
+    stages = result["stages"]
     if result["equal"]:
         yield f"the same: all {len(stages)} stages of {name} gave the recorded bytes{location}"
     else:
@@ -212,7 +215,8 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
 
 def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
     of_run = f", of the run {value['run']}" if value["run"] else ""
-    rows, listed = list[tuple[str, str, str]](), dict[str, None]()
+    rows: list[tuple[str, str, str]] = []
+    listed: dict[str, None] = {}
     for stage, result in zip(value["stages"], results, strict=True):
         title = stage["stage"]
         for name, text in stage_facts(stage, result):
@@ -247,7 +251,8 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
         "settings",
         " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings),
     )
-    training, runtime = TrainingResult.of(result), stage["runtime"] or {}
+    training = TrainingResult.of(result)
+    runtime = stage["runtime"] or {}
     if training.ranks:  # the order of its sums depends on these
         order = {
             name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")

@@ -82,7 +82,9 @@ def schedule_list() -> Output:
     """List the schedules: next slot, last outcome, whether paused and served."""
     from ttrain.flows import deploy
 
-    pid, values, rows = deploy.served_by(home()), list[JsonDict](), list[Sequence[str]]()
+    pid = deploy.served_by(home())
+    values: list[JsonDict] = []
+    rows: list[Sequence[str]] = []
     for name, schedule in deploy.read_all(home()).items():
         last = read_object(deploy.last_run_file(home(), name)) or None
         following = next(iter(deploy.next_slots(schedule.cron, schedule.timezone)), None)
@@ -179,7 +181,8 @@ def _schedule(
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
     slots = deploy.next_slots(schedule.cron, schedule.timezone, 3)
-    verb, name = "changed" if before else "scheduled", schedule.full_name
+    verb = "changed" if before else "scheduled"
+    name = schedule.full_name
     times = ", ".join(f"{slot:{SLOT_FORMAT}}" for slot in slots)
     pid = deploy.served_by(home)
     lines = [

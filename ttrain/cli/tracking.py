@@ -40,8 +40,8 @@ def track_push(
 ) -> Output:
     """Push runs to MLflow: without RUN, all that changed since their last push.
 
-    The next run does the same. Use it after an outage, or for a removed or damaged database. Exit code
-    1 if a push failed.
+    The next run does the same. Use it after an outage, or for a removed or damaged database. Exit
+    code 1 if a push failed.
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher

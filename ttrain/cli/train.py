@@ -136,11 +136,13 @@ def doctor(
     from ttrain.engine.processes import environment_of
     from ttrain.flows.engine import RunOptions, run_pipeline
 
-    began, settings = time.monotonic(), settings_options.load().settings
+    began = time.monotonic()
+    settings = settings_options.load().settings
     for name, value in environment_of(settings).items():
         if name.startswith(READ_BY_C):
             os.environ.setdefault(name, value)
-    plan, examined = api.plan("full", settings), stage or settings.trainings[0]
+    plan = api.plan("full", settings)
+    examined = stage or settings.trainings[0]
     for each in missing_data(examined, plan):
         run_pipeline(alone(each.stage.name, plan), console(stderr=as_json), RunOptions("none"))
         plan = api.plan("full", settings)

@@ -71,7 +71,7 @@ class Section(BaseModel):
         return self
 
     def _check(self) -> None:
-        pass
+        """Raise ValueError where values do not go together."""
 
 
 def setting(default: T, description: str, **rules: Any) -> T:

@@ -40,8 +40,8 @@ def dataset_read(name: str, tokenizer: object) -> str:
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
-    Where one of pretrain, sft, dpo and lora names files, those not set are none. Files count by their
-    bytes. Sources can be weighted: [{path: a.jsonl, weight: 3}, b.jsonl].
+    Where one of pretrain, sft, dpo and lora names files, those not set are none. Files count by
+    their bytes. Sources can be weighted: [{path: a.jsonl, weight: 3}, b.jsonl].
     """
 
     pretrain: Paths = setting(

@@ -93,7 +93,8 @@ class Settings(Section):
     @property
     def trainings(self) -> tuple[str, ...]:
         """The stages that train, in order: those with data, and their starts."""
-        needed, starts = set[str](), self.starts
+        needed: set[str] = set()
+        starts = self.starts
         for name in (last_of(self.present), *filter(self.exists, OPTIONAL)):
             while name in TRAININGS and name not in needed:
                 needed.add(name)
@@ -169,7 +170,8 @@ class Settings(Section):
         for name in (
             (*self.present, "evaluate") if model is None else ()
         ):  # else the plan looks at that model
-            length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
+            length = getattr(self, name).row_length
+            virtual = self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(
                 length + virtual <= self.model.max_length,

@@ -246,10 +246,10 @@ class Adapted(FineTune):
 
 
 class Dpo(Adapted):
-    """Preference tuning: prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
+    """Preference tuning: prefer the chosen answer to the rejected one (docs/preferences.md).
 
-    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo:
-    arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
+    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing.
+    simpo: arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(

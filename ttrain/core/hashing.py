@@ -84,7 +84,8 @@ class DigestCache:
     """
 
     def __init__(self, path: Path, *, boot: str = "") -> None:
-        self._path, self._boot = path, boot
+        self._path = path
+        self._boot = boot
         self._learnt: dict[str, list[Any]] = {}
         self._saving = threading.Lock()
         self._entries = self._saved()
@@ -118,7 +119,8 @@ class DigestCache:
                     self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
-        entries, size = read_object(self._path), 5 + bool(self._boot)
+        entries = read_object(self._path)
+        size = 5 + bool(self._boot)
         return {
             name: entry
             for name, entry in entries.items()

@@ -66,11 +66,10 @@ _CONTAINER = re.compile(r"[^/?#\s:@]*@")
 # Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path
 # that goes on.
 HTTP = ("http", "https", "webdav", "webdavs", "dav", "davs")
-_FRAGMENT_OF_HTTP, _FRAGMENT = (
-    re.compile(r"#.*", re.DOTALL),
-    re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL),
-)
-_QUERY_OF_HTTP, _QUERY = re.compile(r"\?[^#]*"), re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
+_FRAGMENT_OF_HTTP = re.compile(r"#.*", re.DOTALL)
+_FRAGMENT = re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL)
+_QUERY_OF_HTTP = re.compile(r"\?[^#]*")
+_QUERY = re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
 _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::https://host/file
 _IN_TEXT = re.compile(rf"{_SCHEME}://[^\s'\"<>`]*")
 _HAS_URL = re.compile(rf"(?:{_SCHEME}::)*{_SCHEME}://")

@@ -30,7 +30,8 @@ def catching_signals(
 
     SIGHUP, and the same signal within SAME_SIGNAL_SECONDS, are not a second one.
     """
-    first, since = 0, 0.0
+    first = 0
+    since = 0.0
 
     def handle(signum: int) -> None:
         nonlocal first, since
@@ -38,7 +39,8 @@ def catching_signals(
             return
         if first:
             raise on_second(signum)
-        first, since = signum, time.monotonic()
+        first = signum
+        since = time.monotonic()
         on_first(signum)
 
     with handling_signals(handle):

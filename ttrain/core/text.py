@@ -10,12 +10,10 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
 # The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow
 # "Input should be".
-_WHOLE, _NUMBER, _LIST, _MAPPING = (
-    "a whole number",
-    "a number",
-    "a list",
-    "a group of names with values",
-)
+_WHOLE = "a whole number"
+_NUMBER = "a number"
+_LIST = "a list"
+_MAPPING = "a group of names with values"
 RULES: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
