@@ -25,6 +25,7 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 RUST_DISK_FULL = (
     f"(os error {errno.ENOSPC})"  # how safetensors and tokenizers say it, in errors of their own
 )
+MISTAKES = frozenset({"DataError", "CannotRead", "DamagedFile"})  # a second try finds the same
 FREE_SPACE = "free some space and run the same command again"
 
 
@@ -160,8 +161,3 @@ class Interrupted(TTrainError):
         super().__init__(message)
         self.signum = int(signum)
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
-
-
-MISTAKES = frozenset(
-    error.__name__ for error in (DataError, CannotRead, DamagedFile)
-)  # kinds that no second try mends

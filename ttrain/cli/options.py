@@ -60,6 +60,10 @@ ADVISED_RUN = re.compile(
     r"|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
 )
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
+SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
+MODEL_HELP = (
+    "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
+)
 
 
 class _Help:
@@ -183,12 +187,6 @@ def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
     return Argument(help=help_text, metavar=metavar, **rules)
 
 
-SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
-
-
-MODEL_HELP = (
-    "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
-)
 Files = Annotated[
     list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")
 ]

@@ -29,6 +29,14 @@ models_app = command_group(
 )
 
 Name = Annotated[str | None, option("the pipeline's name (setting `name`), if there are several")]
+KINDS = {
+    "set": "a set of models",
+    "model": "a registered model",
+    "key": "an artifact",
+    "stage": "the newest artifact",
+}
+# Settings that the order of a training's sums depends on.
+ORDER_OF_SUMS = ("rows_per_device", "compile")
 
 
 @command(
@@ -115,17 +123,6 @@ def models_promote(
     models = ", ".join(map(str, promoted.models))
     return Output(promoted.to_json(), [f"{promoted} of the run {promoted.run} {status}: {models}"])
 
-
-KINDS = {
-    "set": "a set of models",
-    "model": "a registered model",
-    "key": "an artifact",
-    "stage": "the newest artifact",
-}
-ORDER_OF_SUMS = (
-    "rows_per_device",
-    "compile",
-)  # settings that the order of a training's sums depends on
 
 ModelVersion = Annotated[
     str,

@@ -25,6 +25,9 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
+NONE = "none"  # no source; a file of that name is ./none
+COUNT = re.compile(r"(\d[\d_]*\.?\d*(?:e\d\d?)?)([kmbt]?)")
+MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def need(holds: bool, message: str) -> None:
@@ -125,9 +128,6 @@ class Weighted(Section):
     weight: float = Field(1.0, gt=0)
 
 
-NONE = "none"  # no source; a file of that name is ./none
-
-
 def _as_sources(value: object) -> object:
     if value in (NONE, [NONE], (NONE,)):
         return ()
@@ -139,10 +139,6 @@ Source = Annotated[
     Discriminator(lambda value: "weighted" if isinstance(value, Mapping | Weighted) else "plain"),
 ]
 Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
-
-
-COUNT = re.compile(r"(\d[\d_]*\.?\d*(?:e\d\d?)?)([kmbt]?)")
-MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def as_count(value: object) -> object:

@@ -9,6 +9,13 @@ from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple,
 from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
+HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
+# By kind of task: what stands for a file, and which held-out part it is.
+HELDOUT_PARTS: dict[str, dict[str, str]] = {
+    "text": {HELDOUT: "documents"},
+    "chats": {},
+    "pairs": {},
+}
 
 
 class Suites(Section):
@@ -130,14 +137,7 @@ TaskName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 ]  # a part of names of metrics
 
-HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
-# By kind of task: what stands for a file, and which held-out part it is.
-HELDOUT_PARTS: dict[str, dict[str, str]] = {
-    "text": {HELDOUT: "documents"},
-    "chats": {},
-    "pairs": {},
-}
 for _row in TRAINING_STAGES.values():
     if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part

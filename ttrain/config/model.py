@@ -15,6 +15,22 @@ TURNING_KINDS = (
     "qwen3",
 )  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
 
+# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside
+# (GPT-2's from 124m on, whose shapes 124m and 350m are). From 500m on a key is shared by several
+# heads, which costs little and makes the cache smaller.
+COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
+PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
+    "1m": (128, 4, 2, None, 1024),  # 2,048
+    "5m": (256, 5, 4, None, 1024),  # 4,096
+    "10m": (320, 6, 5, None, 1024),  # 8,192
+    "25m": (448, 9, 7, None, 2048),  # 8,192
+    "50m": (512, 13, 8, None, 2048),  # 16,384
+    "124m": (768, 12, 12, None, 2048),  # 50,257
+    "350m": (1024, 24, 16, None, 2048),  # 50,257
+    "500m": (1280, 25, 20, 5, 4096),  # 50,257
+    "1b": (2048, 20, 16, 4, 4096),  # 50,257
+}
+
 
 class Moe(Section):
     """Mixture of experts as feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
@@ -139,24 +155,6 @@ class Model(Section):
             f"model.kv_heads is {self.kv_heads} but must divide model.heads {self.heads}; "
             f"try model.kv_heads={math.gcd(self.heads, self.kv_heads or 1)}",
         )
-
-
-# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside
-# (GPT-2's from 124m on, whose shapes 124m and 350m are). From 500m on a key is shared by several
-# heads, which costs little and makes the cache smaller.
-COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
-
-PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
-    "1m": (128, 4, 2, None, 1024),  # 2,048
-    "5m": (256, 5, 4, None, 1024),  # 4,096
-    "10m": (320, 6, 5, None, 1024),  # 8,192
-    "25m": (448, 9, 7, None, 2048),  # 8,192
-    "50m": (512, 13, 8, None, 2048),  # 16,384
-    "124m": (768, 12, 12, None, 2048),  # 50,257
-    "350m": (1024, 24, 16, None, 2048),  # 50,257
-    "500m": (1280, 25, 20, 5, 4096),  # 50,257
-    "1b": (2048, 20, 16, 4, 4096),  # 50,257
-}
 
 
 def sizes_of(name: object) -> dict[str, Any]:

@@ -10,6 +10,25 @@ from ttrain.config.nightly import Nightly, Notify, Promotion
 from ttrain.config.runtime import Runtime, Tracking
 from ttrain.config.training import NONE, TRAINING_STAGES, TRAININGS, Dpo, Lora, Pretrain, Sft
 
+# Stages without data of their own by default, which are trained wherever they have some.
+OPTIONAL = tuple(name for name in TRAININGS if not Data.model_fields[name].default)
+# Sections that shape no result, and so are part of no key.
+SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
+# Sections that shape the models, in the order of the pipeline.
+SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
+# Sections and settings that name code, a command, a file with code, or a machine that sends code:
+# who may start a flow run through Prefect's API or UI cannot set them, since all that they name
+# runs as the account that serves.
+NAMES_CODE = (
+    "notify",  # a command; addresses that are notified
+    "runtime.loggers",  # third-party programs, which send curves elsewhere
+    "runtime.dask_address",  # sends pickles, which are code
+    "runtime.rendezvous",  # as do the ranks of other nodes
+    "runtime.eval_suite",  # which may name task files of lm-evaluation-harness with code
+    "evaluate.suites",
+    "shards.decontaminate",  # suites, too
+)
+
 
 def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
     """The first training stage on the way to a stage, and its start."""
@@ -29,16 +48,6 @@ def first_start(starts: Mapping[str, str], present: Collection[str]) -> tuple[st
     return first, None if start in (NONE, *TRAININGS) else start
 
 
-# Stages without data of their own by default, which are trained wherever they have some.
-OPTIONAL = tuple(name for name in TRAININGS if not Data.model_fields[name].default)
-
-# Sections that shape no result, and so are part of no key.
-SHAPE_NO_RESULT = ("runtime", "tracking", "nightly", "promotion", "notify")
-
-# Sections that shape the models, in the order of the pipeline.
-SHAPING = ("reading", "tokenizer", "model", *TRAININGS, "evaluate", "source")
-
-
 def by_weight(name: str) -> tuple[int, str]:
     """Sort key of a setting: what shapes models first, what concerns the machine last."""
     group = name.partition(".")[0]
@@ -47,20 +56,6 @@ def by_weight(name: str) -> tuple[int, str]:
         if group in SHAPING
         else len(SHAPING) + (group in (*SHAPE_NO_RESULT, "name"))
     ), name
-
-
-# Sections and settings that name code, a command, a file with code, or a machine that sends code:
-# who may start a flow run through Prefect's API or UI cannot set them, since all that they name
-# runs as the account that serves.
-NAMES_CODE = (
-    "notify",  # a command; addresses that are notified
-    "runtime.loggers",  # third-party programs, which send curves elsewhere
-    "runtime.dask_address",  # sends pickles, which are code
-    "runtime.rendezvous",  # as do the ranks of other nodes
-    "runtime.eval_suite",  # which may name task files of lm-evaluation-harness with code
-    "evaluate.suites",
-    "shards.decontaminate",  # suites, too
-)
 
 
 class Settings(Section):

@@ -17,6 +17,9 @@ AUTO_TOKENS = (
     f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
     "one of `tokens` and `epochs`"
 )
+NONE = "none"
+EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
+VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
 
 
 class Training(Loop):
@@ -181,7 +184,6 @@ class TaskJob(Section):
     allow: tuple[str, ...]
 
 
-NONE = "none"
 Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of the names of layers
 
 
@@ -328,10 +330,6 @@ def adapter_of(stage: str, settings: Any) -> Lora | None:
         }
         return Lora().replaced({"kind": section.adapter, **shared})
     return section if isinstance(section, Lora) else None
-
-
-EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
-VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
 
 
 @dataclass(frozen=True)

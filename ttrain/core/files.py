@@ -19,6 +19,9 @@ JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE = 0o600  # records are for the owner of the home alone
 PRIVATE_DIRECTORY = 0o700
+# A `temporary_path` and its process, which was killed before the rename.
+INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")
+SECONDS_BETWEEN_WRITES = 0.2
 
 
 def private_opener(name: str, flags: int) -> int:
@@ -60,11 +63,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-INTERRUPTED_WRITE = re.compile(
-    r"\..+\.(\d+)\.tmp"
-)  # a `temporary_path` and its process, which was killed before the rename
 
 
 class Taken(Exception):
@@ -180,9 +178,6 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-SECONDS_BETWEEN_WRITES = 0.2
 
 
 class ProgressWriter:

@@ -48,6 +48,16 @@ CONTAINER_PACKAGES = frozenset(
     {PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"}
 )  # whose submodules do shape it
 
+# A file that changed within the clock's granularity may change again under the same times: do not
+# remember it yet. With a boot a change whose mtime was put back counts, too.
+RACY_SECONDS = 2.0
+MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
+# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of
+# the interpreter, so that two threads at once end in "SystemError: AST constructor recursion depth
+# mismatch" (python/cpython#106905).
+_PARSING = threading.Lock()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def canonical_json(value: object) -> bytes:
     """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused."""
@@ -66,12 +76,6 @@ def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# A file that changed within the clock's granularity may change again under the same times: do not
-# remember it yet. With a boot a change whose mtime was put back counts, too.
-RACY_SECONDS = 2.0
-MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
 
 
 class DigestCache:
@@ -182,13 +186,6 @@ def _module_path(name: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of
-# the interpreter, so that two threads at once end in "SystemError: AST constructor recursion depth
-# mismatch" (python/cpython#106905).
-_PARSING = threading.Lock()
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _read_module(path: Path, name: str) -> list[Any]:

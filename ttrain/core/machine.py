@@ -12,18 +12,15 @@ from pathlib import Path
 SAFE_PATH = {
     "PYTHONSAFEPATH": "1"
 }  # for an interpreter that is started without -P: it imports no file of the user's folder
+# On which speed depends most.
+INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
+VERSION = "0.1.0"  # of ttrain
+RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-INSTRUCTIONS = {
-    "AMX": "amx_tile",
-    "AVX512-BF16": "avx512_bf16",
-    "SHA": "sha_ni",
-}  # on which speed depends most
 
 
 @functools.cache
@@ -49,10 +46,6 @@ def _cpu_info() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     return ""
-
-
-VERSION = "0.1.0"  # of ttrain
-RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 
 @functools.cache  # 15 ms, which a process that runs ten stages spends once

@@ -15,6 +15,12 @@ from ttrain.errors import Interrupted
 # its command and then the group of it, a terminal and the program between send Ctrl-C each, and
 # systemd signals all processes of a unit.
 SAME_SIGNAL_SECONDS = 1.0
+PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
+RENDEZVOUS = (
+    "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
+POLL_SECONDS = 0.2
 
 
 def interrupted_twice(signum: int) -> BaseException:
@@ -74,17 +80,6 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number in heeded_signals():
             signal.signal(number, previous[number])
-
-
-PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
-
-RENDEZVOUS = (
-    "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
-)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
-
-POLL_SECONDS = 0.2
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:

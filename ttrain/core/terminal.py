@@ -27,6 +27,9 @@ _TERMINAL_CONTROLS = re.compile(
     "[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
+NAMES = {1: "standard output", 2: "standard error"}
+# The exit code that a shell shows for a program that SIGPIPE ended.
+READER_IS_GONE = 128 + signal.SIGPIPE
 
 
 def escape_control_characters(text: str) -> str:
@@ -166,12 +169,6 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
         task = bars.add_task(description, total=total)
         yield lambda done: bars.update(task, completed=done)
 
-
-NAMES = {1: "standard output", 2: "standard error"}
-
-READER_IS_GONE = (
-    128 + signal.SIGPIPE
-)  # the exit code that a shell shows for a program that SIGPIPE ended
 
 _drops = False  # whether this process goes on without the output that cannot be written
 

@@ -28,6 +28,29 @@ MAIN_SETTINGS = frozenset(
         "lora.optim.lr",
     }
 )
+REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
+# Metrics of the data, not of a model: the size of the held-out text, also compressed.
+NEITHER = re.compile(
+    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"
+    r"|/tokens$|^champion/"
+)
+HIGHER = re.compile(
+    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
+)
+LOWER = re.compile(
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
+    r"|time_share|/(repeated|loops|empty)(/|$)"
+)
+# The order of metrics in tables: those that decide come first.
+FIRST = (
+    rf"^{BITS_PER_BYTE.of_run}$",
+    rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$",
+    r"^eval/.*loss",
+    r"validation_loss$",
+    r"/loss$",
+    r"tokens_per_second|^total/",
+    r"^tok/",
+)
 
 
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -96,38 +119,11 @@ def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     return versions
 
 
-REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
-
-
 def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
     """{(model, prompt): sample} of an evaluation's manifest, in the order of models."""
     by_model = EvaluationResult.of(evaluation.get("result", {})).samples
     models = sorted(by_model, key=model_order)
     return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
-
-
-# Metrics of the data, not of a model: the size of the held-out text, also compressed.
-NEITHER = re.compile(
-    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"
-    r"|/tokens$|^champion/"
-)
-HIGHER = re.compile(
-    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
-)
-LOWER = re.compile(
-    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
-    r"|time_share|/(repeated|loops|empty)(/|$)"
-)
-# The order of metrics in tables: those that decide come first.
-FIRST = (
-    rf"^{BITS_PER_BYTE.of_run}$",
-    rf"^{BITS_PER_BYTE.of_run}_(sft|lora)$",
-    r"^eval/.*loss",
-    r"validation_loss$",
-    r"/loss$",
-    r"tokens_per_second|^total/",
-    r"^tok/",
-)
 
 
 def better(name: str) -> int:

@@ -32,6 +32,19 @@ GUARD_FIXES = {
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
 }
+BASELINES = {
+    "xz": "xz -9e",
+    "zlib": "zlib -9",
+    "order0": "order-0 bytes",
+    "order3": "order-3 bytes",
+}
+# Of held-out records: one of them, and what is counted in them
+SCORED = {
+    "documents": ("document", "document_bytes", "byte"),
+    "chats": ("chat", "chat_tokens", "scored token"),
+    "domain": ("chat", "domain_tokens", "scored token"),
+    "pairs": ("pair", "", ""),
+}
 
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
@@ -222,19 +235,6 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
 
 
-BASELINES = {
-    "xz": "xz -9e",
-    "zlib": "zlib -9",
-    "order0": "order-0 bytes",
-    "order3": "order-3 bytes",
-}
-# Of held-out records: one of them, and what is counted in them
-SCORED = {
-    "documents": ("document", "document_bytes", "byte"),
-    "chats": ("chat", "chat_tokens", "scored token"),
-    "domain": ("chat", "domain_tokens", "scored token"),
-    "pairs": ("pair", "", ""),
-}
 # A metric of an evaluation that is shown: its name, label, number of records (0 where it has no
 # champion), remark
 Shown = tuple[str, str, int, str]
