@@ -15,9 +15,8 @@ def main() -> None:
     """Run the command line; on SIGTERM and SIGHUP commands still remove temporary files."""
     gc.set_threshold(GC_THRESHOLD)
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        if (
-            signal.getsignal(signum) is signal.SIG_DFL
-        ):  # under nohup SIGHUP is ignored, and stays so
+        # SIGHUP stays ignored under nohup.
+        if signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _end)
     from ttrain.cli import main as command_line
 
@@ -25,10 +24,8 @@ def main() -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    for each in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # which `timeout`, systemd and the kernel send twice
+    # `timeout`, systemd and the kernel send them twice.
+    for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + signum)
 

@@ -30,9 +30,8 @@ from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
 
-logging.getLogger("ttrain").addHandler(
-    logging.NullHandler()
-)  # else Python prints warnings to standard error
+# Without a handler Python prints warnings to standard error.
+logging.getLogger("ttrain").addHandler(logging.NullHandler())
 
 ENGINES = ("prefect", "none")
 
@@ -109,9 +108,8 @@ def plan(
             graph, settings, store, rerun, selection=selection, compared_with=earlier
         )
     except UsageError:
-        check_first_rows(
-            settings
-        )  # all mistakes; and a file of another kind explains more than what is missing
+        # Report all mistakes: a file of another kind explains more than a missing stage.
+        check_first_rows(settings)
         raise
     check_first_rows(settings, [planned.stage for planned in stages if planned.state == "run"])
     name = str(earlier["run"]) if earlier else ""

@@ -37,9 +37,8 @@ def report_on(
     sources = locations.expand(patterns, "FILE")
     if rejected and rejected.resolve() in [Path(source).resolve() for source in sources]:
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
-    if (
-        kind == "auto" and settings.reading.text_field != Reading().text_field
-    ):  # as only documents have
+    # Only documents have a text field.
+    if kind == "auto" and settings.reading.text_field != Reading().text_field:
         kind = "documents"
     with (rejected or Path(os.devnull)).open("wb") as file, bar("reading", "rows") as progress:
         reports = check(

@@ -121,9 +121,8 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
         yield *run, "full", "--until", word
     else:
         groups: Any = get_command(app)
-        if (
-            word in groups.commands and word not in groups.commands["pipeline"].commands
-        ):  # not a short form
+        # Short forms of pipeline commands are suggested with these.
+        if word in groups.commands and word not in groups.commands["pipeline"].commands:
             yield [word]
         for name, group in groups.commands.items():
             if isinstance(group, TyperGroup) and word in group.commands:
@@ -273,9 +272,8 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
             output.print(as_json=values["as_json"])
 
     untyped: Any = call
-    untyped.__doc__ = re.sub(
-        r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or ""
-    )  # Typer keeps line breaks
+    # Typer would keep line breaks.
+    untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
     untyped.__annotations__ = {name: hint for name, hint, _ in options}
     untyped.__signature__ = inspect.Signature(
         [

@@ -145,9 +145,8 @@ def serve(
     """Run what is scheduled until SIGTERM or Ctrl-C; a running night then saves its state."""
     from ttrain.flows import servers
 
-    os.environ.update(
-        servers.prefect_environment(usable_home())
-    )  # which Prefect reads when imported
+    # Prefect reads them when imported.
+    os.environ.update(servers.prefect_environment(usable_home()))
     from ttrain.flows import deploy, serve
 
     if unit is not None:

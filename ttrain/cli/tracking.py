@@ -99,9 +99,8 @@ def open_in_browser(root: Path, url: str) -> None:
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )
     with contextlib.suppress(webbrowser.Error):
-        if has_screen and webbrowser.open(
-            redirect_page(root, url)
-        ):  # else the browser would take over the terminal
+        # Without a screen a text browser would take over the terminal.
+        if has_screen and webbrowser.open(redirect_page(root, url)):
             return
     print("no browser could be opened here; open the address yourself", file=sys.stderr)
 

@@ -186,9 +186,8 @@ def _rebuilt(kind: Any, value: Any) -> Any:
         return tuple(_rebuilt(kind, entry) for entry in value)
     if not isinstance(value, dict):
         return value
-    sections = [
-        each for form in (kind, *get_args(kind)) for each in sections_of(form)
-    ]  # also of a tuple of sections
+    # Arguments of the type, too, for a tuple of sections.
+    sections = [each for form in (kind, *get_args(kind)) for each in sections_of(form)]
     return sections[0].rebuilt(value) if sections else value
 
 

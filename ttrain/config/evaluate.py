@@ -133,9 +133,8 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-TaskName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-]  # a part of names of metrics
+# A part of names of metrics.
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 for _row in TRAINING_STAGES.values():
@@ -260,9 +259,8 @@ class HarnessTask(TaskBase):
     shots: int | None = setting(None, "worked examples; empty: as the task says", ge=0, le=64)
 
 
-RecordsTask = (
-    TextTask | ChatsTask | PairsTask
-)  # the tokens of records are scored, of a file or of a held-out part
+# The tokens of records are scored, of a file or of a held-out part.
+RecordsTask = TextTask | ChatsTask | PairsTask
 Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
 KINDS = [task.model_fields["kind"].default for task in get_args(Task)]

@@ -306,9 +306,8 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     Values of weaker layers, such as a profile's, are replaced by the start.
     """
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
-    first = (
-        0 if origin is None else _first_of_layer(overrides, origin)
-    )  # the base is weaker than all of them
+    # All overrides are stronger than the base.
+    first = 0 if origin is None else _first_of_layer(overrides, origin)
     keeps_head = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
@@ -350,9 +349,8 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         is_budget = item.value is not None and other in keys
         if is_budget and (other not in given or given[other].origin != item.origin):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
-    tree = _defaults(
-        root
-    )  # so that one field of a section leaves the stage's own defaults of the others
+    # A section's other fields keep the stage's own defaults.
+    tree = _defaults(root)
     for item in given.values():
         assign(tree, item.key, item.value)
     sources = {key: item.origin for key, item in given.items()}

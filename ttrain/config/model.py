@@ -10,10 +10,8 @@ from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 
-TURNING_KINDS = (
-    "llama",
-    "qwen3",
-)  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
+# Their rotary positions turn all numbers of a head in pairs (arXiv:2104.09864).
+TURNING_KINDS = ("llama", "qwen3")
 
 # The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside
 # (GPT-2's from 124m on, whose shapes 124m and 350m are). From 500m on a key is shared by several
@@ -139,9 +137,8 @@ class Model(Section):
             "stretches nothing; "
             f"set model.rope_type, for example to yarn",
         )
-        pairs = (
-            self.kind in TURNING_KINDS and "head_dim" not in self.fields
-        )  # each head turns its numbers in pairs
+        # Each head turns its numbers in pairs.
+        pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields
         multiple = 2 * self.heads if pairs else self.heads
         size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
         need(

@@ -12,11 +12,8 @@ from typing import Any, Final
 
 AUTO: Final = "auto"
 
-BUDGET, WIDTH, BATCH = (
-    1_000_000,
-    128,
-    2048,
-)  # tokens, width and batch at which the defaults were measured
+# Tokens, width and batch at which the defaults were measured.
+BUDGET, WIDTH, BATCH = (1_000_000, 128, 2048)
 SMALLEST_BATCH = 1024
 TOKENS_PER_PARAMETER = (
     2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less

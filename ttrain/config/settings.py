@@ -162,9 +162,8 @@ class Settings(Section):
             f"tokenizer.existing is not set, but {self.trainings[0]}.start_from is {model}, whose "
             f"embeddings belong to one tokenizer; set tokenizer.existing to it, or leave it out",
         )
-        for name in (
-            (*self.present, "evaluate") if model is None else ()
-        ):  # else the plan looks at that model
+        # The plan checks an existing model's length.
+        for name in (*self.present, "evaluate") if model is None else ():
             length = getattr(self, name).row_length
             virtual = self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""

@@ -178,9 +178,8 @@ class TaskJob(Section):
     """What `ttrain train` passes to its process, which knows the task's settings."""
 
     task: str
-    given: tuple[
-        tuple[str, str, Any], ...
-    ]  # (origin, key, value) of the settings, the weakest first
+    # (origin, key, value) of the settings, the weakest first.
+    given: tuple[tuple[str, str, Any], ...]
     allow: tuple[str, ...]
 
 
@@ -378,9 +377,8 @@ class TrainingStage:
 
     settings: type[Training]
     label: str  # on pages and charts
-    role: Literal[
-        "base", "chat", "adapter"
-    ]  # a base model, one that chats, or an adapter on a model
+    # A base model, one that chats, or an adapter on a model.
+    role: Literal["base", "chat", "adapter"]
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
     metric: PrimaryMetric  # by which its model is judged
     about: str  # what it does
@@ -451,9 +449,8 @@ TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
-SEEDS = tuple(
-    f"{name}.seed" for name in TRAINING_STAGES
-)  # of weights, dropout, the order of rows, and replayed samples
+# Of weights, dropout, the order of rows, and replayed samples.
+SEEDS = tuple(f"{name}.seed" for name in TRAINING_STAGES)
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 

@@ -124,9 +124,8 @@ def shown(value: object) -> str:
         if isinstance(value, bool)
         else repr([*value] if isinstance(value, tuple) else value)
     )
-    text = redact.text(
-        whole[: 16 * VALUE_CHARACTERS]
-    )  # before it is cut: a URL ends in what makes it one with a user
+    # Mask before cutting: the "@" that shows a user may be cut off.
+    text = redact.text(whole[: 16 * VALUE_CHARACTERS])
     return (
         text
         if len(text) <= VALUE_CHARACTERS

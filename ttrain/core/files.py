@@ -112,9 +112,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
     not see the new bytes.
     """
     temporary = temporary_path(path)
-    temporary.unlink(
-        missing_ok=True
-    )  # of a process of the same number that was killed: its mode would stay
+    # A killed process with the same id may have left it, with another mode.
+    temporary.unlink(missing_ok=True)
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -123,9 +122,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(
-            path
-        )  # what a full disk says of a descriptor names no file
+        # An error of a full disk on a descriptor names no file.
+        error.filename = error.filename or str(path)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

@@ -44,9 +44,8 @@ NON_RESULT_MODULES = (
 NON_RESULT_NAMES = frozenset(
     f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES)
 )
-CONTAINER_PACKAGES = frozenset(
-    {PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"}
-)  # whose submodules do shape it
+# Packages whose submodules shape results.
+CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"})
 
 # A file that changed within the clock's granularity may change again under the same times: do not
 # remember it yet. With a boot a change whose mtime was put back counts, too.
@@ -169,9 +168,8 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
             or not NON_RESULT_NAMES.isdisjoint(_with_parents(name))
         ):
             continue
-        if path := _module_path(
-            name
-        ):  # the file system is asked last: most names come up a dozen times
+        # Last, since it asks the file system: most names come up a dozen times.
+        if path := _module_path(name):
             digests[name], imports = cache.module(path, name)
             waiting.extend(imports)
             for suffix in (".c", ".h"):

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-SAFE_PATH = {
-    "PYTHONSAFEPATH": "1"
-}  # for an interpreter that is started without -P: it imports no file of the user's folder
-# On which speed depends most.
+# Without -P an interpreter would import files of the user's directory.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# Speed depends most on these.
 INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
 VERSION = "0.1.0"  # of ttrain
 RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")

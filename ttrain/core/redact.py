@@ -43,14 +43,8 @@ LOOKS_SECRET = re.compile(
 # All lengths are bounded: a text that a file brings takes linear time.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"
 LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
-CONTAINERS = (
-    "abfs",
-    "abfss",
-    "adl",
-    "az",
-    "wasb",
-    "wasbs",
-)  # what stands before their "@" is a container
+# What stands before their "@" is a container.
+CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")
 # User and password end with the last "@" of the host's part. A password that nobody encoded may
 # hold a "/": what follows a ":" that begins no port is taken for one.
 _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"

@@ -37,10 +37,8 @@ def damage_of(database: Path) -> str | None:
 def set_aside(database: Path) -> Path:
     """Rename a file and its journals to `mlflow.db.damaged-20261121-160222`; return the path."""
     aside = database.with_name(f"{database.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
-    for ending in (
-        *SIDE_FILES,
-        "",
-    ):  # the file last: what is left by a kill in between is set aside next time
+    # The file last: after a kill in between the rest is renamed next time.
+    for ending in (*SIDE_FILES, ""):
         with contextlib.suppress(FileNotFoundError):
             database.with_name(database.name + ending).rename(aside.with_name(aside.name + ending))
     return aside

@@ -207,9 +207,8 @@ class _GuardedFile(io.FileIO):
             return super().write(data)
         except OSError as error:
             descriptor = self.fileno()
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), descriptor
-            )  # takes what is buffered, and all that comes
+            # It takes what is buffered and what follows.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             if not _drops and error.errno == errno.EPIPE:
                 raise SystemExit(READER_IS_GONE) from None
             if not _drops:

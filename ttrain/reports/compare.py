@@ -37,10 +37,8 @@ DECIDING_METRICS = (
 )
 
 EVALUATION = "evaluate"
-OTHER_RECORDS, OTHER_TOKENIZERS = (
-    "other held-out records",
-    "other tokenizers",
-)  # why no run is the best by a metric
+# Why no run is the best by a metric.
+OTHER_RECORDS, OTHER_TOKENIZERS = ("other held-out records", "other tokenizers")
 WARNINGS = {
     OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be "
     "compared, bits per byte can",
@@ -141,9 +139,8 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         settings=shaping,
         metrics=[metric for metric in metrics if len({*metric.values}) > 1],
         data=_differences([_data(view) for view in views]),
-        code=[
-            row for row in code if len({*row.values} - {ABSENT}) > 1
-        ],  # not of a stage that one run has
+        # Not a stage that only one run has.
+        code=[row for row in code if len({*row.values} - {ABSENT}) > 1],
         settings_aside=aside,
         samples=[*_samples(views)],
     )

@@ -44,9 +44,8 @@ class History:
 
     artifacts: tuple[Artifact, ...] = ()
     evaluation: Artifact | None = None
-    locations: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # public sources (URLs, the Hub) of each data set
+    # Public sources (URLs, the Hub) of each data set.
+    locations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str | None = None  # the Hub's name of the model that it started from
 
     @classmethod
@@ -130,9 +129,8 @@ def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:
         if row.role != "base" and name not in stages
     ]
     results = {"evaluate": history.evaluation.result}
-    suffixes = tuple(
-        f"{mark}{name}" for name in later for mark in "_/"
-    )  # of models that were trained on top of it
+    # Of models trained on top of this one.
+    suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")
     shown = {
         name: value
         for name, value in summary.metrics_of(results).items()

@@ -139,9 +139,8 @@ def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     ]
 
 
-Problem = tuple[
-    str, str, bool
-]  # its stage ("" for the run), its description, whether it is resolved
+# (stage, "" for the run; description; whether it is resolved)
+Problem = tuple[str, str, bool]
 
 
 def find_problems(view: RunView) -> Iterator[Problem]:
