@@ -232,11 +232,11 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     settings, sources = merge(Settings, given)
     values = dict(flatten(settings.model_dump())) | dict.fromkeys(automatic, rules.AUTO)
     origin = rules.AUTO if values[rules.START] == NONE else f"{rules.START}{IS_SET}"
-    defaults, changes = flatten_defaults(Settings), JsonDict()
+    changes: JsonDict = {}
     for key, value in rules.automatic(values).items():
         if key in automatic:
             assign(changes, key, value)
-            sources[key] = "" if value == defaults[key] else origin
+            sources[key] = "" if value == flatten_defaults(Settings)[key] else origin
     return LoadedSettings(
         settings.replaced(changes), {key: source for key, source in sources.items() if source}
     )
@@ -374,8 +374,8 @@ def _wrong_settings(
 ) -> dict[str, str]:
     lines: dict[str, str] = {}
     names = [*types_by_name(root)]
-    few = len(names) <= SHOWN_KEYS
-    known = f"there are {', '.join(names)}" if few else "`ttrain config show` lists them all"
+    is_long = len(names) > SHOWN_KEYS
+    known = "`ttrain config show` lists them all" if is_long else f"there are {', '.join(names)}"
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]

@@ -60,30 +60,27 @@ class Rule:
 def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     """The rules of `KEYS` for a new model, from all settings by dotted names."""
     sizes = {name: values[f"model.{name}"] for name in SIZES}
-    parameters, width = layer_parameters(sizes), sizes["hidden_size"]
+    parameters = layer_parameters(sizes)
+    width = sizes["hidden_size"]
     share = values["tokenizer.vocab_size"] * width / parameters
     tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
     budget = tokens or TOKENS_PER_PARAMETER * parameters
-    batch = whole_rows(
-        max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"]
-    )
-    large = (
-        f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of "
-        "the layers, and may have "
-        f"{LARGEST_HEAD} at most"
-    )
-    size = (
-        f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a "
-        "power of two, in whole rows"
-    )
+    batch = max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47)
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
-    muon = kind == "muon"
     rules = {
-        TIED: Rule(share > LARGEST_HEAD, large),
-        BATCH_KEY: Rule(batch, size),
-        BETAS_KEY: Rule(BETAS, "beside Muon") if muon else Rule(USUAL_BETAS, alone),
+        TIED: Rule(
+            share > LARGEST_HEAD,
+            f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters "
+            f"of the layers, and may have {LARGEST_HEAD} at most",
+        ),
+        BATCH_KEY: Rule(
+            whole_rows(batch, values["pretrain.row_length"]),
+            f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, "
+            "a power of two, in whole rows",
+        ),
+        BETAS_KEY: Rule(BETAS, "beside Muon") if kind == "muon" else Rule(USUAL_BETAS, alone),
     }
     for name, usual in RATES.items():
         rate = OWN_HEAD_LR if name == "head_lr" and not tied else usual
@@ -92,7 +89,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             scaled = float(f"{rate * math.sqrt(WIDTH / width):.3g}")
             rule = (
                 Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5")
-                if muon
+                if kind == "muon"
                 else Rule(None, f"as lr, {alone}")
             )
         rules[f"{OPTIM}{name}"] = rule

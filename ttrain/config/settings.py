@@ -164,8 +164,7 @@ class Settings(Section):
         )
         # The plan checks an existing model's length.
         for name in (*self.present, "evaluate") if model is None else ():
-            length = getattr(self, name).row_length
-            virtual = self.virtual_tokens(name)
+            length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(
                 length + virtual <= self.model.max_length,

@@ -21,8 +21,7 @@ from ttrain.core.text import truncated
 MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
 SAFE: Any = yaml.CSafeLoader
-INTEGER = "tag:yaml.org,2002:int"
-FLOAT = "tag:yaml.org,2002:float"
+INTEGER, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 NOTHING = ("", "~", "null", "none")
 
@@ -76,9 +75,9 @@ def parse(text: str, loader: Any = Loader) -> Any:
         return yaml.load(text, loader)
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InvalidYaml(one_line(f"{place}{problem or error}")) from None
+        problem = getattr(error, "problem", None) or error
+        raise InvalidYaml(one_line(f"{place}{problem}")) from None
 
 
 def read(text: str, kind: Any) -> Any:

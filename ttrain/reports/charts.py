@@ -87,8 +87,9 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
     places = [_places(thinned(points), has_tokens=has_tokens) for _, _, points in curves]
     low, high = _extent(x for line in places for x, _ in line)
     rows = ticks(*_extent(y for line in places for _, y in line), MOST_ROWS)
-    across, up = _scale(low, high, LEFT, RIGHT), _scale(rows[0], rows[-1], BOTTOM, TOP)
-    lines = list[JsonDict]()
+    across = _scale(low, high, LEFT, RIGHT)
+    up = _scale(rows[0], rows[-1], BOTTOM, TOP)
+    lines: list[JsonDict] = []
     for (label, colour, _), line in zip(curves, places, strict=True):
         path = [(across(x), up(y) if math.isfinite(y) else None) for x, y in line]
         last = next((f"{y:.5g}" for _, y in reversed(line) if math.isfinite(y)), "–")
@@ -113,13 +114,18 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
     ]
     columns = ticks(*_extent(every), MOST_COLUMNS)
     across = _scale(columns[0], columns[-1], ROWS_LEFT, RIGHT_OF_ROWS)
-    drawn = list[JsonDict]()
+    drawn: list[JsonDict] = []
     for number, (label, points, interval) in enumerate(rows):
         ends = [across(end) for end in interval or ()]
         mean = across(math.fsum(points) / len(points)) if points else None
-        place = {"y": ROW_HEIGHT * (number + 0.5), "label": label}
         drawn.append(
-            {**place, "points": [across(value) for value in points], "mean": mean, "ends": ends}
+            {
+                "y": ROW_HEIGHT * (number + 0.5),
+                "label": label,
+                "points": [across(value) for value in points],
+                "mean": mean,
+                "ends": ends,
+            }
         )
     return {
         "rows": drawn,
@@ -149,8 +155,8 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     step = next(
         factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most
     )
-    first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
-    return [number * step for number in range(first, last + 1)]
+    first = math.floor(round(low / step, 9))
+    return [number * step for number in range(first, math.ceil(round(high / step, 9)) + 1)]
 
 
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
@@ -181,9 +187,9 @@ def _places(points: Sequence[Point], *, has_tokens: bool) -> list[tuple[float, f
 
 def _extent(values: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in values if math.isfinite(value)] or [1.0]
-    low, high = min(finite), max(finite)
-    apart = 0.0 if low < high else abs(low) / 10 or 1.0
-    return low - apart, high + apart
+    low = min(finite)
+    apart = 0.0 if low < max(finite) else abs(low) / 10 or 1.0
+    return low - apart, max(finite) + apart
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

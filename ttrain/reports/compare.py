@@ -43,8 +43,7 @@ WARNINGS = {
     OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be "
     "compared, bits per byte can",
     OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot "
-    "be compared; `ttrain eval` "
-    "measures models on one text",
+    "be compared; `ttrain eval` measures models on one text",
 }
 ADVISED_SEEDS = 5  # of a sweep that decides between two settings, as it is advised
 ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing about a setting"
@@ -195,9 +194,9 @@ def _code(view: RunView) -> dict[str, str]:
 
 
 def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Difference:
-    recorded = [view.metrics.get(name) for view in views]
+    values = [view.metrics.get(name) for view in views]
     # Values that differ only in the eighth digit are equal
-    values = [None if value is None else rounded(value) for value in recorded]
+    values = [None if value is None else rounded(value) for value in values]
     better = facts.better(name)
     is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith("validation_")
     if not is_held_out or not better or len({*values}) < 2:
@@ -239,23 +238,15 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
 
 
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
-    by_rule = facts.set_by_rule(views[-1].params)
+    unasked = {*SEEDS, *facts.set_by_rule(views[-1].params)}
     changed = [
-        row
-        for row in shaping
-        if row.name not in (*SEEDS, *by_rule) and not row.name.startswith("data.")
+        row for row in shaping if row.name not in unasked and not row.name.startswith("data.")
     ]
     if not changed:
         return ONLY_SEEDS
-    home = views[0].store.root
-    noise = next(
-        filter(None, (noise_of(home, metric, view.record["settings"]) for view in views)), None
-    )
-    spread = (
-        f"by ± {noise.spread:.2g} in this home"
-        if noise
-        else "by how much is not known in this home yet"
-    )
+    noises = (noise_of(views[0].store.root, metric, view.record["settings"]) for view in views)
+    noise = next(filter(None, noises), None)
+    spread = f"± {noise.spread:.2g}" if noise else "how much is not known"
     changes = shlex.join(
         f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT
     )
@@ -266,8 +257,8 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     ]
     time = f", about {format_duration(2 * ADVISED_SEEDS * sum(trained))}" if sum(trained) else ""
     return (
-        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; "
-        "with the other settings of "
+        f"which setting is better is not decided: seeds of one setting differ, too, by {spread} "
+        f"in this home{'' if noise else ' yet'}; with the other settings of "
         f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {ADVISED_SEEDS}` decides it{time}"
     )
 
@@ -280,10 +271,10 @@ def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[s
         order = facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
-        name, best = metric.name, metric.values[order[0]]
-        if best != metric.values[order[-1]]:
+        name = metric.name
+        if metric.values[order[0]] != metric.values[order[-1]]:
             return name, *_difference_of_models(metric, order, scores)
-        verdict = f"equal by {name}: {format_number(best)}"
+        verdict = f"equal by {name}: {format_number(metric.values[order[0]])}"
     return name, verdict, False
 
 
@@ -295,14 +286,12 @@ def _difference_of_models(
     best = metric.values[order[0]]
     winners = [run for run in order if metric.values[run] == best]
     second = order[len(winners)]
-    letters, next_best = " and ".join(map(facts.letter, winners)), metric.values[second]
+    letters = " and ".join(map(facts.letter, winners))
+    next_best = metric.values[second]
     subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
-    versus = (
-        f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
-    )
     verdict = (
-        f"the {subject} better on these records by {metric.name}: {format_number(best)} "
-        f"against {versus}"
+        f"the {subject} better on these records by {metric.name}: {format_number(best)} against "
+        f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
     )
     name = metric.name.removeprefix(EVALUATED)
     better, worse = scores[order[0]].get(name), scores[second].get(name)
@@ -310,12 +299,10 @@ def _difference_of_models(
     if compared is None or compared.interval is None:
         return verdict, False
     low, high = compared.interval
-    verdict += (
-        f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} "
-        "interval of the difference"
-    )
     return (
-        f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}",
+        f"{verdict}; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} "
+        f"interval of the difference is {low:.4f} to {high:.4f}"
+        f"{'' if low > 0 else ', so this may be chance'}",
         low > 0,
     )
 
@@ -325,9 +312,13 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
     prompts = dict.fromkeys(chain.from_iterable(by_run))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
         samples = [of_run.get((model, prompt), {}) for of_run in by_run]
-        answers = [sample.get("answer", ABSENT) for sample in samples]
-        reference = next((sample["reference"] for sample in samples if sample.get("reference")), "")
-        yield {"model": model, "prompt": prompt, "answers": answers, "reference": reference}
+        references = (sample["reference"] for sample in samples if sample.get("reference"))
+        yield {
+            "model": model,
+            "prompt": prompt,
+            "answers": [sample.get("answer", ABSENT) for sample in samples],
+            "reference": next(references, ""),
+        }
 
 
 def _scores(view: RunView) -> Scores:

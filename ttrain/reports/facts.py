@@ -130,7 +130,9 @@ def better(name: str) -> int:
     """-1 if lower is better, 1 if higher is, else 0."""
     if NEITHER.search(name):
         return 0
-    return 1 if HIGHER.search(name) else -1 if LOWER.search(name) else 0
+    if HIGHER.search(name):
+        return 1
+    return -1 if LOWER.search(name) else 0
 
 
 def rank(name: str) -> tuple[int, str]:

@@ -24,10 +24,9 @@ def inputs_first(
             ordered += filter(None, [artifacts[name]])
         elif name not in artifacts:
             artifact = artifacts[name] = read(*name)
-            used = sorted(
-                inputs_of(artifact).values() if artifact else (), key=_place, reverse=True
-            )
-            waiting += [(name, True), *((each, False) for each in used)]
+            used = inputs_of(artifact).values() if artifact else ()
+            waiting.append((name, True))
+            waiting.extend((each, False) for each in sorted(used, key=_place, reverse=True))
     return ordered
 
 

@@ -103,7 +103,7 @@ def _rendered(template: str, **context: object) -> str:
         loader=jinja2.PackageLoader("ttrain.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_visible,
+        finalize=lambda value: escape_control_characters(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -120,10 +120,6 @@ def _rendered(template: str, **context: object) -> str:
         tiles=TILES,
         **context,
     )
-
-
-def _visible(value: object) -> object:
-    return escape_control_characters(value) if type(value) is str else value
 
 
 def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
@@ -151,7 +147,8 @@ def find_problems(view: RunView) -> Iterator[Problem]:
     if view.status == "crashed":
         yield "", "the run's process was killed, or the machine went down", False
     for name, stage in view.stages.items():
-        record, is_done = stage.record, stage.status not in UNFINISHED
+        record = stage.record
+        is_done = stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
             error = (

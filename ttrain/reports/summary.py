@@ -52,24 +52,22 @@ def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
     from ttrain.config.training import TRAININGS
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
-    figures = (*TRAINING_METRICS, "loss")
-    metrics = {
-        f"{name}/{figure}": getattr(result, figure)
-        for name, result in trainings.items()
-        for figure in figures
-    }
-    metrics |= _total(trainings.values())
     tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
-    metrics |= {
-        "tok/bytes_per_token": tokenizer.bytes_per_token,
-        "tok/unk_rate": tokenizer.unk_rate,
-    }
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
-    metrics |= {
-        f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()
+    metrics = {
+        **{
+            f"{name}/{metric}": getattr(result, metric)
+            for name, result in trainings.items()
+            for metric in (*TRAINING_METRICS, "loss")
+        },
+        **_total(trainings.values()),
+        "tok/bytes_per_token": tokenizer.bytes_per_token,
+        "tok/unk_rate": tokenizer.unk_rate,
+        **{f"eval/{name}": value for name, value in evaluation.metrics.items()},
+        **{f"eval/{name}": value for name, value in evaluation.counts.items()},
+        **{f"champion/{name}": value for name, value in champion.metrics.items()},
     }
-    metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
@@ -88,7 +86,8 @@ def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
         timed = training.steps - (training.resumed_from_step or 0)
         if timed > 0 and training.train_seconds is not None:
             took = training.train_seconds * training.steps / timed
-            seconds, device_seconds = seconds + took, device_seconds + took * (training.ranks or 1)
+            seconds += took
+            device_seconds += took * (training.ranks or 1)
     if not seconds:
         return {}
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
@@ -155,9 +154,8 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
             if name in GUARD_FIXES
         ]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        figures.append(
-            f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}"
-        )
+        log = f"{directory}/run/guards.jsonl"
+        figures.append(f"the guards warned of {'; '.join([guards, *fixes, log])}")
     return ", ".join(figures)
 
 
@@ -177,9 +175,8 @@ def _about_shards(result: Result) -> Iterator[str]:
     contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
-        overlapping, items = (
-            sum(task[name] for task in tasks) for name in ("overlapping", "items")
-        )
+        overlapping = sum(task["overlapping"] for task in tasks)
+        items = sum(task["items"] for task in tasks)
         yield (
             f"{overlapping:,} of {items:,} evaluation items are in "
             f"{contamination['documents']:,} training rows"
@@ -231,8 +228,14 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
-    figures = stage.get("error") or stage.get("metric") or ""
-    return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
+    time = format_duration(stage.get("seconds"))
+    return (
+        stage["name"],
+        stage["outcome"],
+        time,
+        stage.get("error") or stage.get("metric") or "",
+        log,
+    )
 
 
 # A metric of an evaluation that is shown: its name, label, number of records (0 where it has no
@@ -251,19 +254,15 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[Ev
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
     table: list[EvaluationRow] = []
     for name, label, records, remark in (*_heldout(metrics, evaluation), *_suites(evaluation)):
-        value, of_champion = metrics.get(f"eval/{name}"), metrics.get(f"champion/{name}")
+        value = metrics.get(f"eval/{name}")
+        of_champion = metrics.get(f"champion/{name}")
         if value is not None:
             table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
         if of_champion is not None and records:
             difference = metrics.get(f"eval/{name}", of_champion) - of_champion
             remark = not_judged(records) or f"the challenger: {difference:+.3f}"
-            table.append(
-                (
-                    f"{label}, champion",
-                    _with_interval(of_champion, champion.intervals.get(name)),
-                    remark,
-                )
-            )
+            text = _with_interval(of_champion, champion.intervals.get(name))
+            table.append((f"{label}, champion", text, remark))
     return table
 
 
