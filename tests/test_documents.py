@@ -126,7 +126,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "command", {each.text: each for each in commands()}.values(), ids=lambda each: each.text
 )
-def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exist(
+def test_commands_of_pages_have_valid_arguments_and_settings(
     command: Command, directory: Path
 ) -> None:
     name, values = parsed(command.words)

@@ -36,9 +36,7 @@ for words in (["pipeline", "plan", "full", "sft.optim.lr=3e-4"], ["pipeline", "r
 """
 
 
-def test_a_plan_and_a_cached_pipeline_load_nothing_heavy_and_write_no_more_than_a_record(
-    built: House,
-) -> None:
+def test_a_plan_and_a_cached_run_load_nothing_heavy_and_write_only_a_record(built: House) -> None:
     home = built.store.root
 
     def without_cache(paths: Iterable[Path]) -> set[Path]:

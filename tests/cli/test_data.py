@@ -13,9 +13,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_file_that_cannot_be_used_is_named_and_does_not_hide_the_others(
-    run: Run, tmp_path: Path, name: str
-) -> None:
+def test_an_unusable_file_is_named_and_hides_no_others(run: Run, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(UNUSABLE[name])
     before = documents(tmp_path / "good.jsonl", 3).read_bytes()
     done = run("data", "check", name, "good.jsonl", "--json")
@@ -52,9 +50,7 @@ def test_the_kind_is_detected_and_can_be_set(run: Run, tmp_path: Path) -> None:
     assert by_field.json["kind"] == "documents"
 
 
-def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(
-    run: Run, tmp_path: Path
-) -> None:
+def test_statistics_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("abc 12", "東京abc!", "москва", "abc 12")]
     write(tmp_path / "a.jsonl", [*rows, b"["])
     words = ("data", "check", "a.jsonl", "reading.rejected_fraction=1")
@@ -67,9 +63,7 @@ def test_statistics_of_a_file_count_scripts_lengths_and_duplicates(
     assert "52.9%" in run(*words).out
 
 
-def test_texts_of_answers_that_are_not_read_are_counted_and_printed(
-    run: Run, tmp_path: Path
-) -> None:
+def test_unread_texts_of_answers_are_counted_and_printed(run: Run, tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "4", "thinking": "2 and 2.", "reasoning_content": "2"}
     rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
     write(tmp_path / "chats.jsonl", rows)

@@ -17,9 +17,7 @@ SHOW = ("data", "show", "out", "--rows", "1000", "--row-length")
 PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
 
 
-def test_every_token_that_is_trained_on_is_underlined_once(
-    run: Run, tok: Path, talks: ShardSet
-) -> None:
+def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: ShardSet) -> None:
     shown = run(*SHOW, "48", "--json").json
     rows, encoder = shown["rows"], Encoder(tok)
     packed = inspect.rows_of(talks, encoder, 48)
@@ -45,16 +43,14 @@ def test_pairs_are_shown_part_by_part(run: Run, shard: Shard) -> None:
     assert {"-- prompt of pair 0", "-- rejected of pair"} <= titles and "\x1b" not in shown
 
 
-def test_control_characters_of_the_data_do_not_reach_the_terminal(
-    run: Run, talks: ShardSet
-) -> None:
+def test_control_characters_do_not_reach_the_terminal(run: Run, talks: ShardSet) -> None:
     out, as_json = (run("data", "show", "out", *more).out for more in ((), ("--json",)))
     assert not set(out + as_json) & set("\x1b\x07\x9b\u202e")
     assert ESCAPES in "".join(json.loads(as_json)["rows"][0]["pieces"])
     assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
 
 
-def test_a_stage_is_its_newest_artifact_and_a_tokenizer_that_is_gone_is_named(
+def test_a_stage_is_its_newest_artifact_with_tokenizer(
     run: Run, tmp_path: Path, talks: ShardSet
 ) -> None:
     assert run("data", "show", "out/train").code == 0

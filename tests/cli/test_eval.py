@@ -94,9 +94,7 @@ def test_the_table_names_rows_left_out_and_what_the_items_can_show(here: Path, r
     assert "(8 of 20 items)" in text
 
 
-def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
-    here: Path, run: Run
-) -> None:
+def test_without_a_task_held_out_data_of_the_runs_is_scored(here: Path, run: Run) -> None:
     (task,) = run("./other", "pretrain", "--json").json["tasks"]
     store = ArtifactStore(here / "home")
     heldout = heldout_of([resolve("pretrain", here / "home")], store)

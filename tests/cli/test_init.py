@@ -43,9 +43,7 @@ def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: 
         assert words in done.out
 
 
-def test_only_named_files_are_written_and_no_file_is_overwritten_unasked(
-    folder: Path, run: Run
-) -> None:
+def test_only_named_files_are_written_and_none_is_overwritten(folder: Path, run: Run) -> None:
     answer = run("init", "docs.jsonl", "--out", "a b.yaml", "--json").json
     assert answer["data"] == {"pretrain": ["docs.jsonl"]}
     assert answer["next"] == "ttrain pipeline run full -c 'a b.yaml'"

@@ -156,7 +156,7 @@ def folder(tmp_path: Path, run: Run) -> Path:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_a_typical_mistake_gets_a_short_line_with_value_rule_and_fix(
+def test_a_mistake_gets_a_short_line_with_rule_and_fix(
     folder: Path, run: Run, row: list[str]
 ) -> None:
     typed, problem, *fix = row
@@ -174,7 +174,7 @@ def test_advice_without_a_settings_file_in_the_directory_names_none(run: Run) ->
 
 
 @pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])
-def test_what_people_type_first_is_read(
+def test_first_tries_are_read(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -36,7 +36,7 @@ def test_the_changed_setting_is_one_that_the_run_does_not_have(
 
 
 @pytest.mark.parametrize(("overfit", "end"), [((), "sft.epochs=6"), (("sft",), "sft.epochs=1.5")])
-def test_epochs_that_a_rule_decided_are_doubled_or_after_overfitting_halved(
+def test_epochs_by_rule_are_doubled_or_after_overfitting_halved(
     overfit: tuple[str, ...], end: str
 ) -> None:
     assert hints(epochs={"sft": 3.0}, overfit=[*overfit])[SETTING].endswith(end)

@@ -40,9 +40,7 @@ def loaded(*overrides: str, files: Any = (), base: Any = ()) -> LoadedSettings:
     ],
     ids=" ".join,
 )
-def test_the_settings_of_a_run_come_back_as_they_were(
-    tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_the_settings_of_a_run_come_back(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     settings = loaded(*overrides).settings
     run = record(tmp_path, settings)
     base = settings_of(need_run(tmp_path, run))
@@ -97,7 +95,7 @@ def rerun(*arguments: str) -> str:
     return done.output
 
 
-def test_rerun_forces_the_stage_with_the_settings_of_its_newest_run(
+def test_rerun_takes_the_settings_of_the_newest_run(
     built: House, calls: list[dict[str, Any]]
 ) -> None:
     settings = built.settings("sft.seed=3")
@@ -121,9 +119,7 @@ def test_files_replace_the_settings_and_the_environment_sets_the_runtime_alone(
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
 
 
-def test_a_hidden_source_is_refused_by_name_unless_the_environment_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_fills_in_a_hidden_source(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://user:hunter2@host/chats.jsonl?sig=1"
     shown = "https://***@host/chats.jsonl?***"
     settings = Settings.model_validate({"data": {"sft": [url], "lora": ["mine.jsonl"]}})

@@ -63,22 +63,18 @@ def test_the_short_commands_are_those_of_pipelines(run: Run) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("full",), ("sft.epochs=3",), ("sft.epochs=3", "full")])
-def test_a_plan_is_of_the_full_pipeline_unless_another_is_named(
-    run: Run, words: tuple[str, ...]
-) -> None:
+def test_a_plan_is_of_the_full_pipeline_by_default(run: Run, words: tuple[str, ...]) -> None:
     planned = run("plan", *words, "--json").json
     assert planned["pipeline"] == "full" and len(planned["stages"]) == 9
 
 
-def test_a_device_that_is_not_there_is_refused_before_any_stage(
-    home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_device_is_refused(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("pipeline", "run", "full", "--engine", "none", "runtime.device=cuda")
     assert done.code == 2 and "runtime.device" in done.err and not (home / "runs").exists()
 
 
-def test_the_log_of_a_run_is_printed_and_followed_to_its_end(
+def test_the_log_of_a_run_is_printed_and_followed(
     home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)

@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return in_process(capsys)
 
 
-def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
+def test_a_task_is_trained_with_the_same_settings(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trains_here(monkeypatch)
@@ -65,7 +65,7 @@ def test_a_task_is_trained_and_its_settings_are_its_own_from_then_on(
         assert again.code == 0 and again.json["was_finished"] and again.json["steps"] == STEPS
 
 
-def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and_above_a_file(
+def test_environment_wins_over_files_and_loses_to_overrides(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trains_here(monkeypatch)
@@ -95,7 +95,7 @@ def test_settings_of_a_task_come_from_the_environment_below_the_command_line_and
         (("slow", "--out", "."), "--out"),
     ],
 )
-def test_a_mistake_of_the_command_is_named_before_anything_starts(
+def test_a_mistake_is_named_before_anything_starts(
     run: Run, words: tuple[str, ...], name: str
 ) -> None:
     Path("a.txt").touch()

@@ -34,9 +34,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
-def test_the_strongest_layer_wins_and_is_named_as_source(
-    tmp_path: Path, profile: str, present: tuple[bool, ...]
-) -> None:
+def test_the_strongest_layer_wins(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
     names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
     loaded = load(
@@ -64,9 +62,7 @@ def set_by_hand(loaded: LoadedSettings) -> dict[str, str]:
     return {key: source for key, source in loaded.sources.items() if source != "auto"}
 
 
-def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name(
-    tmp_path: Path,
-) -> None:
+def test_a_later_file_wins_and_both_keep_what_only_they_name(tmp_path: Path) -> None:
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
     first.write_text("model: {layers: 2, heads: 4}")
     second.write_text("model: {layers: 3}")
@@ -76,24 +72,20 @@ def test_a_later_file_wins_over_an_earlier_one_and_both_keep_what_only_they_name
 
 
 @pytest.mark.parametrize("name", ["sft", "lora"])
-def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults_of_the_others(
-    name: str,
-) -> None:
+def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults(name: str) -> None:
     own = getattr(Settings(), name).optim
     changed = getattr(settings_of(f"{name}.optim.lr=0.5"), name).optim
     assert changed == own.model_copy(update={"lr": 0.5})
 
 
 @pytest.mark.parametrize("text", ["sft:\nlora: {optim: {}}", "# nothing\n"])
-def test_an_empty_section_in_a_file_changes_nothing(
-    tmp_path: Path, profile: str, text: str
-) -> None:
+def test_an_empty_section_changes_nothing(tmp_path: Path, profile: str, text: str) -> None:
     loaded = load(files=[settings_file(tmp_path, text)], profiles=[profile], environment={})
     assert loaded.settings.sft.optim.lr == LAYERS["profile"]
     assert loaded.sources == {KEY: "profile mine"}
 
 
-def test_an_unknown_key_names_its_nearest_neighbour_and_its_layer(
+def test_an_unknown_key_names_neighbour_and_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = settings_file(tmp_path, "sft: {epoch: 2}")
@@ -179,7 +171,7 @@ def test_a_setting_twice_in_a_file_or_behind_a_wrong_prefix_is_refused(tmp_path:
     ("stage", "chosen", "other", "budget"),
     [("pretrain", "epochs", "tokens", (None, 2.0)), ("sft", "tokens", "epochs", (2, None))],
 )
-def test_naming_one_budget_clears_the_default_of_the_other(
+def test_naming_one_budget_clears_the_other(
     stage: str, chosen: str, other: str, budget: Any
 ) -> None:
     loaded = load([f"{stage}.{chosen}=2"], environment={})
@@ -286,9 +278,7 @@ def test_all_sections_are_frozen_and_closed() -> None:
             type(section).model_validate({**section.model_dump(), "surprise": 1})
 
 
-def test_settings_are_equal_after_json_and_every_known_key_can_be_set_by_its_own_name(
-    tmp_path: Path,
-) -> None:
+def test_settings_are_equal_after_json_and_every_key_can_be_set(tmp_path: Path) -> None:
     given = ("pretrain.epochs=2", "data.pretrain=a.jsonl", "evaluate.chats=[Hello]")
     settings = settings_of(*given, "model.kv_heads=1")
     text = json.dumps(settings.model_dump(mode="json"))
@@ -299,9 +289,7 @@ def test_settings_are_equal_after_json_and_every_known_key_can_be_set_by_its_own
     assert settings_of(*by_name) == Settings()
 
 
-def test_config_show_prints_every_value_with_its_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_show_prints_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, runner = settings_file(tmp_path, "model: {layers: 3}"), CliRunner()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTRAIN__SFT__SEED", "5")
@@ -372,9 +360,7 @@ def test_the_batch_follows_the_budget_and_rates_of_embedding_and_head_the_width(
 
 
 @pytest.mark.parametrize("override", ["pretrain.optim.kind=adamw", "pretrain.start_from=./model"])
-def test_another_optimizer_and_a_model_that_exists_have_one_rate_and_usual_betas(
-    override: str,
-) -> None:
+def test_other_optimizers_and_existing_models_have_one_rate(override: str) -> None:
     values = followed(override)
     assert values[rules.BETAS_KEY] == (0.9, 0.95)
     assert values["pretrain.optim.embedding_lr"] is values["pretrain.optim.head_lr"] is None

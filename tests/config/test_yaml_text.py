@@ -28,9 +28,7 @@ def test_what_is_not_a_whole_positive_count_is_refused(text: str) -> None:
     assert "pretrain.tokens" in refused(f"pretrain.tokens={text}")
 
 
-def test_a_key_that_yaml_takes_for_a_boolean_is_a_name_in_files_and_on_the_command_line(
-    tmp_path: Path,
-) -> None:
+def test_a_key_that_yaml_takes_for_a_boolean_is_a_name(tmp_path: Path) -> None:
     path = settings_file(tmp_path, "notify: {on: [failed], command: [tell]}")
     assert settings_of(files=[path]).notify.on == ("failed",)
     assert settings_of("notify={on: [kept]}").notify.on == ("kept",)
@@ -65,9 +63,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "part"), WRONG.values(), ids=WRONG)
-def test_a_file_that_is_wrong_is_answered_in_one_line(
-    text: bytes, part: str, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_answered_in_one_line(text: bytes, part: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_bytes(text)
     message = refused(files=[path])

@@ -52,7 +52,7 @@ def saved(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_an_unchanged_file_is_read_once_or_once_after_each_boot(
+def test_an_unchanged_file_is_read_once_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hashing, "RACY_SECONDS", -1.0)  # a new file is remembered at once
@@ -95,7 +95,7 @@ def test_what_changed_is_read_again(
 
 
 @pytest.mark.parametrize("jump", [-10 * DAY, -1.5, 0.0, 1.5])
-def test_a_file_that_just_changed_is_not_remembered(
+def test_a_new_file_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     """Another write could leave the same times, unless the clock is far from the file's time."""
@@ -107,9 +107,7 @@ def test_a_file_that_just_changed_is_not_remembered(
     assert (tmp_path / "cache.json").exists() == (abs(jump) > hashing.RACY_SECONDS)
 
 
-def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(
-    tmp_path: Path,
-) -> None:
+def test_with_a_boot_a_change_with_an_old_mtime_is_not_remembered(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path / "verified.json", boot="monday")
     cache.file(make(tmp_path / "file"))
     cache.save()
@@ -203,9 +201,7 @@ def package(copied: Package) -> Iterator[Package]:
     copied.restore()
 
 
-def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others(
-    package: Package,
-) -> None:
+def test_a_stage_depends_on_the_modules_that_its_module_imports(package: Package) -> None:
     code = package.untouched
     read = {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"}
     assert read <= code["tokenizer"].keys()
@@ -214,9 +210,7 @@ def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others
     assert all(NON_RESULT_NAMES.isdisjoint(modules) for modules in code.values())
 
 
-def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_models_of_stages(
-    tmp_path: Path,
-) -> None:
+def test_no_training_depends_on_evaluation_and_no_task_on_models(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path / "digests.json")
     code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
     for name in (*TRAINING_STAGES, "reference", "task"):

@@ -80,9 +80,7 @@ def test_each_setting_that_differs_is_one_line_and_the_rest_are_none(tmp_path: P
     assert lines(compared(tmp_path, A, A).settings) == {}
 
 
-def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_percent(
-    tmp_path: Path,
-) -> None:
+def test_the_better_metric_is_named_with_its_difference_in_percent(tmp_path: Path) -> None:
     names = (BITS, "pretrain/tokens_per_second", "eval/documents", "tok/bytes_per_token")
     for run, values in ((A, (2.0, 100.0, 50.0, 3.0)), (B, (1.5, 150.0, 60.0, 3.0))):
         stages = [scored({"bits_per_byte": [values[0]] * 40})]
@@ -113,7 +111,7 @@ def test_the_better_figure_is_named_by_its_direction_with_its_difference_in_perc
         ),
     ],
 )
-def test_the_verdict_names_who_is_better_by_what(
+def test_the_verdict_names_who_is_better(
     tmp_path: Path, metrics: list[dict[str, float]], verdict: str
 ) -> None:
     names = [A, B, C][: len(metrics)]
@@ -167,7 +165,7 @@ def test_the_verdict_is_certain_and_green_only_where_the_interval_excludes_zero(
 
 
 @pytest.mark.parametrize(("count", "is_judged"), [(1, False), (19, False), (20, True)])
-def test_of_too_few_held_out_records_no_model_is_better(
+def test_of_few_held_out_records_no_model_is_better(
     tmp_path: Path, count: int, is_judged: bool
 ) -> None:
     with_bits(tmp_path, A, [16.0] * count)
@@ -208,9 +206,7 @@ def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_inco
     assert (remark in comparison.remarks[0]) if remark else (comparison.remarks == [])
 
 
-def test_samples_stand_side_by_side_by_their_prompts_and_a_run_that_failed_is_named(
-    tmp_path: Path,
-) -> None:
+def test_samples_are_side_by_side_and_a_failed_run_is_named(tmp_path: Path) -> None:
     make_run(tmp_path, A, [evaluation({"Hello": "world", "Only A": "yes"})])
     make_run(tmp_path, B, [evaluation({"Hello": "moon"})], outcome="failed")
     comparison = compared(tmp_path, A, B)
@@ -243,9 +239,7 @@ def output(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_command_prints_settings_data_metrics_and_samples_and_the_json_is_the_comparison(
-    compared_home: Path,
-) -> None:
+def test_the_command_prints_tables_and_the_comparison_as_json(compared_home: Path) -> None:
     table = output("compare", A, B)
     for text in ("pretrain.optim.lr", "shards-pretrain: train rows", "-10 %  * best", "world 1"):
         assert text in table, text

@@ -112,7 +112,7 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
 
 @needs_browser
 @pytest.mark.parametrize("name", ["both.html", "report.html"])
-def test_no_text_of_a_run_is_executed_and_nothing_is_loaded(
+def test_no_text_is_executed_and_nothing_loaded(
     browser: Browser, pages_home: Path, name: str
 ) -> None:
     opened(browser, pages_home / name)
@@ -130,9 +130,7 @@ def test_no_text_of_a_run_is_executed_and_nothing_is_loaded(
 @needs_browser
 @pytest.mark.parametrize("name", ["both.html", "report.html"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_page_fits_a_phone_and_a_desk(
-    browser: Browser, pages_home: Path, name: str, width: int
-) -> None:
+def test_a_page_fits_its_window(browser: Browser, pages_home: Path, name: str, width: int) -> None:
     browser.resize(width, 800)
     opened(browser, pages_home / name)
     browser.evaluate(OPEN_ALL)
