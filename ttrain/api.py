@@ -62,7 +62,7 @@ def load_settings(
 ) -> Settings:
     """Load settings: defaults < profiles < YAML files < TTRAIN__SECTION__KEY < overrides.
 
-    `overrides`: {"sft.epochs": 3} or ["sft.epochs=3"]. Raises UsageError, which names the setting.
+    `overrides`: {"sft.epochs": 3} or ["sft.epochs=3"]. Raises UsageError.
     """
     from ttrain.config.loading import load
 
@@ -175,7 +175,6 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings as recorded, nested by section."""
         return dict(self.record["settings"])
 
     @functools.cached_property
@@ -196,8 +195,6 @@ class Run:
 
 
 class Runs(list[Run]):
-    """Runs, newest first."""
-
     def to_pandas(self) -> Any:
         """A data frame with a row per run and a column per metric."""
         import pandas
@@ -237,9 +234,8 @@ def run(
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
     `engine`: "none" builds one stage after the other, "prefect" is a flow run, on the server of
-    PREFECT_API_URL or one of its own. `progress`: True prints as the command does; a function is
-    called with (stage, event, data); events: started, progressed, ended, failed, message.
-    `selection`: see `plan`. Each training has its own process, which ends with this one. Raises
+    PREFECT_API_URL or its own. `progress`: True prints; a function gets (stage, event, data),
+    events being started, progressed, ended, failed, message. `selection`: see `plan`. Raises
     TTrainError. A KeyboardInterrupt stops the stages first; the same call continues at their last
     checkpoint.
     """

@@ -77,7 +77,7 @@ class DataError(TTrainError):
     is_mistake = True
 
     def __init__(self, message: str = "", files: Sequence[str] = ()) -> None:
-        """`files`: locations of files with bad bytes, which a night can leave out."""
+        """`files`: those with bad bytes, which a night can leave out."""
         super().__init__(message)
         self.files = tuple(files)
 
@@ -100,7 +100,7 @@ class TooFewRows(DataError):
 
 
 class NothingNew(TTrainError):
-    """All documents are near-duplicates of earlier ones, so that a night has no new data.
+    """All documents of a night are near-duplicates of earlier ones.
 
     Run and stage end as `nothing-new`, not as failed.
     """
@@ -111,8 +111,7 @@ class NothingNew(TTrainError):
 class StageFailed(TTrainError):
     """A stage ended without a result; the message names its log.
 
-    `kind`: name of the exception in its process. `damaged`: the damaged file of the store. `files`:
-    locations of bad data files.
+    `kind`: name of the exception. `damaged`: a file of the store. `files`: bad data files.
     """
 
     def __init__(

@@ -184,8 +184,7 @@ def artifacts_adopt(
 ) -> Output:
     """Keep artifacts across a code change that you know to be harmless; their manifests say so.
 
-    Of a stage that only changed code would rebuild, the newest artifact is kept, inputs first.
-    Settings and inputs must be its own.
+    Per stage the newest one is kept that only changed code would rebuild, inputs first.
     """
     from ttrain import api
     from ttrain.engine.artifact_commands import adopt

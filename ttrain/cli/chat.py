@@ -291,6 +291,7 @@ def serve(
         server.run(sockets=[listener])
 
 
+# As Ctrl-C does, so that the server ends, too.
 def _end(signum: int) -> None:
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 

@@ -47,7 +47,7 @@ def talk_in_pipe(
 ) -> None:
     """Print an answer for each line of standard input, as text or JSON; `/reset` starts over.
 
-    `identities`: JSON fields about each model, added to its answers.
+    `identities`: JSON fields about each model.
     """
     for line in _piped_lines():
         if line.rstrip() == "/reset":
@@ -71,7 +71,6 @@ def talk_in_pipe(
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines that the user types, without empty ones."""
     import readline  # gives input() editing and a history
 
     # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
@@ -107,7 +106,6 @@ def _piped_lines() -> Iterator[str]:
 
 
 def say_dim(text: str) -> None:
-    """Print a message that is not an answer."""
     from rich.text import Text
 
     console().print(Text(escape_control_characters(text), style="dim"), soft_wrap=True)

@@ -59,8 +59,7 @@ def evaluate(
 ) -> tuple[Results, JsonDict, list[str]]:
     """(results of every task on every model, identities of the models, notes).
 
-    Without a suite, models are evaluated on the data that their runs held out. Raises UsageError
-    and DataError before a model is loaded.
+    Raises UsageError and DataError before a model is loaded.
     """
     references = lookup.resolve_all(models, base=options.base, from_hub=True, run=options.run)
     store = ArtifactStore(layout.home())

@@ -88,7 +88,7 @@ def gate_train(
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
-    """Each expert's loss and share, routing metrics, a warning if the gate gains nothing."""
+    """Each expert's loss and share, routing metrics, and a warning without a gain."""
     rows = [
         (
             name,
@@ -132,7 +132,7 @@ def train(
 ) -> JsonDict:
     """Train the gate and return its metrics; reuse losses that an earlier attempt scored.
 
-    Raises UsageError for a missing expert or file before anything is scored or written.
+    Raises UsageError for a missing expert or file.
     """
     from ttrain.config import Gate, GateJob
     from ttrain.config.loading import settings_of_task

@@ -244,10 +244,7 @@ class Output:
 
 
 def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., None]:
-    """Replace parameters that are dataclasses by an option per field, and print the output.
-
-    A command that returns an `Output` has the option --json.
-    """
+    """Replace parameters that are dataclasses by an option per field; print the output."""
     hints = get_type_hints(function, include_extras=True)
     result = hints.pop("return")
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -296,8 +293,8 @@ def command(
 ) -> Callable[[Command], Command]:
     """Decorator: add a function as command NAME of its group (`GROUP_NAME` or NAME).
 
-    `epilog`: examples. `panel`: of the help, for commands of `app`. `short`: the panel in which the
-    command is also listed as a short one.
+    `epilog`: examples. `panel`: of the help. `short`: the panel that also lists it as a short
+    command.
     """
 
     def registered(function: Command) -> Command:
@@ -324,7 +321,6 @@ class SettingsOptions:
     ] = None
 
     def load(self, **options: Any) -> LoadedSettings:
-        """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
         from ttrain.config.training import SEEDS
 
@@ -335,8 +331,7 @@ class SettingsOptions:
     def over_run(self, run: JsonObject) -> LoadedSettings:
         """The settings of an earlier run with overrides.
 
-        From the environment come only `runtime` settings and secrets of sources, which are not
-        recorded.
+        The environment sets only `runtime` and the unrecorded secrets of sources.
         """
         from ttrain.config.loading import ENVIRONMENT_PREFIX
         from ttrain.lineage.lookup import base_of, with_secrets
@@ -472,7 +467,6 @@ def task_settings(overrides: list[str] | None, config: list[Path] | None) -> lis
 
 
 def check_output_file(path: Path) -> None:
-    """Raise UsageError where a file cannot be written there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = (
             "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"

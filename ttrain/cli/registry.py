@@ -170,8 +170,8 @@ def reproduce(
 ) -> Output:
     """Rebuild a model from its raw data in a separate home, and compare stages with their records.
 
-    Settings, seed, threads, ranks, micro-batches and kernels are those recorded. Exit code 1 where
-    bytes differ, or raw data are missing or changed.
+    Settings, seed, threads, ranks and kernels are those recorded. Exit code 1 for different bytes,
+    and for missing or changed raw data.
     """
 
     from ttrain.engine.display import Display

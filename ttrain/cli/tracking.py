@@ -40,8 +40,7 @@ def track_push(
 ) -> Output:
     """Push runs to MLflow: without RUN, all that changed since their last push.
 
-    The next run does the same. Use it after an outage, or for a removed or damaged database. Exit
-    code 1 if a push failed.
+    Use it after an outage, or for a damaged database. Exit code 1 if a push failed.
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
@@ -64,9 +63,9 @@ def track_push(
 
 
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
-    """MLflow's pages with the token: of these runs, and the table and curves of runs of the name.
+    """MLflow's pages with the token: of runs, and the table and curves of all runs of the name.
 
-    Raises UsageError where MLflow has none of them.
+    Raises UsageError where MLflow has none.
     """
     from ttrain.store import run_views
     from ttrain.store.server_records import page_with_token

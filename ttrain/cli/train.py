@@ -126,8 +126,7 @@ def doctor(
 ) -> Output:
     """Check before a long run that training works and fits, with these settings, data and machine.
 
-    Missing tokenizer and shards are made first, as in a run; of a few rows only with
-    `reading.limit=2000`.
+    Missing tokenizer and shards are made first; of a few rows only with `reading.limit=2000`.
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data

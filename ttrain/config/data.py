@@ -67,7 +67,6 @@ class Data(Section):
     )
 
     def paths(self, name: str) -> tuple[str, ...]:
-        """The sources of a data set, without their weights."""
         return tuple(
             entry.path if isinstance(entry, Weighted) else entry for entry in getattr(self, name)
         )

@@ -31,8 +31,6 @@ BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one o
 
 
 class Override(NamedTuple):
-    """A value that a user set for a key, and where it was set."""
-
     origin: str
     key: str
     value: Any
@@ -40,8 +38,6 @@ class Override(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings with the source of each value that is not a default."""
-
     settings: Settings
     sources: Mapping[str, str]
 
@@ -76,8 +72,8 @@ def layers(
 ) -> list[Override]:
     """All overrides, the weakest first. Raises UsageError for unreadable ones.
 
-    `root`: the section whose types parse texts; None: texts stay, for `settings_of_task`. With
-    `Settings` a file may be TinySeek's `model_config.json`, some of whose names tasks have, too.
+    `root`: the section whose types parse texts; None: they stay texts. With `Settings` a file may
+    be TinySeek's `model_config.json`.
     """
     if unknown := [name for name in profiles if name not in profile_names()]:
         raise UsageError(
@@ -165,7 +161,6 @@ def read_yaml(path: Path) -> JsonObject:
 
 
 def profile_names() -> list[str]:
-    """Names that `--profile` accepts."""
     return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
 
 
@@ -242,6 +237,7 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     )
 
 
+# The sizes of the strongest preset come first in its layer, so that sizes set there win.
 def _with_preset(overrides: list[Override]) -> list[Override]:
     presets = [item for item in overrides if item.key == PRESET]
     if not presets:
@@ -256,11 +252,7 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
 
 
 def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[Override]:
-    """Settings that follow from others: unnamed data sets, starts of stages, the tokenizer.
-
-    An unnamed data set is none where another one is the user's. A stage starts from the nearest one
-    before it that has data. An existing model brings its tokenizer.
-    """
+    """Settings that follow from others: unnamed data sets, starts of stages, the tokenizer."""
     values = {item.key: item.value for item in (*base, *overrides)}
     sources = {
         name: _sources(values.get(f"data.{name}", Data.model_fields[name].default))
@@ -301,10 +293,7 @@ def _sources(value: Any) -> list[Any]:
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
-    """Raise UsageError for `model.*` in the layer of an existing start, or in a stronger one.
-
-    Values of weaker layers, such as a profile's, are replaced by the start.
-    """
+    """Raise UsageError for `model.*` in the layer of an existing start, or in a stronger one."""
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
     # All overrides are stronger than the base.
     first = 0 if origin is None else _first_of_layer(overrides, origin)
@@ -324,6 +313,7 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
         )
 
 
+# All variables are one layer.
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
     origins = [item.origin.partition(ENVIRONMENT_PREFIX)[1] or item.origin for item in overrides]
     return origins.index(origin.partition(ENVIRONMENT_PREFIX)[1] or origin)
@@ -369,6 +359,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     return settings, sources
 
 
+# One line by name, also where each form that a setting may have gives an error of its own.
 def _wrong_settings(
     error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
 ) -> dict[str, str]:
@@ -418,12 +409,10 @@ def _defaults(root: type[Section]) -> JsonDict:
 
 @functools.cache
 def flatten_defaults(root: type[Section]) -> JsonDict:
-    """`_defaults` by dotted names."""
     return dict(flatten(_defaults(root)))
 
 
 def known_keys(root: type[Section] = Settings) -> list[str]:
-    """Dotted names of every setting with a default."""
     return [*flatten_defaults(root)]
 
 

@@ -37,6 +37,7 @@ class Optim(Section):
         1.0, "largest gradient norm, over all parameters; empty: any", gt=0
     )
 
+    # With a higher rate a step of AdamW or Muon moves every weight by more than 1.
     @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
     @classmethod
     def _is_usual_rate(cls, value: float | None) -> float | None:

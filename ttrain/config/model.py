@@ -120,6 +120,7 @@ class Model(Section):
         None, "a second head for the token after the next; empty: none"
     )
 
+    # For a `Model` made in Python; the loader does it itself, as it knows the layers.
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, settings: Any) -> Any:

@@ -38,7 +38,6 @@ def root_of(name: str, starts: Mapping[str, str]) -> tuple[str, str]:
 
 
 def last_of(present: Collection[str]) -> str:
-    """The last stage of those that have data."""
     return next((name for name in reversed(TRAININGS) if name in present), TRAININGS[-1])
 
 
@@ -97,7 +96,6 @@ class Settings(Section):
         return tuple(name for name in TRAININGS if name in needed)
 
     def exists(self, name: str) -> bool:
-        """Whether a training stage can be in the pipeline, because it has data."""
         return bool(getattr(self.data, name))
 
     @property

@@ -351,7 +351,6 @@ class PrimaryMetric:
         return f"{EVALUATED}{self.name}"
 
     def of(self, model: str) -> str:
-        """The name of the metric of another model."""
         return self.name if model == self.model else f"{self.family}{self.separator}{model}"
 
 
@@ -372,7 +371,7 @@ DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 class TrainingStage:
     """A training stage, for all parts of ttrain that list such stages.
 
-    It is named after its settings, and its data set after it. `starts`: possible starting stages.
+    It is named after its settings, as is its data set.
     """
 
     settings: type[Training]

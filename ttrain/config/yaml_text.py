@@ -1,8 +1,8 @@
 """Read values that people write: YAML files, texts on the command line and in variables.
 
 Files are YAML 1.1, but `on` and `off` are words and duplicate keys are errors. The type of its
-setting decides what a text means: a text setting takes all of it, as `run #3`, `*.jsonl` and `no`,
-unquoted. Lists and mappings are YAML: `[a, b]`, `{path: a, weight: 2}`.
+setting decides what a text means: a text setting takes all of it, as `run #3` and `no`. Lists and
+mappings are YAML.
 """
 
 import contextlib
@@ -133,7 +133,6 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
-    """A message without line breaks, and shortened."""
     return truncated(" ".join(text[: 4 * most].split()), most)
 
 

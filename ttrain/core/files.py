@@ -66,7 +66,7 @@ def read_json(path: Path) -> Any:
 
 
 class Taken(Exception):
-    """Another process has the lock."""
+    pass
 
 
 def refuse() -> NoReturn:
@@ -108,8 +108,7 @@ def temporary_path(path: Path) -> Path:
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write a file atomically; `durable`: also across a power cut, which takes 5 ms and more.
 
-    `mode`, less the umask, holds from the first byte. It is a new file: readers of the old one do
-    not see the new bytes.
+    `mode`, less the umask, holds from the first byte.
     """
     temporary = temporary_path(path)
     # A killed process with the same id may have left it, with another mode.
@@ -142,7 +141,6 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def private_directory(path: Path) -> Path:
-    """Make a directory for its owner alone."""
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(PRIVATE_DIRECTORY)
     return path
@@ -155,7 +153,6 @@ def user_path(text: str | Path) -> Path:
 
 @contextlib.contextmanager
 def temporary_directory(name: str) -> Iterator[Path]:
-    """A temporary directory, removed at the end."""
     with tempfile.TemporaryDirectory(prefix=f"ttrain-{name}-") as directory:
         yield Path(directory)
 

@@ -67,12 +67,10 @@ def canonical_json(value: object) -> bytes:
 
 
 def digest_of(value: object) -> str:
-    """sha256 of the canonical JSON of `value`, in hex."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -81,9 +79,7 @@ class DigestCache:
     """Digests of files and modules by path, size, mtime, ctime and inode; a hit costs a stat.
 
     With `boot`, the id of the running system, a digest is valid until a restart, since a rotting
-    file keeps its times; the device is compared, too, and the file has mode 0600. Threads and
-    processes may share a cache: `save` merges; of simultaneous saves one may be lost and is
-    computed again.
+    file keeps its times; the device is compared, too. Threads and processes may share a cache.
     """
 
     def __init__(self, path: Path, *, boot: str = "") -> None:

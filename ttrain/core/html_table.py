@@ -7,7 +7,6 @@ PLAIN = "color: inherit; background: none; text-align: left; white-space: nowrap
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """The table; every text is escaped."""
     lines = [_row("th", header), *(_row("td", row) for row in rows)]
     title = f'<caption style="{PLAIN}">{escape(caption)}</caption>' if caption else ""
     return f'<table style="color: inherit; background: none">{title}{"".join(lines)}</table>'

@@ -18,7 +18,6 @@ RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -37,7 +36,6 @@ def processor_model() -> str:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The CPU's flags in Linux's words, if any."""
     return frozenset(_cpu_info().split())
 
 
@@ -49,7 +47,6 @@ def _cpu_info() -> str:
 
 @functools.cache  # 15 ms, which a process that runs ten stages spends once
 def versions() -> Mapping[str, str]:
-    """Versions of the libraries that are installed, by name."""
     from importlib import metadata  # 20 ms that a cached pipeline need not spend
 
     versions_by_name = {}

@@ -210,6 +210,7 @@ def _without_user(scheme: str, user: str, instead: str) -> str:
     )
 
 
+# An address of a page keeps its fragment; what is masked already keeps what follows it.
 def _in_text(address: str) -> str:
     if _ROUTE in address:
         page, _, route = address.partition(_ROUTE)

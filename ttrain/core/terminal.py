@@ -38,7 +38,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """Escape characters that do not print, other than `kept`, as Python does: `\n`, `\x1b`."""
+    """Escape characters that do not print, other than `kept`, as Python does."""
     return "".join(
         letter
         if letter.isprintable() or letter in kept
@@ -122,7 +122,6 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
-    """Print a JSON text, escaped for terminals."""
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
 
 
@@ -196,11 +195,7 @@ def outlast_output() -> None:
 
 
 class _GuardedFile(io.FileIO):
-    """The file of a standard stream.
-
-    Once it cannot be written, because its reader is gone or the disk is full, the command ends, or
-    continues without it.
-    """
+    """A standard stream that, once it fails, ends the command or is dropped."""
 
     def write(self, data: Any) -> int:
         try:

@@ -139,5 +139,4 @@ def truncated(text: str, most: int) -> str:
 
 
 def short_digest(digest: str) -> str:
-    """The first characters of a digest or key."""
     return digest[:SHOWN_DIGITS]

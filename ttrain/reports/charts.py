@@ -159,6 +159,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(first, math.ceil(round(high / step, 9)) + 1)]
 
 
+# Of quick validations, the points on all rows are those of the full ones.
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
     curves = {
         name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)

@@ -61,7 +61,6 @@ class Difference:
 
     @property
     def title(self) -> str:
-        """The name, and why no run is the best."""
         return ": ".join(filter(None, (self.name, self.not_judged)))
 
     @property
@@ -146,7 +145,6 @@ def compare(views: Sequence[RunView]) -> RunComparison:
 
 
 def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
-    """(short name, name, outcome, beginning, time) of each run."""
     return [
         (
             facts.letter(number),
@@ -237,6 +235,7 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     return not_judged(min(counts)) if counts else ""
 
 
+# One run of each setting decides between two models, not between two settings.
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
     unasked = {*SEEDS, *facts.set_by_rule(views[-1].params)}
     changed = [
@@ -321,6 +320,7 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
         }
 
 
+# Empty where the files of the evaluation are gone.
 def _scores(view: RunView) -> Scores:
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / SCORES if stage and stage.key else None

@@ -89,7 +89,6 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings whose value is that of a rule."""
     return {
         name: value for name, value in _automatic(settings).items() if settings.get(name) == value
     }
@@ -103,7 +102,6 @@ def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
 
 
 def code_of(manifest: Manifest) -> str:
-    """The short digest of a stage's code."""
     return short_digest(digest_of(manifest["ingredients"].get("code", {})))
 
 

@@ -30,6 +30,7 @@ def inputs_first(
     return ordered
 
 
+# The chain of models comes before its data, so that each model's data precede it.
 def _place(name: Name) -> tuple[bool, int]:
     return name[0].startswith("shards-"), [name[0], *STAGES].index(name[0], name[0] in STAGES)
 

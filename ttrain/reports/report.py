@@ -140,7 +140,6 @@ Problem = tuple[str, str, bool]
 
 
 def find_problems(view: RunView) -> Iterator[Problem]:
-    """All recorded problems of a run."""
     error = view.record.get("error") or view.record.get("stopped")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
         yield "", str(error), False

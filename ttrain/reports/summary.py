@@ -193,7 +193,6 @@ def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
 
 
 def run_json(run: RecordedRun) -> dict[str, Any]:
-    """The object that `status --json` prints for one run."""
     names = "run pipeline outcome note tags started seconds stages metrics error equals tracking"
     return {name: run[name] for name in names.split() if name in run}
 
