@@ -41,12 +41,6 @@ def test_where_nothing_has_run_yet_a_command_ends_with_two(run: Run, words: str)
     assert done.code == 2 and re.search(r"\byet\b|`ttrain pipeline run", done.err)
 
 
-def test_a_mistake_is_one_line_without_a_box(run: Run) -> None:
-    done = run("chat", "sft", "--versus", "")
-    assert done.code == 2 and done.err.startswith("error: ") and "--versus" in done.err
-    assert done.err.count("\n") == 1 and "─" not in done.err
-
-
 def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
     done = run("--version")
     names = [line.split(" ", 1)[0] for line in done.out.splitlines()]

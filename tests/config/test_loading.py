@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
 def test_the_strongest_layer_wins(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
-    names = [layer for layer, there in zip(LAYERS, present, strict=True) if there]
+    names = list(compress(LAYERS, present))
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
     loaded = load(
         [f"{KEY}={LAYERS['command line']}"] if "command line" in names else [],
@@ -187,7 +187,7 @@ def test_naming_one_budget_clears_the_other(
     )
 
 
-def test_what_is_not_there_is_told_and_too_many_neighbours_are_not(tmp_path: Path) -> None:
+def test_missing_names_are_reported_and_fifteen_neighbours_are_not(tmp_path: Path) -> None:
     assert "'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
     assert "small" in refused(profiles=["huge"]), "an unknown profile names those there are"
     assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])

@@ -123,7 +123,7 @@ def test_the_verdict_names_who_is_better(
     assert re.sub("the models? of |eval/", "", text).startswith(verdict)
 
 
-def test_data_that_differs_is_told_by_digests_and_counts(tmp_path: Path) -> None:
+def test_data_differ_by_digests_and_counts(tmp_path: Path) -> None:
     tokenizer = Made("tokenizer", files={"docs.jsonl": "a" * 64}, result={"vocab_size": 400})
     make_run(tmp_path, A, [tokenizer, shards()])
     make_run(tmp_path, B, [tokenizer, shards(rows=200, digest="b", rejected=7)])

@@ -81,13 +81,8 @@ def pages_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser(width=1200) as opened:
-        yield opened
-
-
-def opened(browser: Browser, path: Path) -> None:
-    browser.errors.clear()
-    browser.open(path.as_uri())
+    with Browser(width=1200) as browser:
+        yield browser
 
 
 def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_home: Path) -> None:
@@ -115,7 +110,7 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
 def test_no_text_is_executed_and_nothing_loaded(
     browser: Browser, pages_home: Path, name: str
 ) -> None:
-    opened(browser, pages_home / name)
+    browser.open((pages_home / name).as_uri())
     browser.evaluate(OPEN_ALL)
     assert escaped(HOSTILE) in browser.evaluate("document.body.innerText")
     assert browser.evaluate(NO_HIT)
@@ -125,20 +120,6 @@ def test_no_text_is_executed_and_nothing_loaded(
     browser.evaluate(ADD_SCRIPT)
     assert browser.evaluate(NO_HIT)
     assert browser.evaluate(FETCH) == browser.evaluate(COMPILE) == "refused"
-
-
-@needs_browser
-@pytest.mark.parametrize("name", ["both.html", "report.html"])
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_page_fits_its_window(browser: Browser, pages_home: Path, name: str, width: int) -> None:
-    browser.resize(width, 800)
-    opened(browser, pages_home / name)
-    browser.evaluate(OPEN_ALL)
-    assert browser.evaluate("document.documentElement.scrollWidth") == width
-    plot = browser.evaluate("document.querySelector('figure svg').getBoundingClientRect().right")
-    assert 100 < plot <= width
-    browser.resize(1200, 800)
-    assert browser.errors == []
 
 
 def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Path) -> None:
