@@ -1,6 +1,6 @@
-"""README, docs and artifacts/README: commands parse, settings load, snippets do what pages say, links lead somewhere.
+"""Pages of the documentation: commands parse, settings load, snippets run, links exist.
 
-What needs a finished pipeline is run by full/test_readme.py.
+full/test_readme.py runs what needs a finished pipeline.
 """
 
 import json
@@ -36,57 +36,39 @@ from ttrain.data.preferences import is_preference, preference_of
 from ttrain.evaluate import suites
 from ttrain.experiments.changes import read_changes
 
-PROGRAMS = {  # of others, on the pages for convenience
-    "make",
-    "python",
-    "python3",
-    "uv",
-    "git",
-    "pip",
-    "llama-cli",
-    "printf",
-    "mlflow",
-    "export",
-    "createdb",
-    "prefect",
-    "srun",
-    "if",
-    "exit",
-    "source",
-    "mkdir",
-    "sbatch",
-    "kubectl",
-}
-ASSIGNED = re.compile(r"^\w+=")
-FILES = (
-    "my.yaml",
-    "mine.yaml",
-    "suite.yaml",
-    "model_config.json",
-)  # that pages name as if the reader had them
+PROGRAMS = """
+# ttrain make python python3 uv git pip llama-cli printf mlflow export createdb prefect srun if exit
+source mkdir
+"""
+FILES = ("my.yaml", "mine.yaml", "suite.yaml", "model_config.json")  # of the reader, on the pages
 IDS = {"ids": lambda value: value.name if isinstance(value, Snippet) else ""}
+LINK = re.compile(r"\]\(([^()\s#]*)(?:#([\w-]+))?\)")
+SPAN = re.compile(r"`([^`\n]+)`")
+SETTING = re.compile(rf"({'|'.join(Settings.model_fields)})((?:\.[a-z_]+)+)(=.*)?")
+TAKE_SETTINGS = ("pipeline run", "pipeline plan", "stage run", "doctor", "config show")
+
+
+def content(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def prose(page: str) -> str:
+    return re.sub(r"```.*?```", "", content(page), flags=re.DOTALL)
 
 
 def test_no_block_is_left_out_and_no_fence_is_open() -> None:
     handled = {"console", "sh", "yaml", "json", "python", "toml", "dockerfile", *OUTPUT}
-    assert {snippet.language for snippet in snippets()} <= handled, (
-        "a language that no test here knows"
-    )
+    assert {snippet.language for snippet in snippets()} <= handled
     for page in PAGES:
-        fences = re.findall(
-            r"^ *```", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE
-        )
+        fences = re.findall(r"^ *```", content(page), flags=re.MULTILINE)
         assert len(fences) == 2 * sum(snippet.page == page for snippet in snippets()), page
     for snippet in snippets(*SHELL):
         for line in shell_lines(snippet):
-            first = line.split()[0] if line.split() else "#"
-            assert (
-                first in {"ttrain", *PROGRAMS} or first.startswith("#") or ASSIGNED.match(first)
-            ), (snippet.name, line)
+            first = [*line.split(), "#"][0]
+            is_assignment = re.match(r"\w+=", first)
+            is_comment = first.startswith("#")
+            assert is_assignment or is_comment or first in PROGRAMS.split(), (snippet.name, line)
     assert len(commands()) > 120
-
-
-LINK = re.compile(r"\]\(([^()\s#]*)(?:#([\w-]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
@@ -96,30 +78,26 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page: str) -> None:
-    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [link for link in LINK.findall(text) if not link[0].startswith(("http:", "https:"))]
-    for name, anchor in links:
+    for name, anchor in LINK.findall(prose(page)):
+        if name.startswith(("http:", "https:")):
+            continue
         target = ((ROOT / page).parent / name) if name else ROOT / page
         assert target.exists(), f"{page} links to {name}"
         assert not anchor or anchor in anchors(target), f"{page} links to {name}#{anchor}"
 
 
 def test_the_index_names_every_page_and_pages_show_every_image() -> None:
-    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {
-        "index.md"
-    }
-    assert {name for name, _ in LINK.findall(index) if "/" not in name} == pages | {"python.ipynb"}
-    shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-    assert [
-        image.name for image in (ROOT / "docs/images").glob("*.png") if image.name not in shown
-    ] == []
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    linked = {name for name, _ in LINK.findall(content("docs/index.md")) if "/" not in name}
+    assert linked == pages - {"index.md"} | {"python.ipynb"}
+    shown = "".join(map(content, PAGES))
+    images = [image.name for image in (ROOT / "docs/images").glob("*.png")]
+    assert [name for name in images if name not in shown] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_lines_are_wrapped_at_100_columns(page: str) -> None:
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) > 100] == []
+    assert [line for line in content(page).splitlines() if len(line) > 100] == []
 
 
 def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
@@ -128,9 +106,8 @@ def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     command, context, rest, name = get_command(app), None, list(words), "ttrain"
     while isinstance(command, TyperGroup):
         context = command.make_context(name, rest, parent=context)
-        called, command, rest = command.resolve_command(
-            context, [*context._protected_args, *context.args]
-        )
+        arguments = [*context._protected_args, *context.args]
+        called, command, rest = command.resolve_command(context, arguments)
         assert command is not None
         name = f"{name} {called}"
     if "--help" in rest:
@@ -147,34 +124,19 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", {command.text: command for command in commands()}.values(), ids=lambda one: one.text
+    "command", {each.text: each for each in commands()}.values(), ids=lambda each: each.text
 )
-def test_a_command_has_the_arguments_that_a_page_gives_it_and_settings_that_exist(
+def test_commands_of_pages_have_valid_arguments_and_settings(
     command: Command, directory: Path
 ) -> None:
     name, values = parsed(command.words)
     if name.startswith("ttrain train task") or "=(" in str(values.get("overrides")):
         return  # the settings of a task are its own
-    overrides, profiles = (values.get(key) or () for key in ("overrides", "profile"))
-    if name in (
-        "ttrain pipeline run",
-        "ttrain pipeline plan",
-        "ttrain stage run",
-        "ttrain doctor",
-        "ttrain config show",
-    ):
-        loaded = load(
-            list(overrides), files=values.get("config") or (), profiles=profiles, environment={}
-        )
+    if name.removeprefix("ttrain ") in TAKE_SETTINGS:
+        overrides = values.get("overrides") or ()
+        layers = {"files": values.get("config") or (), "profiles": values.get("profile") or ()}
+        loaded = load(list(overrides), environment={}, **layers)
         assert len(loaded.sources) >= len(overrides)
-
-
-SPAN = re.compile(r"`([^`\n]+)`")
-SETTING = re.compile(rf"({'|'.join(Settings.model_fields)})((?:\.[a-z_]+)+)(=.*)?")
-
-
-def prose(page: str) -> str:
-    return re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -189,10 +151,8 @@ def test_settings_and_commands_within_sentences_exist(page: str) -> None:
             assert is_known or name.startswith("model.fields."), f"{page}: {span}"
         elif span.startswith("ttrain ") and span[7].islower():
             command = re.sub("^ttrain train ", "ttrain train task ", span)
-            assert (
-                any(f"{command} ".startswith(f"{name} ") for name in commands_known)
-                or span in groups
-            ), f"{page}: {span}"
+            is_known = any(f"{command} ".startswith(f"{name} ") for name in commands_known)
+            assert is_known or span in groups, f"{page}: {span}"
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), **IDS)
@@ -224,26 +184,21 @@ def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
 
 
 def page_code(page: str, holds: str) -> str:
-    (snippet,) = [
-        snippet for snippet in snippets("python") if snippet.page == page and holds in snippet.text
-    ]
-    return snippet.text
+    texts = [snippet.text for snippet in snippets("python") if snippet.page == page]
+    (code,) = [text for text in texts if holds in text]
+    return code
 
 
 def test_every_python_snippet_is_run_by_a_test() -> None:
-    api = "full/test_python_api.py"
-    run_by = [
-        ("README.md", api),
-        ("docs/python.md", api),
-        ("docs/adapters.md", "test_the_adapters_of_the_page_switch_and_merge"),
-        ("docs/tasks.md", "train/test_task.py"),
-        ("docs/tasks.md", "tasks/test_own_callbacks.py"),
-        ("docs/tracking.md", "full/test_readme.py"),
-        ("docs/tutorial.md", "test_the_tutorial_s_script_makes_data_that_its_settings_name"),
+    assert sorted(snippet.page for snippet in snippets("python")) == [
+        "README.md",  # full/test_python_api.py
+        "docs/adapters.md",  # below
+        "docs/python.md",  # full/test_python_api.py
+        "docs/tasks.md",  # train/test_task.py
+        "docs/tasks.md",  # tasks/test_own_callbacks.py
+        "docs/tracking.md",  # full/test_readme.py
+        "docs/tutorial.md",  # below
     ]
-    assert sorted(snippet.page for snippet in snippets("python")) == sorted(
-        page for page, _ in run_by
-    )
 
 
 def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
@@ -274,9 +229,6 @@ def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path)
     )
     assert len(documents) > len(chats) > 5
     assert set(documents[0]) == {"text", "source"} and set(chats[0]) == {"instruction", "output"}
-    (settings,) = [
-        yaml.safe_load(snippet.text)
-        for snippet in snippets("yaml")
-        if snippet.page == "docs/tutorial.md"
-    ]
+    texts = [snippet.text for snippet in snippets("yaml") if snippet.page == "docs/tutorial.md"]
+    (settings,) = map(yaml.safe_load, texts)
     assert (tmp_path / settings["data"]["sft"]).is_file()

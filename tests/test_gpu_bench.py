@@ -18,9 +18,9 @@ def gpu(*words: object) -> subprocess.CompletedProcess[str]:
 def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     ended = gpu("--device", "cpu", "--small", "--rounds", 1, "--markdown", tmp_path / "gpu.md")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    text = (tmp_path / "gpu.md").read_text()
-    assert (
-        "| small: GFLOP/s, peak in bf16 |" in text
-        and "| small: tokens/s, rows of 20 documents, of 1 |" in text
-    )
-    assert "| save and resume, to the bit | yes |" in text
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    table = dict(line.strip("| ").split(" | ", 1) for line in lines if line.startswith("| "))
+    assert {"small: GFLOP/s, peak in bf16", "small: tokens/s, rows of 20 documents, of 1"} <= {
+        *table
+    }
+    assert table["save and resume, to the bit"] == "yes"

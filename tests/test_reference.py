@@ -9,6 +9,5 @@ def test_the_reference_is_that_of_the_code() -> None:
     text = reference.page()
     if os.environ.get("TTRAIN_WRITE_REFERENCE"):
         reference.PAGE.write_text(text, encoding="utf-8")
-    assert reference.PAGE.read_text(encoding="utf-8") == text, (
-        "docs/reference.md is out of date: TTRAIN_WRITE_REFERENCE=1 python -m pytest -n 0 tests/test_reference.py"
-    )
+    written = reference.PAGE.read_text(encoding="utf-8")
+    assert written == text, "docs/reference.md is out of date; write it as above"

@@ -5,7 +5,7 @@
     print(ttrain.plan("full", settings))
     run = ttrain.run("full", settings)
 
-`load_settings`, `plan`, `run`, `runs` and `load` are described in `ttrain.api`; they are imported when first used.
+`ttrain.api` describes the functions; it is imported when one is first used.
 """
 
 from typing import TYPE_CHECKING, Any

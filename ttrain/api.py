@@ -1,12 +1,12 @@
-"""The Python interface: what `import ttrain` offers, and what the commands `pipeline plan`, `run` and `status` use.
+"""The Python interface: what `import ttrain` offers and the pipeline commands use.
 
     settings = ttrain.load_settings("my.yaml", overrides={"sft.epochs": 3}, profile="small")
     plan = ttrain.plan("full", settings)
     run = ttrain.run("full", settings)
     model, tokenizer = ttrain.load("quickstart-sft@champion")
 
-It works in a notebook and in a thread: it takes no signal handlers, never exits the process, prints nothing unless asked,
-and leaves the variables of the environment as they were. Errors are `ttrain.TTrainError` with a message for the user.
+It works in notebooks and threads: no signal handlers, no exit, no output unless requested, and an
+unchanged environment. Errors are `ttrain.TTrainError`.
 """
 
 import contextlib
@@ -30,20 +30,17 @@ from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifacts
 
-logging.getLogger("ttrain").addHandler(
-    logging.NullHandler()
-)  # else Python prints warnings to standard error
+# Without a handler Python prints warnings to standard error.
+logging.getLogger("ttrain").addHandler(logging.NullHandler())
 
 ENGINES = ("prefect", "none")
 
 
 @contextlib.contextmanager
 def _as_found() -> Iterator[None]:
-    """Put back after the block what the libraries are told in it: variables of the environment, MLflow's loggers."""
-    environment, loggers = (
-        dict(os.environ),
-        [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")],
-    )
+    """Restore environment variables and MLflow's loggers, which libraries change."""
+    environment = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("mlflow", "alembic", "sqlalchemy")]
     handlers = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         yield
@@ -52,7 +49,8 @@ def _as_found() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         for logger, own_handlers, propagate in handlers:
-            logger.handlers, logger.propagate = own_handlers, propagate
+            logger.handlers = own_handlers
+            logger.propagate = propagate
         if "ttrain.flows.engine" in sys.modules:
             sys.modules["ttrain.flows.engine"].reread_environment()
 
@@ -62,8 +60,10 @@ def load_settings(
     overrides: Mapping[str, Any] | Sequence[str] = (),
     profile: str | Sequence[str] = (),
 ) -> Settings:
-    """The settings of YAML files over profiles over the defaults; variables TTRAIN__SECTION__KEY win over files, and
-    `overrides`, {"sft.epochs": 3} or ["sft.epochs=3"], over all. Raises UsageError, which names the setting."""
+    """Load settings: defaults < profiles < YAML files < TTRAIN__SECTION__KEY < overrides.
+
+    `overrides`: {"sft.epochs": 3} or ["sft.epochs=3"]. Raises UsageError.
+    """
     from ttrain.config.loading import load
 
     profiles = (profile,) if isinstance(profile, str) and profile else tuple(profile)
@@ -83,12 +83,11 @@ def plan(
     resume_key: str = "",
     home: str | Path | None = None,
 ) -> Plan:
-    """What a run would do. Runs nothing.
+    """What a run would do. Runs nothing. Raises UsageError.
 
-    `only`, `since` and `until` choose stages, as --only, --from and --until do; `force` names stages to rebuild; of `only`
-    and `force` a text names one stage, or several between commas. `extend` continues a shorter run's checkpoint;
-    `resume_key` is the key of unfinished work to resume. `home`: of the store; else TTRAIN_HOME, else ./artifacts.
-    Raises UsageError.
+    `only`, `since`, `until`: stages, as --only, --from and --until; `force`: stages to rebuild. A
+    text may name several, between commas. `extend`: continue a shorter run's checkpoint.
+    `resume_key`: of unfinished work. `home`: default TTRAIN_HOME, else ./artifacts.
     """
     from ttrain.engine.input_files import check_first_rows
     from ttrain.engine.planner import plan as plan_stages
@@ -109,9 +108,8 @@ def plan(
             graph, settings, store, rerun, selection=selection, compared_with=earlier
         )
     except UsageError:
-        check_first_rows(
-            settings
-        )  # all mistakes; and a file of another kind explains more than what is missing
+        # Report all mistakes: a file of another kind explains more than a missing stage.
+        check_first_rows(settings)
         raise
     check_first_rows(settings, [planned.stage for planned in stages if planned.state == "run"])
     name = str(earlier["run"]) if earlier else ""
@@ -127,8 +125,8 @@ def _stage_names(names: Iterable[str] | None) -> frozenset[str]:
 class Run:
     """A recorded run of a pipeline.
 
-    outcome  completed, cached (nothing had to run), nothing-new (of a night), failed, interrupted, crashed or running
-    metrics  the figures of its stages by name, such as "eval/bits_per_byte"
+    outcome  completed, cached, nothing-new (a night), failed, interrupted, crashed or running
+    metrics  by name, such as "eval/bits_per_byte"
     """
 
     record: Mapping[str, Any]
@@ -138,7 +136,6 @@ class Run:
         return f"<Run {self.name}: {self.outcome}>"
 
     def _repr_html_(self) -> str:
-        """The run in a notebook: its stages, and the evaluation."""
         from ttrain.reports import summary
 
         stages = [summary.status_row(stage)[:4] for stage in summary.shown_stages(self.record)]
@@ -169,7 +166,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds; 0 for one that ran nothing or has not ended."""
+        """Wall-clock seconds; 0 if nothing ran or the run has not ended."""
         return float(self.record["seconds"] or 0)
 
     @property
@@ -178,12 +175,11 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings as recorded, nested by section."""
         return dict(self.record["settings"])
 
     @functools.cached_property
     def artifacts(self) -> Artifacts:
-        """The artifacts of its finished stages that are in the home, by stage; `.path` is the directory."""
+        """Artifacts of finished stages in the home, by stage; `.path` is the directory."""
         keys = run_records.keys_of(self.record).items()
         return {
             name: artifact
@@ -199,10 +195,8 @@ class Run:
 
 
 class Runs(list[Run]):
-    """Runs, newest first."""
-
     def to_pandas(self) -> Any:
-        """A data frame with a row per run: name, pipeline, outcome, started, seconds, and a column per metric."""
+        """A data frame with a row per run and a column per metric."""
         import pandas
 
         columns = ("name", "pipeline", "outcome", "started", "seconds")
@@ -214,7 +208,7 @@ class Runs(list[Run]):
 def runs(
     name: str = "", *, pipeline: str = "", limit: int | None = None, home: str | Path | None = None
 ) -> Runs:
-    """The recorded runs of a home, newest first: all, or those whose setting `name`, or pipeline, is this."""
+    """The recorded runs of a home, newest first, filtered by the setting `name` or the pipeline."""
     store = ArtifactStore(_home(home))
     chosen = (
         Run(record, store)
@@ -239,12 +233,11 @@ def run(
 ) -> Run:
     """Run a pipeline to its end and return its record; what is cached is not run again.
 
-    `engine`: "none" builds the stages one after the other, "prefect" as a flow run, on the server
-    that PREFECT_API_URL names or one of its own. `progress`: True prints what the command prints;
-    a function is called with (stage, event, data), the events being started, progressed, ended,
-    failed and message. `selection`: as for `plan`.
-    Each stage that trains runs in a process of its own, which ends with this one. Raises TTrainError; a
-    KeyboardInterrupt stops the stages first, and the same call continues at their last checkpoint.
+    `engine`: "none" builds one stage after the other, "prefect" is a flow run, on the server of
+    PREFECT_API_URL or its own. `progress`: True prints; a function gets (stage, event, data),
+    events being started, progressed, ended, failed, message. `selection`: see `plan`. Raises
+    TTrainError. A KeyboardInterrupt stops the stages first; the same call continues at their last
+    checkpoint.
     """
     from rich.console import Console
 
@@ -257,7 +250,8 @@ def run(
         raise UsageError(f"engine is {engine!r} but must be prefect or none")
     if pipeline == "nightly":
         raise UsageError(
-            "pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline run nightly`"
+            "pipeline is 'nightly', which needs a process of its own; try `ttrain pipeline "
+            "run nightly`"
         )
     labels = labels_of(note, [f"{key}={value}" for key, value in (tags or {}).items()])
     planned = plan(pipeline, settings, home=home, **selection)
@@ -280,10 +274,10 @@ def run(
 
 @_as_found()
 def load(reference: str, *, device: str = "cpu", home: str | Path | None = None) -> tuple[Any, Any]:
-    """(the model, its tokenizer): plain objects of transformers, or of PEFT for an adapter on its base; in eval mode.
+    """(model, tokenizer) of transformers, or of PEFT for an adapter, in eval mode.
 
-    `reference`: whatever the commands take: a stage, RUN:stage, a registered NAME@ALIAS or NAME/VERSION, a directory. Raises
-    UsageError for a name of nothing, with the nearest ones, and ArtifactError for damaged files.
+    `reference`: a stage, RUN:stage, NAME@ALIAS, NAME/VERSION or a directory. Raises UsageError for
+    an unknown name, ArtifactError for damaged files.
     """
     from ttrain.lineage.lookup import resolve
 

@@ -1,17 +1,17 @@
 """Every error that ttrain raises on purpose.
 
-    TTrainError                 a message for the user, without a traceback; exit code 1
-    ├── UsageError              the user's mistake before anything ran: settings, arguments; exit code 2
-    ├── DataError               bad input data; carries `file:line` where there is one
-    │   ├── CannotRead          a file that is gone, closed to us or changing, whose bytes may be good
-    │   └── TooFewRows          a training has fewer rows than one of its steps takes
-    ├── NothingNew              all documents are near-duplicates of learnt ones, or held out by earlier nights
-    ├── StageFailed             a stage's process ended without a result, or with an error
-    ├── ArtifactError           the store holds something that cannot be trusted
-    ├── RankLost                another rank of the same training ended or does not answer
-    └── Interrupted             SIGINT, SIGTERM or SIGHUP, after the state was saved; exit code 130, 143 or 129
+    TTrainError           a message for the user, without a traceback; exit code 1
+    ├── UsageError        a mistake in settings or arguments, before anything ran; exit code 2
+    ├── DataError         bad input data; carries `file:line` where there is one
+    │   ├── CannotRead    a missing, closed or changing file, whose bytes may be good
+    │   └── TooFewRows    a training has fewer rows than one of its steps takes
+    ├── NothingNew        all documents are near-duplicates or held out by earlier nights
+    ├── StageFailed       a stage's process ended without a result, or with an error
+    ├── ArtifactError     the store holds something that cannot be trusted
+    ├── RankLost          another rank of the same training ended or does not answer
+    └── Interrupted       a signal, after the state was saved; exit code 130, 143 or 129
 
-A user's mistake raises one of these and says setting, value, rule and cure; a programmer's mistake asserts.
+A user's mistake raises one of these with setting, value, rule and fix; a programmer's asserts.
 """
 
 import errno
@@ -25,6 +25,7 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 RUST_DISK_FULL = (
     f"(os error {errno.ENOSPC})"  # how safetensors and tokenizers say it, in errors of their own
 )
+MISTAKES = frozenset({"DataError", "CannotRead", "DamagedFile"})  # a second try finds the same
 FREE_SPACE = "free some space and run the same command again"
 
 
@@ -33,16 +34,16 @@ class TTrainError(Exception):
 
     exit_code = 1
     is_mistake = False  # of settings or data, which no second try mends
-    is_usage_error = False  # of the command or of settings, also where these do not fit the data: no failed try of a night
+    is_usage_error = False  # of command or settings; a night does not count it as a failed try
     shown = False  # whether the user has read the message already
 
     def __init__(self, message: str = "") -> None:
-        """Errors are logged, recorded, tracked and sent: their URLs hold no secrets."""
+        """Mask secrets of URLs: errors are logged, recorded, tracked and sent."""
         super().__init__(redact.text(message))
 
 
 def is_disk_full(error: object) -> bool:
-    """Whether a file or a SQLite database could not be written for want of space, also by a library written in Rust."""
+    """Whether the disk is full, also as SQLite or a Rust library reports it."""
     text = str(error)
     return (
         getattr(error, "errno", None) in DISK_FULL
@@ -52,14 +53,14 @@ def is_disk_full(error: object) -> bool:
 
 
 def exit_code_of(error: TTrainError | OSError) -> int:
-    """The exit code of a command that ended with an error: 2 for what cannot be opened as asked, not for a full disk."""
+    """The exit code for an error: 2 for a path that cannot be opened, 1 for a full disk."""
     if isinstance(error, OSError):
         return 1 if is_disk_full(error) else UsageError.exit_code
     return error.exit_code
 
 
 def with_fix(error: BaseException) -> str:
-    """The error's message; that of a full disk with what to do."""
+    """The error's message, with advice for a full disk."""
     return f"{error}; {FREE_SPACE}" if is_disk_full(error) else str(error)
 
 
@@ -71,24 +72,24 @@ class UsageError(TTrainError):
 
 
 class DataError(TTrainError):
-    """The input data cannot be used; the message names file, line and cure."""
+    """The input data cannot be used; the message names file, line and fix."""
 
     is_mistake = True
 
     def __init__(self, message: str = "", files: Sequence[str] = ()) -> None:
-        """`files`: locations of those whose bytes are at fault, so that a night can leave them out."""
+        """`files`: those with bad bytes, which a night can leave out."""
         super().__init__(message)
         self.files = tuple(files)
 
 
 class CannotRead(DataError):
-    """A file cannot be read now: it is gone, closed to us, changing, or its server does not answer."""
+    """A file is missing, closed or changing, or its server does not answer."""
 
 
 class TooFewRows(DataError):
-    """A training has fewer rows than one step takes: the settings ask for a larger step than the data can fill.
+    """A training has fewer rows than one step takes.
 
-    `fixes`: settings, key=value, with which it has enough.
+    `fixes`: settings, key=value, for which the rows suffice.
     """
 
     is_usage_error = True
@@ -99,31 +100,33 @@ class TooFewRows(DataError):
 
 
 class NothingNew(TTrainError):
-    """All documents are near-duplicates of documents that were learnt before, so that a night has nothing to learn.
+    """All documents of a night are near-duplicates of earlier ones.
 
-    It is no failure: run and stage end as `nothing-new`.
+    Run and stage end as `nothing-new`, not as failed.
     """
 
     is_mistake = True  # a second try finds the same
 
 
 class StageFailed(TTrainError):
-    """A stage did not end with a result; the message names its log. `kind`: the name of what its process raised.
+    """A stage ended without a result; the message names its log.
 
-    `damaged`: the file of the store that the process found damaged. `files`: locations of data files at fault.
+    `kind`: name of the exception. `damaged`: a file of the store. `files`: bad data files.
     """
 
     def __init__(
         self, message: str, kind: str = "", damaged: Path | None = None, files: Sequence[str] = ()
     ) -> None:
         super().__init__(message)
-        self.kind, self.damaged, self.files = kind, damaged, tuple(files)
+        self.kind = kind
+        self.damaged = damaged
+        self.files = tuple(files)
         self.is_usage_error = kind in (UsageError.__name__, TooFewRows.__name__)
         self.is_mistake = self.is_usage_error or kind in MISTAKES
 
 
 class ArtifactError(TTrainError):
-    """An artifact or checkpoint is damaged, or does not fit what is asked of it."""
+    """An artifact or checkpoint is damaged, or does not fit the request."""
 
 
 class NothingBuilt(ArtifactError):
@@ -133,9 +136,12 @@ class NothingBuilt(ArtifactError):
 
 
 class DamagedFile(ArtifactError):
-    """The bytes of a file are not those that were published; the message has both digests."""
+    """A file's bytes differ from the published ones; the message has both digests."""
 
-    fix = "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so that the next run builds it anew"
+    fix = (
+        "`ttrain artifacts verify --set-aside` moves what is damaged out of the store, so "
+        "that the next run builds it anew"
+    )
     is_mistake = True  # a second try reads the same bytes
 
     def __init__(self, finding: str, path: Path, fix: str = fix) -> None:
@@ -144,7 +150,7 @@ class DamagedFile(ArtifactError):
 
 
 class RankLost(TTrainError):
-    """What this rank waited for will not come: another rank ended, which has its own reason, or does not answer."""
+    """Another rank ended, for a reason of its own, or does not answer."""
 
 
 class Interrupted(TTrainError):
@@ -154,8 +160,3 @@ class Interrupted(TTrainError):
         super().__init__(message)
         self.signum = int(signum)
         self.exit_code = 128 + self.signum  # 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP
-
-
-MISTAKES = frozenset(
-    error.__name__ for error in (DataError, CannotRead, DamagedFile)
-)  # kinds that no second try mends

@@ -1,16 +1,17 @@
-"""`ttrain eval`: any model, two side by side, bad rows left out and said; and the suites of the pipeline's own stage."""
+"""`ttrain eval`: any model, two side by side, bad rows left out; and the suites of the stage."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data_commands import Run, in_process
 from support.shard_sets import write_lines
 from support.tiny_models import write_model
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.cli.evaluation import heldout_of
-from ttrain.cli.main import main
 from ttrain.config import Settings
 from ttrain.evaluate import baselines
 from ttrain.lineage.lookup import resolve
@@ -20,12 +21,8 @@ from ttrain.tasks import evaluate
 
 WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [
-    {
-        "question": f"Return the {word} of",
-        "choices": ["a list", "a file", "a name"],
-        "answer": number % 3,
-        "lang": "en",
-    }
+    {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"]}
+    | {"answer": number % 3, "lang": ("en", "zh")[number % 2]}
     for number, word in enumerate(WORDS)
 ]
 BAD = [
@@ -39,22 +36,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with a pretrained model and its shards, and a model in a directory of its own."""
     root = tmp_path_factory.mktemp("eval")
     home = Home.make(root / "home")
+    manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "provenance": {"run": "full-1"}}
+    documents, chats = (
+        {"stage": shards.stage, "key": shards.key, "content": shards.content}
+        for shards in (home.documents, home.chats)
+    )
     write_model(root / "made" / "model", max_length=64)
-    inputs = {
-        "shards": {
-            "stage": home.documents.stage,
-            "key": home.documents.key,
-            "content": home.documents.content,
-        }
-    }
-    manifest = {"result": {}, "ingredients": {}, "inputs": inputs, "provenance": {"run": "full-1"}}
+    manifest["inputs"] = {"shards": documents}
     home.store.publish("pretrain", "3" * 64, root / "made", manifest)
     write_model(root / "tuned" / "model", seed=3, max_length=64)
-    inputs = {
-        "base": {"stage": "pretrain", "key": "3" * 64},
-        "shards": {"stage": home.chats.stage, "key": home.chats.key},
-    }
-    home.store.publish("sft", "4" * 64, root / "tuned", {**manifest, "inputs": inputs})
+    manifest["inputs"] = {"base": {"stage": "pretrain", "key": "3" * 64}, "shards": chats}
+    home.store.publish("sft", "4" * 64, root / "tuned", manifest)
     write_model(root / "other", seed=2, max_length=64)
     write_lines(root / "words.jsonl", [*CHOICES, *BAD])
     return root
@@ -68,152 +60,96 @@ def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", *words])
-    told = capsys.readouterr()
-    assert (ended.value.code or 0) == code, told
-    return told.err if code else told.out
+@pytest.fixture
+def run(here: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    return partial(in_process(capsys), "eval")
 
 
-def test_two_models_stand_side_by_side_on_the_same_items(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = json.loads(
-        said(
-            capsys,
-            "pretrain",
-            "./other",
-            "--choices",
-            "words.jsonl",
-            "--json",
-            "--items",
-            "items.jsonl",
-        )
-    )
-    (task,) = told["tasks"]
-    assert (task["task"], task["items"], told["models"]) == (
-        "words",
-        len(CHOICES),
-        ["pretrain", "./other"],
-    )
+def test_two_models_stand_side_by_side_on_the_same_items(here: Path, run: Run) -> None:
+    models = ["pretrain", "./other"]
+    report = run(*models, "--choices", "words.jsonl", "--json", "--items", "items.jsonl").json
+    (task,) = report["tasks"]
+    assert (task["task"], task["items"], report["models"]) == ("words", len(CHOICES), models)
     assert sum(task["left_out"].values()) == len(BAD)
-    assert [note.partition(":")[0] for note in told["notes"]] == ["words", "words"]
-    assert {name: one["key"] for name, one in told["identities"].items()} == {
-        "pretrain": "3" * 64,
-        "./other": None,
-    }
-    first, second = (task["models"][name]["figures"]["accuracy"] for name in told["models"])
-    for figure in (first, second):
-        assert figure["interval"][0] <= figure["value"] <= figure["interval"][1]
-    compared, by_answers = told["comparisons"]
-    assert (compared["figure"], by_answers["figure"]) == ("accuracy", "bits_per_byte"), (
-        "which tells small models apart"
-    )
-    assert compared["difference"] == pytest.approx(first["value"] - second["value"])
+    assert [note.partition(":")[0] for note in report["notes"]] == ["words", "words"]
+    keys = {name: identity["key"] for name, identity in report["identities"].items()}
+    assert keys == {"pretrain": "3" * 64, "./other": None}
+    first, second = (task["models"][name]["figures"]["accuracy"] for name in models)
+    for metric in (first, second):
+        assert metric["interval"][0] <= metric["value"] <= metric["interval"][1]
+    by_accuracy, by_answers = report["comparisons"]
+    assert by_accuracy["figure"] == "accuracy"
+    assert by_answers["figure"] == "bits_per_byte", "which tells small models apart"
+    assert by_accuracy["difference"] == pytest.approx(first["value"] - second["value"])
     rows = [json.loads(line) for line in (here / "items.jsonl").read_bytes().splitlines()]
-    assert [row["model"] for row in rows] == ["pretrain"] * len(CHOICES) + ["./other"] * len(
-        CHOICES
-    )
+    assert [row["model"] for row in rows] == [name for name in models for _ in CHOICES]
     assert len({row["item"] for row in rows}) == len(CHOICES)
 
 
-def test_the_table_says_what_was_left_out_and_what_the_items_can_show(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = said(capsys, "pretrain", "pretrain", "--choices", "words.jsonl")
+def test_the_table_names_rows_left_out_and_what_the_items_can_show(here: Path, run: Run) -> None:
+    text = run("pretrain", "pretrain", "--choices", "words.jsonl").out
     assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
-    for reason, line in (
-        ("choices are not two or more different texts", 9),
-        ("answer is no choice", 10),
-    ):
-        assert f"words: 1 row left out: {reason} ({here / 'words.jsonl'}:{line})" in text
-    assert "pretrain (1) - pretrain (2)" in text and "not judged (8 of 20 items)" in text
+    for line in (9, 10):
+        assert f"({here / 'words.jsonl'}:{line})" in text
+    assert "(8 of 20 items)" in text
 
 
-def test_without_a_task_the_held_out_data_of_the_models_runs_is_scored(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = json.loads(said(capsys, "./other", "pretrain", "--json"))
-    (task,) = told["tasks"]
+def test_without_a_task_held_out_data_of_the_runs_is_scored(here: Path, run: Run) -> None:
+    (task,) = run("./other", "pretrain", "--json").json["tasks"]
     store = ArtifactStore(here / "home")
     heldout = heldout_of([resolve("pretrain", here / "home")], store)
     assert set(heldout) == {"documents"}
     assert (task["task"], task["items"]) == ("documents", len(heldout["documents"]))
     assert set(task["baselines"]) == set(baselines.BASELINES)
-    # A base model has no chats, its fine-tuned one has: asked about both, chats are asked, too
-    base, fine = (store.latest(stage) for stage in ("pretrain", "sft"))
-    found = heldout_of(
-        [Reference("a", base.path, None, base), Reference("b", fine.path, None, fine)], store
-    )
-    assert list(found) == ["documents", "chats"]
+    # A base model has no chats, its fine-tuned one has: both together are asked chats, too.
+    artifacts = [store.latest(stage) for stage in ("pretrain", "sft")]
+    references = [Reference("a", artifact.path, None, artifact) for artifact in artifacts]
+    assert list(heldout_of(references, store)) == ["documents", "chats"]
 
 
 @pytest.mark.parametrize(
-    ("words", "cure"),
+    ("command", "name"),
     [
-        (("nothing",), "there is no model 'nothing'"),
-        (
-            ("pretrain", "--choices", "none.jsonl"),
-            "--choices is none.jsonl, which is not a file; name a JSON Lines file",
-        ),
-        (("pretrain", "--suite", "heldot"), "did you mean heldout"),
-        (("./other",), "there is no held-out data of ./other in this store"),
-        (
-            ("pretrain", "--choices", "words.jsonl", "--items", "words.jsonl"),
-            "--items is words.jsonl, which exists",
-        ),
+        ("nothing", "'nothing'"),
+        ("pretrain --choices none.jsonl", "none.jsonl"),
+        ("./other", "./other"),
+        ("pretrain --choices words.jsonl --items words.jsonl", "--items"),
     ],
 )
-def test_what_cannot_be_asked_is_told_before_a_model_is_loaded(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    cure: str,
+def test_a_mistake_is_refused_by_name_before_a_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, name: str
 ) -> None:
-    monkeypatch.setattr(
-        "ttrain.inference.loading.load", lambda *_, **__: pytest.fail("a model was loaded")
-    )
-    assert cure in said(capsys, *words, code=2)
+    monkeypatch.setattr("ttrain.inference.loading.load", pytest.fail)
+    done = run(*command.split())
+    assert done.code == 2 and name in done.err
 
 
-def evaluated(root: Path, output: Path, **changes: Any) -> dict[str, Any]:
+def evaluated(root: Path, output: Path, suites: Any) -> dict[str, Any]:
     settings = stage_settings()
     tree = settings.model_dump()
-    config = Settings.model_validate(
-        {**tree, "evaluate": {**tree["evaluate"], "new_tokens": 2, **changes}}
-    )
+    tree["evaluate"] |= {"new_tokens": 2, "suites": suites}
     store = ArtifactStore(root / "home")
-    output.mkdir(exist_ok=True)
-    inputs = {
-        "base": store.latest("pretrain").path,
-        "documents": store.latest("shards-pretrain").path,
-    }
-    found: dict[str, Any] = run_here(evaluate, config, output, inputs, settings.runtime)
-    return found
+    output.mkdir()
+    stages = {"base": "pretrain", "documents": "shards-pretrain"}
+    inputs = {name: store.latest(stage).path for name, stage in stages.items()}
+    config = Settings.model_validate(tree)
+    result: dict[str, Any] = run_here(evaluate, config, output, inputs, settings.runtime)
+    return result
 
 
-def test_suites_add_figures_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
-    rows = [{**row, "lang": ("en", "zh")[number % 2]} for number, row in enumerate(CHOICES)]
-    write_lines(here / "groups.jsonl", [*rows, *BAD])
-    (here / "mine.yaml").write_text(
-        "tasks:\n  words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}\n"
-    )
-    plain = evaluated(
-        here, tmp_path / "plain", suites={"sft": "mine.yaml"}
-    )  # a model is asked its own suites only
-    found = evaluated(here, tmp_path / "found", suites="mine.yaml")
-    assert {name: found["metrics"][name] for name in plain["metrics"]} == plain["metrics"]
+def test_suites_add_metrics_to_the_stage_and_change_none(here: Path, tmp_path: Path) -> None:
+    write_lines(here / "groups.jsonl", [*CHOICES, *BAD])
+    tasks = "words: {kind: choices, file: groups.jsonl, by: [lang]}\n  prose: {kind: text}"
+    (here / "mine.yaml").write_text(f"tasks:\n  {tasks}\n")
+    plain = evaluated(here, tmp_path / "plain", {"sft": "mine.yaml"})  # not this model's suites
+    result = evaluated(here, tmp_path / "result", "mine.yaml")
+    assert plain["metrics"].items() <= result["metrics"].items()
     assert not any(name.startswith("words") for name in plain["metrics"])
-    assert found["counts"]["words/items"] == len(CHOICES) and found["counts"][
-        "words/left_out"
-    ] == len(BAD)
+    counts = result["counts"]
+    assert (counts["words/items"], counts["words/left_out"]) == (len(CHOICES), len(BAD))
     low, high = plain["intervals"]["bits_per_byte"]
     assert low < plain["metrics"]["bits_per_byte"] < high
-    lines = (tmp_path / "found" / "items.jsonl").read_bytes().splitlines()
-    assert len(lines) == len(CHOICES) + found["counts"]["documents"]
-    assert (
-        json.loads((tmp_path / "found" / "evaluation.json").read_bytes())["suites"]
-        == found["suites"]
-    )
+    lines = (tmp_path / "result" / "items.jsonl").read_bytes().splitlines()
+    assert len(lines) == len(CHOICES) + counts["documents"]
+    written = json.loads((tmp_path / "result" / "evaluation.json").read_bytes())
+    assert written["suites"] == result["suites"]

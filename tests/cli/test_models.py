@@ -24,31 +24,23 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     record = {"run": "again", "pipeline": "full", "outcome": "completed", "started_unix": 0}
     record |= {"stages": stages, "process": {"pid": 1, "started": 0}}
     (sets_home / "runs" / "again.json").write_text(json.dumps(record))
-    for which, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
-        said = models("promote", which).out
-        assert said.startswith(
-            f"mine/{version} of the run full-{version} is champion: mine-base/{version}"
-        )
-    assert "is already champion" in models("promote", "1").out
+    for name, version in (("2", "2"), ("ll-3", "3"), ("again", "1")):
+        line = f"mine/{version} of the run full-{version} is champion: mine-base/{version}"
+        assert models("promote", name).out.startswith(line)
+    assert "already" in models("promote", "1").out
     assert models("promote", "--previous", "--json").json["version"] == "3"
     Registry(sets_home).decide("mine", "3", DECISION, run="full-3")
     listed = models("list", "--json").json
-    assert [(one["version"], one["aliases"]) for one in listed] == [
-        ("3", ["champion"]),
-        ("2", []),
-        ("1", []),
-    ]
+    aliases = [(entry["version"], entry["aliases"]) for entry in listed]
+    assert aliases == [("3", ["champion"]), ("2", []), ("1", [])]
     assert listed[0]["decision"] == DECISION
-    done = models("list")
-    assert done.code == 0 and "promoted: better by 0.10000" in " ".join(done.out.split())
+    assert DECISION["reason"] in " ".join(models("list").out.split())
 
 
 def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None:
     register(sets_home, 1, name="other")
     refused = models("promote", "1")
-    assert (
-        refused.code == 2 and "there are sets of mine, other; choose one with --name" in refused.err
-    )
+    assert refused.code == 2 and "--name" in refused.err
     assert models("promote", "1", "--name", "other").code == 0
     champion = Registry(sets_home).champion("other")
     assert champion is not None and champion.version == "1"

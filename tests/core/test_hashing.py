@@ -1,7 +1,4 @@
-"""Digests: of files, never an old one, whatever the clock does and whoever writes at the same time.
-
-Of the code behind a stage: what it means counts, how it is written does not.
-"""
+"""Digests of files are never stale; digests of code change with its meaning, not its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +30,9 @@ from ttrain.tasks import RUNNABLE, STAGES, TRAINING_STAGES
 
 DAY = 86400
 LONG_AGO = 10**18  # nanoseconds since 1970, in 2001
+SHAPING = {"data", "evaluate", "inference", "model", "tasks", "train"}
+UNREAD = {"doctor", "engine", "experiments", "export", "flows", "nightly"}  # by stages of pipelines
+Digests = dict[str, dict[str, str]]  # {stage: {module: digest}}
 
 
 def make(path: Path, data: bytes = b"data", mtime_ns: int = LONG_AGO) -> Path:
@@ -44,8 +43,8 @@ def make(path: Path, data: bytes = b"data", mtime_ns: int = LONG_AGO) -> Path:
 
 def read_bytes() -> int:
     """What this process has read from files so far."""
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(found["rchar"])
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
 
 
 def saved(path: Path) -> set[str]:
@@ -53,65 +52,62 @@ def saved(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_an_unchanged_file_is_read_once_or_once_after_each_boot(
+def test_an_unchanged_file_is_read_once_a_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        hashing, "RACY_SECONDS", -1.0
-    )  # else a file is remembered when it is two seconds old
-    path, digests = make(tmp_path / "file", bytes(8 << 20)), []
+    monkeypatch.setattr(hashing, "RACY_SECONDS", -1.0)  # a new file is remembered at once
+    path = make(tmp_path / "file", bytes(8 << 20))
+    digests = []
 
     def is_read(boot: str) -> bool:
-        cache, before = DigestCache(tmp_path / f"{bool(boot)}.json", boot=boot), read_bytes()
+        cache = DigestCache(tmp_path / f"{bool(boot)}.json", boot=boot)
+        before = read_bytes()
         digests.append(cache.file(path))
         cache.save()
         return read_bytes() - before > 100_000
 
-    assert [is_read(boot) for boot in ("", "", "monday", "monday", "tuesday", "")] == [
-        True,
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    boots = ("", "", "monday", "monday", "tuesday", "")
+    assert [is_read(boot) for boot in boots] == [True, False, True, False, True, False]
     make(path, bytes(8 << 20))  # the same bytes, size and mtime
     assert is_read("") and is_read("tuesday") and len(set(digests)) == 1
     assert (tmp_path / "True.json").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("change", ["bytes", "size", "inode", "mtime"])
-def test_what_changed_is_read_again(tmp_path: Path, change: str) -> None:
-    path, cache = make(tmp_path / "file"), DigestCache(tmp_path / "cache.json")
+@pytest.mark.parametrize(
+    ("data", "mtime_ns", "is_replaced"),
+    [
+        (b"atad", LONG_AGO, False),  # the same size and mtime; the ctime tells
+        (b"data.", LONG_AGO, False),
+        (b"else", LONG_AGO, True),  # another inode
+        (b"else", LONG_AGO + 1, False),
+    ],
+)
+def test_what_changed_is_read_again(
+    tmp_path: Path, data: bytes, mtime_ns: int, is_replaced: bool
+) -> None:
+    path = make(tmp_path / "file")
+    cache = DigestCache(tmp_path / "cache.json")
     cache.file(path)
-    if change == "bytes":
-        make(path, b"atad")  # the same size and mtime; the ctime tells
-    elif change == "size":
-        make(path, b"data.")
-    elif change == "inode":
-        make(tmp_path / "other", b"else").replace(path)
-    else:
-        make(path, b"else", LONG_AGO + 1)
+    make(tmp_path / "new" if is_replaced else path, data, mtime_ns)
+    if is_replaced:
+        (tmp_path / "new").replace(path)
     assert cache.file(path) == sha256_file(path)
 
 
 @pytest.mark.parametrize("jump", [-10 * DAY, -1.5, 0.0, 1.5])
-def test_a_file_that_just_changed_is_not_remembered(
+def test_a_new_file_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    """Around the file's own time another write could leave the same times; far from it, on either side, it cannot."""
+    """Another write could leave the same times, unless the clock is far from the file's time."""
     path = make(tmp_path / "file", mtime_ns=LONG_AGO)
     monkeypatch.setattr(time, "time", lambda: LONG_AGO / 1e9 + jump)
     cache = DigestCache(tmp_path / "cache.json")
     cache.file(path)
     cache.save()
-    remembered = abs(jump) > hashing.RACY_SECONDS
-    assert (tmp_path / "cache.json").exists() == remembered
+    assert (tmp_path / "cache.json").exists() == (abs(jump) > hashing.RACY_SECONDS)
 
 
-def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(
-    tmp_path: Path,
-) -> None:
+def test_with_a_boot_a_change_with_an_old_mtime_is_not_remembered(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path / "verified.json", boot="monday")
     cache.file(make(tmp_path / "file"))
     cache.save()
@@ -119,19 +115,17 @@ def test_with_a_boot_a_change_whose_mtime_was_put_back_is_not_remembered_either(
 
 
 def test_one_process_keeps_what_another_saved_meanwhile(tmp_path: Path) -> None:
-    where = tmp_path / "cache.json"
-    one, other = DigestCache(where), DigestCache(where)
-    for cache, name in ((one, "a"), (other, "b"), (one, "c")):
-        cache.file(make(tmp_path / name))
-        cache.save()
-    assert saved(where) == {"a", "b", "c"}
+    path = tmp_path / "cache.json"
+    caches = [DigestCache(path), DigestCache(path)]
+    for number, name in enumerate("abc"):
+        caches[number % 2].file(make(tmp_path / name))
+        caches[number % 2].save()
+    assert saved(path) == {"a", "b", "c"}
 
 
 def test_threads_that_learn_and_save_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    files, cache = (
-        [make(tmp_path / f"file-{number}") for number in range(80)],
-        DigestCache(tmp_path / "cache.json"),
-    )
+    files = [make(tmp_path / f"file-{number}") for number in range(80)]
+    cache = DigestCache(tmp_path / "cache.json")
 
     def learn(start: int) -> None:
         for path in files[start::4]:
@@ -147,7 +141,8 @@ def test_threads_that_learn_and_save_at_the_same_time_lose_nothing(tmp_path: Pat
 def test_a_broken_memory_costs_only_time(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"file:x": 1}', '{"file:x": [1, 2]}', '{"file:x": null}'):
         (tmp_path / "cache.json").write_text(text)
-        path, cache = make(tmp_path / "file"), DigestCache(tmp_path / "cache.json")
+        path = make(tmp_path / "file")
+        cache = DigestCache(tmp_path / "cache.json")
         assert cache.file(path) == sha256_file(path)
         cache.save()
         assert saved(tmp_path / "cache.json") == {"file"}
@@ -156,36 +151,30 @@ def test_a_broken_memory_costs_only_time(tmp_path: Path) -> None:
 # --- the code behind a stage
 
 
-SHAPING = ("data", "evaluate", "inference", "model", "tasks", "train")
-Digests = dict[str, dict[str, str]]  # {stage: {module: digest}}
-
-
 class Package:
-    """A copy of the package, whose digests are remembered; what a test changes in it is taken back."""
+    """A copy of the package whose digests are remembered; a test restores it after changes."""
 
     def __init__(self, path: Path) -> None:
-        shutil.copytree(
-            ROOT / "ttrain", path, ignore=shutil.ignore_patterns("__pycache__", "configs")
-        )
-        self.path, self._cache = path, DigestCache(path.parent / "digests.json")
+        ignored = shutil.ignore_patterns("__pycache__", "configs")
+        shutil.copytree(ROOT / "ttrain", path, ignore=ignored)
+        self.path = path
+        self._cache = DigestCache(path.parent / "digests.json")
         self._files = {file: file.read_bytes() for file in path.rglob("*.py")}
         self.untouched = self.digests()
 
     def digests(self) -> Digests:
         with mock.patch.object(hashing, "PACKAGE_DIRECTORY", self.path):
-            found = {
-                module: code_digests(module, self._cache)
-                for module in {stage.module for stage in STAGES.values()}
-            }
-        return {name: found[stage.module] for name, stage in STAGES.items()}
+            modules = {stage.module for stage in STAGES.values()}
+            digests = {module: code_digests(module, self._cache) for module in modules}
+        return {name: digests[stage.module] for name, stage in STAGES.items()}
 
     def changes(self) -> dict[str, set[str]]:
         """{stage: modules whose digest changed}, without the stages that are as they were."""
-        found: dict[str, set[str]] = {}
+        changes = {}
         for stage, new in self.digests().items():
-            old = self.untouched[stage]
-            found[stage] = {name for name in {*old, *new} if old.get(name) != new.get(name)}
-        return {stage: names for stage, names in found.items() if names}
+            if differing := new.items() ^ self.untouched[stage].items():
+                changes[stage] = {name for name, _ in differing}
+        return changes
 
     def restore(self) -> None:
         for file in self.path.rglob("*.py"):
@@ -197,11 +186,8 @@ class Package:
     def files_of(self, name: str) -> list[Path]:
         """The module's file, or those of the package."""
         stem = self.path.joinpath(*name.split(".")[1:])
-        return (
-            [stem.with_suffix(".py")]
-            if stem.with_suffix(".py").is_file()
-            else sorted(stem.rglob("*.py"))
-        )
+        file = stem.with_suffix(".py")
+        return [file] if file.is_file() else sorted(stem.rglob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -215,39 +201,28 @@ def package(copied: Package) -> Iterator[Package]:
     copied.restore()
 
 
-def test_a_stage_depends_on_the_modules_that_its_module_imports_and_on_no_others(
-    package: Package,
-) -> None:
+def test_a_stage_depends_on_the_modules_that_its_module_imports(package: Package) -> None:
     code = package.untouched
-    assert {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"} <= set(
-        code["tokenizer"]
-    )
-    assert {"ttrain.tasks.sft", "ttrain.model.factory", "ttrain.train.optim"} <= set(code["sft"])
+    read = {"ttrain.tasks.tokenizer", "ttrain.data.tokenizer", "ttrain.data.records"}
+    assert read <= code["tokenizer"].keys()
+    assert {"ttrain.tasks.sft", "ttrain.model.factory", "ttrain.train.optim"} <= {*code["sft"]}
     assert not any(name.startswith(("ttrain.model", "ttrain.train")) for name in code["shards-sft"])
-    assert not NON_RESULT_NAMES & {name for modules in code.values() for name in modules}
+    assert all(NON_RESULT_NAMES.isdisjoint(modules) for modules in code.values())
 
 
-def test_no_training_depends_on_the_evaluation_and_no_task_of_a_user_on_the_models_of_stages(
-    tmp_path: Path,
-) -> None:
+def test_no_training_depends_on_evaluation_and_no_task_on_models(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path / "digests.json")
     code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
     for name in (*TRAINING_STAGES, "reference", "task"):
         assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
     assert {"ttrain.tasks.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
-    assert "ttrain.tasks.common.callbacks" not in (ROOT / "tasks/evaluate.py").read_text(), (
-        "what it writes counts"
-    )
+    # What the evaluation writes counts.
+    assert "ttrain.tasks.common.callbacks" not in (ROOT / "tasks/evaluate.py").read_text()
 
 
 def test_the_usual_width_of_a_layer_which_no_key_has_stays_as_it_is() -> None:
-    assert [usual_intermediate_size(width) for width in (8, 96, 128, 768, 4096)] == [
-        32,
-        256,
-        352,
-        2048,
-        10944,
-    ]
+    sizes = {8: 32, 96: 256, 128: 352, 768: 2048, 4096: 10944}
+    assert {width: usual_intermediate_size(width) for width in sizes} == sizes
 
 
 def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> None:
@@ -255,9 +230,7 @@ def test_comments_formatting_and_docstrings_do_not_count(package: Package) -> No
     _, _, code = path.read_text(encoding="utf-8").split('"""', 2)
     assert "class Tally:\n" in code
     code = code.replace("class Tally:\n", "class Tally(\n):  # a comment\n")
-    code = code.replace(
-        '"""Counts for the manifest and the summary."""', '"""Another docstring."""'
-    )
+    code = code.replace('"""Counts for the manifest', '"""Another docstring')
     path.write_text(f'"""Another docstring."""\n\n\n{code}\n# the end\n', encoding="utf-8")
     assert package.changes() == {}
 
@@ -280,62 +253,52 @@ def test_an_import_inside_a_function_counts(package: Package) -> None:
 
 
 def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
-    """A line more in every other module changes no digest, also where the module is imported; one in a shaping one does."""
-    append(
-        package.path / "tasks" / "source.py",
-        "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES)),
-    )
+    """A new line changes digests of shaping modules alone, whatever else is imported."""
+    imports = "".join(f"\nimport {name}" for name in sorted(NON_RESULT_NAMES))
+    append(package.path / "tasks" / "source.py", imports)
     before = package.digests()
-    # No stage of a pipeline imports them.
-    unread = {"doctor", "engine", "experiments", "export", "flows", "nightly"}
     packages = {path.parent.name for path in package.path.glob("*/__init__.py")}
-    assert packages == {*SHAPING, *NON_RESULT_PACKAGES, *unread} - {"errors"}
+    assert packages == {*SHAPING, *NON_RESULT_PACKAGES, *UNREAD} - {"errors"}
     others = [file for name in NON_RESULT_NAMES for file in package.files_of(name)]
-    for file in [
-        *others,
-        *(file for name in unread for file in package.files_of(f"ttrain.{name}")),
-    ]:
+    unread = [file for name in UNREAD for file in package.files_of(f"ttrain.{name}")]
+    for file in (*others, *unread):
         append(file, "\nUNUSED = 1\n")
     assert len(others) > 100 and package.digests() == before
     modules_read = sorted({name for modules in before.values() for name in modules})
-    names = {
-        next(name for name in modules_read if name.startswith(f"ttrain.{part}."))
-        for part in SHAPING
-    }
+    first = {name.split(".")[1]: name for name in reversed(modules_read)}
+    names = {first[part] for part in SHAPING}
     for name in names:
         append(package.files_of(name)[0], "\nUNUSED = 1\n")
-    after = package.digests()
-    for stage, modules in before.items():
-        assert {
-            name for name in modules if modules[name] != after[stage][name]
-        } == names & modules.keys()
+    for stage, modules in package.digests().items():
+        changed = {name for name, digest in modules.items() if before[stage][name] != digest}
+        assert changed == names & modules.keys()
 
 
 def test_sources_in_c_count_with_the_module_of_their_name(tmp_path: Path) -> None:
     digests = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
-    found = {name: digest for name, digest in digests.items() if name.endswith((".c", ".h"))}
-    assert found == {
-        f"ttrain.train.native{end}": sha256_file(ROOT / f"ttrain/train/native{end}")
-        for end in (".c", ".h")
+    assert {name for name in digests if name.endswith((".c", ".h"))} == {
+        "ttrain.train.native.c",
+        "ttrain.train.native.h",
     }
+    for end in (".c", ".h"):
+        source = ROOT / f"ttrain/train/native{end}"
+        assert digests[f"ttrain.train.native{end}"] == sha256_file(source)
 
 
 def test_threads_may_look_at_the_same_time(tmp_path: Path) -> None:
-    """CPython before 3.11.8 counts the depth of all syntax trees in one variable: without a lock some threads fail."""
+    """CPython before 3.11.8 counts the depth of all syntax trees in one unguarded variable."""
     threshold = gc.get_threshold()
     gc.set_threshold(200)
     gc.callbacks.append(next_thread)  # in the middle of a syntax tree
+    cache = DigestCache(tmp_path / "nowhere.json")
     try:
         with ThreadPoolExecutor(3) as threads:
-            look = partial(
-                code_digests, "ttrain.data.loader", DigestCache(tmp_path / "nowhere.json")
-            )
-            found = [threads.submit(look) for _ in range(3)]
-        assert [one.result() for one in found] == [found[0].result()] * 3
+            first, *others = threads.map(code_digests, ["ttrain.data.loader"] * 3, [cache] * 3)
+        assert others == [first] * 2
     finally:
         gc.callbacks.remove(next_thread)
         gc.set_threshold(*threshold)
 
 
 def next_thread(*_: object) -> None:
-    time.sleep(0)
+    time.sleep(0)  # lets go of the interpreter lock

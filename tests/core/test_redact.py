@@ -1,4 +1,4 @@
-"""What is secret in a URL or a setting, and what only looks so; that records are enough to take the secrets up again."""
+"""Which parts of URLs and which settings are secret; hidden values are filled in again."""
 
 from __future__ import annotations
 
@@ -46,40 +46,46 @@ OPEN = [
 ]
 
 
+SECRETS = [
+    *("hub.token", "hf_token", "apiKey", "db.password", "PASSWORD", "aws_secret_access_key"),
+    *("notify.webhook_url", "a.private-key", "auth", "proxy.authorization", "x.credentials"),
+    *("x.access_key", "tokens.token", "user.pwd", "task.secrets.wandb", "hub.refresh_tokens"),
+    *("task.hubSecrets.first[0]", "api_key_2", "DB_PASSWORD_1", "gateway.password_1"),
+    *("hub_token_2", "my token", "secrets[0].x", "credentials.a"),
+]
+NO_SECRETS = [
+    *("pretrain.tokens", "tokens", "tokens_per_step", "tokenizer.vocab_size", "pad_token"),
+    *("multi_token", "model.keys", "key", "key_file", "notify.webhook_file", "webhook_file"),
+    *("secret_file", "secrets_path", "secrets.file", "credentials.path", "sft.author"),
+    *("attention", "tokenizer.eos_token", "pretrain.validation_tokens"),
+]
+
+
 @pytest.mark.parametrize(("location", "shown"), LOCATIONS)
 def test_a_url_is_shown_without_user_password_query_and_fragment(location: str, shown: str) -> None:
-    assert (
-        redact.url(location) == redact.url(shown) == shown
-        and is_hidden(shown)
-        and not is_hidden(location)
-    )
-    for words in (f"cannot read {location} now", f"cannot read {shown} now"):
-        assert redact.text(words) == f"cannot read {shown} now"
+    assert redact.url(location) == redact.url(shown) == shown
+    assert is_hidden(shown) and not is_hidden(location)
+    for url in (location, shown):
+        assert redact.text(f"cannot read {url} now") == f"cannot read {shown} now"
     assert masked({"data.sft": [{"path": location}]}) == {"data.sft": [{"path": shown}]}
     assert SECRET not in str(DataError(f"{location} is corrupt"))
-    tree = Settings.model_validate(
-        {"data": {"sft": [location], "lora": [{"path": location, "weight": 2}]}}
-    )
-    assert SECRET not in tree.model_dump_json()
-    assert tree.model_dump()["data"]["sft"] == (location,), (
-        "only what leaves the process is without it"
-    )
+    data = {"sft": [location], "lora": [{"path": location, "weight": 2}]}
+    settings = Settings.model_validate({"data": data})
+    assert SECRET not in settings.model_dump_json()
+    assert settings.data.sft == (location,), "within the process it is complete"
 
 
 def test_a_path_or_an_open_url_is_shown_as_it_is() -> None:
-    assert [
-        location for location in OPEN if redact.url(location) != location or is_hidden(location)
-    ] == []
+    assert [redact.url(location) for location in OPEN] == OPEN
+    assert not any(map(is_hidden, OPEN))
     assert masked({"data.sft": OPEN}) == {"data.sft": OPEN}
 
 
 def test_a_text_keeps_what_stands_around_its_urls() -> None:
     shown = redact.url("https://host/x.jsonl?sig=1")
     assert redact.text(f"{shown}:12: no text") == "https://host/x.jsonl?***:12: no text"
-    assert (
-        redact.text("['https://a/x?1', 'https://u:p@b/y']")
-        == "['https://a/x?***', 'https://***@b/y']"
-    )
+    listed = redact.text("['https://a/x?1', 'https://u:p@b/y']")
+    assert listed == "['https://a/x?***', 'https://***@b/y']"
     page = "http://127.0.0.1:5000/#/experiments/1/runs/2"
     assert redact.text(f"see {page}") == f"see {page}", "the address of a page is no source of data"
     assert redact.text("use ghp_" + "a" * 36 + " here") == "use *** here"
@@ -110,94 +116,33 @@ def test_secret_parameters_are_hidden_wherever_a_text_has_them(words: str, shown
     assert redact.text(words) == redact.text(shown) == shown
 
 
-def test_a_name_is_secret_by_its_words_whatever_stands_between_and_after_them() -> None:
-    secret = (
-        "api_key_2",
-        "DB_PASSWORD_1",
-        "gateway.password_1",
-        "hub_token_2",
-        "my token",
-        "secrets[0].x",
-        "credentials.a",
-    )
-    assert [name for name in secret if not is_secret(name)] == []
-    assert not any(
-        map(
-            is_secret,
-            ("tokens", "pad_token", "tokens_per_step", "key_file", "webhook_file", "secrets_path"),
-        )
-    )
-
-
 def test_the_current_settings_fill_in_what_a_record_hides() -> None:
-    here, there = "https://u:new@host/a.jsonl", "https://host/get?id=1"
-    now = {
-        "data": {
-            "sft": (here, "b.jsonl"),
-            "lora": ({"path": there, "weight": 3},),
-            "pretrain": (there,),
-        }
-    }
+    user, query = "https://u:new@host/a.jsonl", "https://host/get?id=1"
+    now = {"sft": (user, "b.jsonl"), "lora": ({"path": query, "weight": 3},), "pretrain": (query,)}
     record = {
-        "data": {
-            "sft": ["https://***@host/a.jsonl", "c.jsonl"],
-            "lora": [{"path": "https://host/get?***", "weight": 2}],
-            "pretrain": ["https://***@elsewhere/a.jsonl"],
-        }
+        "sft": ["https://***@host/a.jsonl", "c.jsonl"],
+        "lora": [{"path": "https://host/get?***", "weight": 2}],
+        "pretrain": ["https://***@elsewhere/a.jsonl"],
     }
-    assert restored(record, now)["data"] == {
-        "sft": [here, "c.jsonl"],
-        "lora": [{"path": there, "weight": 2}],
-        "pretrain": record["data"]["pretrain"],
+    assert restored({"data": record}, {"data": now})["data"] == {
+        "sft": [user, "c.jsonl"],
+        "lora": [{"path": query, "weight": 2}],
+        "pretrain": record["pretrain"],
     }
 
 
-SECRETS = (
-    "hub.token",
-    "hf_token",
-    "apiKey",
-    "db.password",
-    "PASSWORD",
-    "aws_secret_access_key",
-    "notify.webhook_url",
-    "a.private-key",
-    "auth",
-    "proxy.authorization",
-    "x.credentials",
-    "x.access_key",
-    "tokens.token",
-    "user.pwd",
-    "task.secrets.wandb",
-    "task.hubSecrets.first[0]",
-    "hub.refresh_tokens",
-)
-NO_SECRETS = (
-    "pretrain.tokens",
-    "tokens_per_step",
-    "tokenizer.vocab_size",
-    "tokenizer.eos_token",
-    "multi_token",
-    "model.keys",
-    "key",
-    "notify.webhook_file",
-    "secret_file",
-    "sft.author",
-    "attention",
-    "secrets.file",
-    "credentials.path",
-    "pretrain.validation_tokens",
-)
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_known_by_its_name(name: str) -> None:
+    assert is_secret(name) and masked({name: SECRET}) == {name: HIDDEN}
+    assert masked({name: [SECRET]}) == {name: [HIDDEN]}
 
 
-def test_a_secret_is_known_by_its_name_and_what_only_sounds_like_one_is_shown() -> None:
-    assert masked(dict.fromkeys(SECRETS, SECRET)) == dict.fromkeys(SECRETS, HIDDEN)
-    assert masked({name: [SECRET] for name in SECRETS}) == {name: [HIDDEN] for name in SECRETS}
-    assert masked(dict.fromkeys(NO_SECRETS, "shown")) == dict.fromkeys(NO_SECRETS, "shown")
+@pytest.mark.parametrize("name", NO_SECRETS)
+def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
+    assert not is_secret(name) and masked({name: "shown"}) == {name: "shown"}
 
 
 def test_no_setting_of_ours_but_the_webhook_is_hidden() -> None:
     tree = Settings().model_dump(mode="json")
     assert {key for key, value in flatten(tree) if is_secret(key)} == {"notify.webhook"}
-    assert Settings.model_validate(masked(tree)) == Settings(), (
-        "deployments have them as parameters, and read them back"
-    )
+    assert Settings.model_validate(masked(tree)) == Settings()  # as deployments read them back

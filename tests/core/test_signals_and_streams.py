@@ -1,7 +1,4 @@
-"""What signals to stop mean to a process that waits for others, by real processes that get them.
-
-Standard output and error whose reader is gone, whose disk is full, or which were closed before the program began.
-"""
+"""Signals to stop, sent to real processes; output whose reader is gone or whose disk is full."""
 
 from __future__ import annotations
 
@@ -42,22 +39,29 @@ except Interrupted as error:
     print(error)
     sys.exit(error.exit_code)
 """
+PRELUDE = """
+import os, sys
+from ttrain.core.terminal import guard_streams, outlast_output
+guard_streams()
+"""
+MANY_LINES = "for number in range(20_000): print('line', number)\n"
+WORKS = f"outlast_output()\n{MANY_LINES}os.write(int(sys.argv[1]), b'to the end')\n"
+NOTE = "standard output cannot be written ({}); the command goes on without it\n"
 
 
 @contextlib.contextmanager
 def program(*prefix: str) -> Iterator[subprocess.Popen[str]]:
     command = [*prefix, sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
         process.kill()
 
 
 def end_of(process: subprocess.Popen[str], text: str) -> tuple[str, int]:
-    said, _ = process.communicate(text, timeout=60)
-    return said, process.returncode
+    out, _ = process.communicate(text, timeout=60)
+    return out, process.returncode
 
 
 def ask_to_stop(process: subprocess.Popen[str], signum: int) -> None:
@@ -76,8 +80,8 @@ def test_a_second_signal_ends_at_once() -> None:
     with program() as process:
         ask_to_stop(process, signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
-        said, code = end_of(process, "")
-        assert "interrupted twice" in said and code == 143
+        out, code = end_of(process, "")
+        assert "interrupted twice" in out and code == 143
 
 
 def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
@@ -93,9 +97,6 @@ def test_nohup_is_obeyed() -> None:
         assert end_of(process, "\n\n") == ("", 0)
 
 
-# --- Ctrl-C in a command that takes no handlers of its own
-
-
 def test_ctrl_c_ends_a_command_with_a_word_and_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,29 +106,16 @@ def test_ctrl_c_ends_a_command_with_a_word_and_130(
     assert capsys.readouterr().err == "interrupted\n" and ended.value.args == (130,)
 
 
-# --- standard output and error
-
-
-PRELUDE = "import os, sys\nfrom ttrain.core.terminal import guard_streams, outlast_output\nguard_streams()\n"
-MANY_LINES = "for number in range(20_000): print('line', number)\n"
-WORKS = f"outlast_output()\n{MANY_LINES}os.write(int(sys.argv[1]), b'to the end')\n"
-NOTE = "standard output cannot be written ({}); the command goes on without it\n"
-
-
-def output_of(code: str, **streams: Any) -> tuple[int, str, str]:
+def output_of(code: str, stdout: Any) -> tuple[int, str, str]:
     """(exit code, what the program wrote into a pipe of its own, its standard error)."""
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as result:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code, str(writer)],
-            pass_fds=(writer,),
-            stderr=streams.pop("stderr", subprocess.PIPE),
-            text=True,
-            **streams,
-        )
+        command = [sys.executable, "-c", PRELUDE + code, str(writer)]
+        pipes: Any = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, pass_fds=(writer,), **pipes)
         os.close(writer)
         _, error = process.communicate(timeout=60)
-        return process.returncode, result.read().decode(), error or ""
+        return process.returncode, result.read().decode(), error
 
 
 def pipe_without_a_reader() -> int:
@@ -136,21 +124,17 @@ def pipe_without_a_reader() -> int:
     return writer
 
 
-def test_a_run_goes_on_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
-    gone = pipe_without_a_reader()
+def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
+    end = (0, "to the end")
+    assert output_of(WORKS, pipe_without_a_reader()) == (*end, NOTE.format("Broken pipe"))
     with Path("/dev/full").open("w") as full:
-        assert output_of(WORKS, stdout=gone) == (0, "to the end", NOTE.format("Broken pipe"))
-        assert output_of(WORKS, stdout=full) == (
-            0,
-            "to the end",
-            NOTE.format("No space left on device"),
-        )
+        assert output_of(WORKS, full) == (*end, NOTE.format("No space left on device"))
 
 
 def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:
-    assert output_of(MANY_LINES, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
     few = "from ttrain.cli.main import main\nmain(['--help'])"  # what fails is the last flush
-    assert output_of(few, stdout=pipe_without_a_reader()) == (READER_IS_GONE, "", "")
+    for code in (MANY_LINES, few):
+        assert output_of(code, pipe_without_a_reader()) == (READER_IS_GONE, "", "")
 
 
 def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:

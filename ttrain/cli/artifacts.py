@@ -28,7 +28,8 @@ from ttrain.store.runs import ELSEWHERE_DAYS
 
 MEGABYTE = 1e6
 CELL_CHARACTERS = 80  # characters of a list in a table
-KEEP_RUNS, OLDER_THAN_DAYS = 10, 14.0
+KEEP_RUNS = 10
+OLDER_THAN_DAYS = 14.0
 
 artifacts_app = command_group(
     "artifacts",
@@ -41,7 +42,6 @@ StageName = Annotated[str, argument("the stage", metavar="STAGE")]
 
 
 def _known_stage(stage: str) -> str:
-    """Raise UsageError for a stage that does not exist; "" means all."""
     if stage:
         from ttrain.tasks import STAGES
 
@@ -57,7 +57,7 @@ Key = Annotated[str, argument("the beginning of its key; without: the newest", m
 
 @command(artifacts_app, "Examples:  ttrain artifacts list\n\nttrain artifacts list sft --json")
 def artifacts_list(stage: StageFilter = "") -> Output:
-    """List finished artifacts and unfinished work that can be resumed, with the newest run that made or used each."""
+    """List finished artifacts and resumable work, with the newest run of each."""
     from ttrain.engine.artifact_commands import artifact_rows
 
     artifacts = artifact_rows(ArtifactStore(home()), stage or None)
@@ -79,18 +79,18 @@ def artifacts_list(stage: StageFilter = "") -> Output:
 
 
 @command(
-    artifacts_app,
-    "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json",
+    artifacts_app, "Examples:  ttrain artifacts show sft\n\nttrain artifacts show sft 3f1c --json"
 )
 def artifacts_show(stage: StageName, key: Key = "") -> Output:
-    """Print how an artifact was made, as `ttrain lineage` does, its state, and the figures that it resulted in."""
+    """Print an artifact's lineage, state and metrics."""
     from ttrain.config import flatten
     from ttrain.engine.artifact_commands import find_artifact, size_of
     from ttrain.lineage.lineage import facts_of
 
     store = ArtifactStore(home())
     artifact = find_artifact(store, stage, key)
-    damage, manifest = store.damage(artifact), artifact.manifest
+    damage = store.damage(artifact)
+    manifest = artifact.manifest
     results = flatten(dict(artifact.result))
     rows = [
         ("path", str(artifact.path)),
@@ -106,7 +106,6 @@ def artifacts_show(stage: StageName, key: Key = "") -> Output:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a cell of the table, shortened to fit."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     is_long = isinstance(value, list | dict) and len(text) > CELL_CHARACTERS
     return f"{len(value)} entries; --json has them" if is_long else text  # type: ignore[arg-type]
@@ -117,7 +116,7 @@ def _shown(value: object) -> str:
     "Examples:  ls $(ttrain artifacts path sft)/model\n\nttrain artifacts path sft 3f1c",
 )
 def artifacts_path(stage: StageName, key: Key = "") -> None:
-    """Print the path of an artifact: the newest of a stage, or the one whose key begins with KEY."""
+    """Print the path of a stage's newest artifact, or of the one whose key begins with KEY."""
     from ttrain.engine.artifact_commands import find_artifact
 
     print(find_artifact(ArtifactStore(home()), stage, key).path)
@@ -137,11 +136,12 @@ def artifacts_verify(
         ),
     ] = False,
 ) -> Output:
-    """Read every byte of every artifact and compare with its manifest. Exit code 1 if something is damaged."""
+    """Compare every byte of every artifact with its manifest. Exit code 1 for damage."""
     from ttrain.engine import artifact_commands
 
     store = ArtifactStore(home())
-    artifacts, unreadable = store.artifacts(stage or "*"), store.unreadable(stage or "*")
+    artifacts = store.artifacts(stage or "*")
+    unreadable = store.unreadable(stage or "*")
     damaged: list[tuple[Path, str, Artifact | None]] = [
         (path, why, None) for path, why in unreadable.items()
     ]
@@ -171,7 +171,8 @@ def artifacts_verify(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain\n\nttrain artifacts adopt sft sft.epochs=3",
+    "Examples:  ttrain artifacts adopt --all\n\nttrain artifacts adopt pretrain\n\nttrain "
+    "artifacts adopt sft sft.epochs=3",
 )
 def artifacts_adopt(
     *,
@@ -181,10 +182,9 @@ def artifacts_adopt(
         bool, option("every stage that only changed code would build again", "--all")
     ] = False,
 ) -> Output:
-    """Keep artifacts across a code change that you know to be harmless, as after an upgrade; their manifests say so.
+    """Keep artifacts across a code change that you know to be harmless; their manifests say so.
 
-    Of a stage that would be built again for changed code alone the newest artifact is kept, inputs first. Settings and
-    inputs must be those that it was made with.
+    Per stage the newest one is kept that only changed code would rebuild, inputs first.
     """
     from ttrain import api
     from ttrain.engine.artifact_commands import adopt
@@ -193,7 +193,8 @@ def artifacts_adopt(
     usable_home()
     if everything:  # then the first word is a setting
         given = [word for word in (stage, *(settings_options.overrides or ())) if word]
-        stage, settings_options = "", replace(settings_options, overrides=given)
+        stage = ""
+        settings_options = replace(settings_options, overrides=given)
     elif not stage:
         raise UsageError(
             "`ttrain artifacts adopt` needs a stage, or --all; try ttrain artifacts adopt --all"
@@ -202,10 +203,13 @@ def artifacts_adopt(
     if stage and stage not in plan.graph:
         raise no_stage(stage, plan.graph, plan.settings)
     adopted = adopt(plan, stage)
-    rows, value = list[Sequence[str]](), list[JsonDict]()
+    rows: list[Sequence[str]] = []
+    value: list[JsonDict] = []
     for artifact in adopted:
-        seconds, history = artifact.manifest.get("seconds", 0.0), artifact.manifest["adopted"]
-        old, new = short_digest(history[-1]["key"]), short_digest(artifact.key)
+        seconds = artifact.manifest.get("seconds", 0.0)
+        history = artifact.manifest["adopted"]
+        old = short_digest(history[-1]["key"])
+        new = short_digest(artifact.key)
         rows.append(
             (
                 artifact.stage,
@@ -228,7 +232,8 @@ def artifacts_adopt(
 
 @command(
     artifacts_app,
-    "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 --older-than 7\n\n"
+    "Examples:  ttrain artifacts clean --dry-run\n\nttrain artifacts clean --keep-runs 3 "
+    "--older-than 7\n\n"
     "ttrain artifacts clean --run latest --dry-run",
 )
 def artifacts_clean(
@@ -242,12 +247,11 @@ def artifacts_clean(
         ),
     ] = OLDER_THAN_DAYS,
     run: Annotated[
-        str,
-        option("instead: what only this run needs, also if it is young", metavar="RUN"),
+        str, option("instead: what only this run needs, also if it is young", metavar="RUN")
     ] = "",
     dry_run: Annotated[bool, option("only print what would be removed", "--dry-run")] = False,
 ) -> Output:
-    """Remove artifacts and work that no recent run and no registered model needs; nothing while a run is in progress."""
+    """Remove artifacts and work that no recent run or registered model needs."""
     from ttrain.nightly import records
     from ttrain.store import garbage_collection
     from ttrain.store.registry import Registry
@@ -258,7 +262,8 @@ def artifacts_clean(
         raise UsageError(
             f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them"
         )
-    registered, needed = Registry(store.root).keys(), records.needed_keys
+    registered = Registry(store.root).keys()
+    needed = records.needed_keys
     kept = garbage_collection.Kept.recent(keep_runs, older_than)
     if run:
         kept = garbage_collection.Kept(only_run=need_run(store.root, run))
@@ -294,7 +299,8 @@ def artifacts_clean(
     if cleaned.running:
         active_runs = ", ".join(f"{run} on {machine}" for run, machine in cleaned.running.items())
         shown.append(
-            f"nothing is removed while runs are in progress: {active_runs}; one on another machine counts until its "
+            f"nothing is removed while runs are in progress: {active_runs}; one on another "
+            "machine counts until its "
             f"file in {store.root / 'runs'} has not changed for {ELSEWHERE_DAYS} days"
         )
     return Output({**value, "running": cleaned.running}, shown)

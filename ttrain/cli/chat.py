@@ -50,8 +50,6 @@ TopP = Annotated[float, option("keep the likeliest tokens that together have thi
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """The options of the commands that load a model."""
-
     run: RunName = None
     base: AdapterBase = None
     device: Annotated[
@@ -92,15 +90,13 @@ class GreedyOptions(SamplingOptions):
 
 @command(
     app,
-    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain --versus sft\n\n"
+    "Examples:  ttrain chat\n\nttrain chat sft --temperature 0\n\nttrain chat pretrain "
+    "--versus sft\n\n"
     "echo 'What is a list?' | ttrain chat sft --json",
     "Use",
 )
 def chat(
-    model: Annotated[
-        str | None,
-        argument(DEFAULT_MODEL, metavar="MODEL"),
-    ] = None,
+    model: Annotated[str | None, argument(DEFAULT_MODEL, metavar="MODEL")] = None,
     versus: Annotated[
         str | None, option("a second model, which answers after the first", metavar="MODEL")
     ] = None,
@@ -113,7 +109,7 @@ def chat(
     sampling: SamplingOptions,
     loading_options: LoadingOptions,
 ) -> None:
-    """Chat with a model. In a terminal, answers stream; in a pipe, each line is a question and its answer is printed."""
+    """Chat with a model: answers stream in a terminal; in a pipe each line is a question."""
     settings = sampling.settings()
     if (
         model is not None
@@ -135,7 +131,8 @@ def chat(
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
 
-    device, dtype = loading_options.device, loading_options.dtype
+    device = loading_options.device
+    dtype = loading_options.dtype
     selectors: list[ModelSelector] = (
         [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
     )
@@ -242,9 +239,9 @@ def serve(
     *,
     loading_options: LoadingOptions,
 ) -> None:
-    """Serve the home's models on 127.0.0.1 until Ctrl-C: OpenAI's interface, and a page to talk to one or compare two.
+    """Serve the home's models on 127.0.0.1 until Ctrl-C: OpenAI's interface, and a chat page.
 
-    MODEL is loaded at the start and is the default; others are loaded when a request names them.
+    MODEL is loaded at the start; others when a request names them.
     """
     from ttrain.store import server_records
 
@@ -294,8 +291,8 @@ def serve(
         server.run(sockets=[listener])
 
 
+# As Ctrl-C does, so that the server ends, too.
 def _end(signum: int) -> None:
-    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that the server ends too."""
     raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
@@ -310,7 +307,6 @@ def _resolved(models: Sequence[str | None], options: LoadingOptions) -> list[Ref
 
 
 def _identity(reference: Reference) -> dict[str, Any]:
-    """The model's identity, as JSON for scripts."""
     from ttrain.lineage import lookup
 
     return lookup.to_json(reference)
@@ -330,10 +326,11 @@ def _load(references: list[Reference], options: LoadingOptions) -> list[LoadedMo
 
 
 def before_torch() -> None:
-    """Set what must be set before torch is loaded, and silence transformers' progress bars and advice."""
+    """Prepare the environment before torch is loaded; silence transformers."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel parts. The quickstart's model
-        # beside busy processes: 6 tokens/s with libgomp's default, 70 to 110 with 10,000 turns, 370 to 470 with this.
+        # Turns of an idle OpenMP thread before it sleeps: a token has dozens of short parallel
+        # parts. The quickstart's model beside busy processes: 6 tokens/s with libgomp's default, 70
+        # to 110 with 10,000 turns, 370 to 470 with this.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import warnings
 

@@ -1,4 +1,4 @@
-"""The conversation of `ttrain chat`: in a terminal answers stream, in a pipe each line is a question."""
+"""The conversation of `ttrain chat`: streamed in a terminal, line by line in a pipe."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ HELP = {
 
 
 def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str) -> None:
-    """Answer what is typed until the user ends it; several models answer one after the other, each below its name."""
+    """Answer typed lines until the user exits; several models answer in turn."""
     say_dim(greeting)
     for line in typed_lines():
         try:
@@ -45,9 +45,9 @@ def talk_in_terminal(chats: Sequence[Chat], names: Sequence[str], greeting: str)
 def talk_in_pipe(
     chats: Sequence[Chat], identities: Mapping[str, JsonObject], *, as_json: bool
 ) -> None:
-    """Print an answer for each line of standard input, as text or as a line of JSON; `/reset` forgets the conversation.
+    """Print an answer for each line of standard input, as text or JSON; `/reset` starts over.
 
-    `identities`: JSON fields about models by their names, added to their answers; a gate's experts are not known yet.
+    `identities`: JSON fields about each model.
     """
     for line in _piped_lines():
         if line.rstrip() == "/reset":
@@ -71,7 +71,6 @@ def talk_in_pipe(
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield the lines that the user types, but for empty ones."""
     import readline  # gives input() editing and a history
 
     # Lines that are pasted are one question. Where no locale is set, as in a container, the bytes
@@ -97,7 +96,6 @@ def typed_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Yield the lines of standard input, but for empty ones. Raises DataError for a line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
@@ -108,14 +106,12 @@ def _piped_lines() -> Iterator[str]:
 
 
 def say_dim(text: str) -> None:
-    """Print a message that is not an answer."""
     from rich.text import Text
 
     console().print(Text(escape_control_characters(text), style="dim"), soft_wrap=True)
 
 
 def _reply_summary(reply: Reply) -> str:
-    """One line about an answer: tokens, speed, a gate's choice, and why it stopped."""
     speed = (
         f", {reply.tokens / reply.seconds:.0f} a second" if reply.seconds and reply.tokens else ""
     )
@@ -130,12 +126,12 @@ def _reply_summary(reply: Reply) -> str:
 
 
 def is_command(line: str) -> bool:
-    """Whether the line is a command, maybe a mistyped one: /word, but not a path."""
+    """Whether the line is a command, maybe mistyped: /word, but not a path."""
     return re.fullmatch(r"/[a-z]+", line.partition(" ")[0]) is not None
 
 
 def run_command(line: str, chats: Sequence[Chat]) -> str:
-    """Run the command in each of the chats; returns the message to show. Raises UsageError, and EOFError for /exit."""
+    """Run a command in each chat; return the message. Raises UsageError, EOFError for /exit."""
     word, _, file = line.rstrip().partition(" ")
     match word:
         case "/exit":

@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from ttrain.reports.compare import Difference, RunComparison
     from ttrain.store.run_views import RunView
 
-RUN_HELP = "a run or the beginning of its name, `latest`, an MLflow run id, or a registered NAME@ALIAS or NAME/VERSION"
+RUN_HELP = (
+    "a run or the beginning of its name, `latest`, an MLflow run id, or a registered "
+    "NAME@ALIAS or NAME/VERSION"
+)
 SHOWN_SAMPLES = 6
 LONGEST_CELL = 160  # characters of a text
 
 
 @command(
     app,
-    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion mine@challenger "
+    "Examples:  ttrain compare full-20261121-160222 latest\n\nttrain compare mine@champion "
+    "mine@challenger "
     "--html compared.html\n\nttrain compare latest full-20261121-160222 --json",
     "Look",
 )
@@ -37,7 +41,8 @@ def compare(
 
     if len(runs) < 2:
         raise UsageError(
-            f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` lists them"
+            f"compare got one run, {runs[0]}, but needs two or more; `ttrain pipeline status` "
+            "lists them"
         )
     if html:
         check_output_file(html)
@@ -54,16 +59,17 @@ def compare(
 
 @command(
     app,
-    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\nttrain report mine@champion",
+    "Examples:  ttrain report\n\nttrain report full-20261121-160222 --out report.html\n\nttrain "
+    "report mine@champion",
     "Look",
 )
 def report(
     run: Annotated[str, argument(RUN_HELP, metavar="RUN")] = "latest",
     out: Annotated[Path | None, option("the file; default: RUN.html here", "--out", "-o")] = None,
 ) -> Output:
-    """Write one page about a run: stages, curves, data, evaluation, samples, lineage, and what went wrong.
+    """Write a page about a run: stages, curves, data, evaluation, samples, lineage, problems.
 
-    Of a sweep it has its settings, each with its seeds, mean and interval.
+    Of a sweep: its settings, each with seeds, mean and interval.
     """
     from ttrain.reports.report import report_of, sweep_page
     from ttrain.store.run_views import read_run
@@ -75,14 +81,15 @@ def report(
         from ttrain.experiments.verdict import Judgement
         from ttrain.store.artifacts import ArtifactStore
 
-        experiment, notes = find_experiment(home(), run), list[str]()
-        name, page = (
-            experiment.name,
-            sweep_page(Judgement(experiment, ArtifactStore(home())).to_json()),
-        )
+        experiment = find_experiment(home(), run)
+        notes: list[str] = []
+        name = experiment.name
+        page = sweep_page(Judgement(experiment, ArtifactStore(home())).to_json())
     else:
         view = read_run(home(), run)
-        name, page, notes = view.name, report_of(view), list(view.notes)
+        name = view.name
+        page = report_of(view)
+        notes = list(view.notes)
     path = out or Path(f"{name}.html")
     check_output_file(path)
     path.write_text(page, encoding="utf-8")
@@ -90,7 +97,6 @@ def report(
 
 
 def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:
-    """The runs, the verdict, the tables, and samples that differ."""
     from ttrain.reports.compare import run_rows
     from ttrain.reports.facts import REFERENCE, letter
 
@@ -114,7 +120,6 @@ def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str 
 
 
 def _cells(row: Difference) -> list[str]:
-    """The title of a row and the text of each run; the best is marked."""
     cells = [truncated(text, LONGEST_CELL) for text in row.texts]
     if row.best is not None:
         cells[row.best] += "  * best"

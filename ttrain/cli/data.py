@@ -1,4 +1,4 @@
-"""The `ttrain data` commands, and `ttrain init`: what files hold, what the model sees of them, settings to train on them."""
+"""The `ttrain data` commands, and `ttrain init`."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,10 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 
 SECTION = "reading."  # of the settings among the words of `data check`
-FILES_HELP = "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, hf://owner/name; and settings of reading"
+FILES_HELP = (
+    "JSONL (packed or not), parquet, or .txt: files, globs, folders, URLs, "
+    "hf://owner/name; and settings of reading"
+)
 
 data_app = command_group(
     "data",
@@ -57,7 +60,8 @@ def data_check(
 
 @command(
     data_app,
-    "Examples:  ttrain data show shards-sft\n\nttrain data show $(ttrain artifacts path shards-sft 3f1c)/heldout --rows 10",
+    "Examples:  ttrain data show shards-sft\n\nttrain data show $(ttrain artifacts path "
+    "shards-sft 3f1c)/heldout --rows 10",
 )
 def data_show(
     shards: Annotated[
@@ -74,7 +78,8 @@ def data_show(
 
 @command(
     app,
-    "Examples:  ttrain init\n\nttrain init docs.jsonl chats.jsonl\n\nttrain init corpus/ --out corpus.yaml",
+    "Examples:  ttrain init\n\nttrain init docs.jsonl chats.jsonl\n\nttrain init corpus/ --out "
+    "corpus.yaml",
     "Train",
 )
 def init(
@@ -87,7 +92,7 @@ def init(
     out: Annotated[Path, option("the file to write", metavar="FILE")] = OWN_SETTINGS,
     force: Annotated[bool, option("overwrite it", "--force")] = False,
 ) -> Output:
-    """Write a file of settings for your own data: files of documents, chats and pairs are told by their rows."""
+    """Write a settings file for your own data: rows tell documents, chats and pairs apart."""
     from ttrain.data import locations, starter
 
     found = locations.expand(files, "FILES") if files else starter.files_in(Path())
@@ -100,7 +105,8 @@ def init(
     if not datasets:
         reasons = "".join(f"\n{file}: {reason}" for file, reason in left_out.items())
         raise UsageError(
-            f"there are no data in {', '.join(files or [str(Path.cwd())])}; name files of documents, chats or pairs: "
+            f"there are no data in {', '.join(files or [str(Path.cwd())])}; name files of "
+            "documents, chats or pairs: "
             f"ttrain init docs.jsonl chats.jsonl{reasons}"
         )
     text = starter.render(datasets, starter.run_name(Path.cwd()), shlex.quote(str(out)))

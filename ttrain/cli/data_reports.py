@@ -1,4 +1,4 @@
-"""What `ttrain data` prints: counts of the rows of files, and packed rows token by token."""
+"""What `ttrain data` prints: row counts of files, and packed rows token by token."""
 
 import itertools
 import os
@@ -33,13 +33,12 @@ LENGTHS = ("mean", "min", "5 %", "50 %", "95 %", "max")  # in bytes
 def report_on(
     patterns: Sequence[str], settings: Settings, kind: str, rejected: Path | None
 ) -> Output:
-    """The reports on files. The code is 1 if one is unusable."""
+    """The reports on files; exit code 1 if one is unusable."""
     sources = locations.expand(patterns, "FILE")
     if rejected and rejected.resolve() in [Path(source).resolve() for source in sources]:
         raise UsageError(f"--rejected is {rejected}, an input file; name another file")
-    if (
-        kind == "auto" and settings.reading.text_field != Reading().text_field
-    ):  # as only documents have
+    # Only documents have a text field.
+    if kind == "auto" and settings.reading.text_field != Reading().text_field:
         kind = "documents"
     with (rejected or Path(os.devnull)).open("wb") as file, bar("reading", "rows") as progress:
         reports = check(
@@ -57,7 +56,6 @@ def report_on(
 
 
 def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:
-    """Outcomes of the rows of files, their lengths and scripts, texts that are not read."""
     overview = [[_shown(report.get(name)) for name in OVERVIEW] for report in reports]
     yield Table(OVERVIEW, overview)
     header = ("file", "bytes", *LENGTHS, "letters, by their script")
@@ -72,15 +70,14 @@ def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:
 
 
 def _measures(report: JsonObject) -> list[str]:
-    """File, bytes, lengths, and the scripts of at least a thousandth of the letters."""
-    lengths, shares = report.get("lengths", {}), report["scripts"].items()
+    lengths = report.get("lengths", {})
+    shares = report["scripts"].items()
     scripts = [f"{name} {share:.1%}" for name, share in shares if share >= SMALLEST_SHARE]
     shown = [_shown(lengths.get(name)) for name in LENGTHS]
     return [report["file"], _shown(report["bytes"]), *shown, ", ".join(scripts)]
 
 
 def _shown(value: object) -> str:
-    """A count as text; counts by reason as "3: duplicate 2, empty text 1"."""
     if not isinstance(value, Mapping):
         return format_value(value)
     reasons = ", ".join(f"{reason} {count}" for reason, count in value.items())
@@ -88,7 +85,7 @@ def _shown(value: object) -> str:
 
 
 def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Output:
-    """The first packed rows of a set of shards, as training with this row length would use them."""
+    """The first packed rows of shards, as training with this row length would use them."""
     path = find_artifact(store, shards, "").path if shards in STAGES else Path(shards)
     shard_set = ShardSet(inspect.shards_at(path))
     encoder = inspect.encoder_of(shard_set, store)
@@ -112,7 +109,6 @@ def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Outp
 
 
 def _row_parts(row: TokenView, special: frozenset[int]) -> Iterator[str | Spans]:
-    """The text of a row, each record under its own heading."""
     yield ""
     yield f"row {row.number}: {len(row.ids)} tokens; {sum(row.live)} count in the loss"
     for segment in range(1 + max(row.segments, default=-1)):

@@ -21,7 +21,8 @@ from ttrain.core.terminal import print_escaped
 from ttrain.errors import UsageError
 
 MODELS_HELP = (
-    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; the others are "
+    "runs, stages such as sft, registered NAME@ALIAS, directories, or owner/name on the Hub; "
+    "the others are "
     "compared with the first"
 )
 
@@ -32,7 +33,7 @@ def _file(shape: str) -> Any:
 
 @dataclass(frozen=True)
 class TaskFiles:
-    """The options that name files of items, one for each kind of task."""
+    """Options that name files of items, one for each kind of task."""
 
     text: Annotated[list[Path] | None, _file("{text}: bits per byte")] = None
     chats: Annotated[
@@ -52,7 +53,8 @@ class TaskFiles:
 
 @command(
     app,
-    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word passages.jsonl\n\n"
+    "Examples:  ttrain eval sft\n\nttrain eval pretrain sft --choices poems.jsonl --last-word "
+    "passages.jsonl\n\n"
     "ttrain eval sft mine-sft@champion --suite mine.yaml --json\n\n"
     "ttrain eval owner/name ./model --suite english --limit 200",
     "Use",
@@ -75,7 +77,7 @@ def evaluate(
 ) -> None:
     """Evaluate models with confidence intervals, and compare them on the same items.
 
-    Without a task, they are evaluated on the data that their own runs held out.
+    Without a task: on the data that their own runs held out.
     """
     if items is not None:
         check_output_file(items)

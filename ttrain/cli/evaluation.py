@@ -1,4 +1,4 @@
-"""The work of `ttrain eval`: models, tasks and held-out records, scored and kept."""
+"""The work of `ttrain eval`: models, tasks and held-out records, scored and saved."""
 
 import gc
 import re
@@ -30,7 +30,7 @@ Records = Mapping[str, Sequence[JsonObject]]
 
 
 def load_suites(named: Sequence[str], files: dict[str, list[Path] | None]) -> list[LoadedSuite]:
-    """Load the named suites, and make one suite of the files. Raises UsageError for a file that is missing."""
+    """Load suites and files as one suite. Raises UsageError for a missing file."""
     tasks: dict[str, JsonDict] = {}
     for kind, paths in files.items():
         option = f"--{kind.replace('_', '-')}"
@@ -57,13 +57,13 @@ def evaluate(
     options: LoadingOptions,
     say: Callable[[str], None],
 ) -> tuple[Results, JsonDict, list[str]]:
-    """(results of every task on every model, what each model is, notes).
+    """(results of every task on every model, identities of the models, notes).
 
-    Without a suite the models are evaluated on the data that their own runs held out. Raises
-    UsageError and DataError for tasks that cannot be run, before a model is loaded.
+    Raises UsageError and DataError before a model is loaded.
     """
     references = lookup.resolve_all(models, base=options.base, from_hub=True, run=options.run)
-    store, notes = ArtifactStore(layout.home()), list[str]()
+    store = ArtifactStore(layout.home())
+    notes: list[str] = []
     for reference in references:
         say(lookup.line_of(reference))
     heldout = heldout_of(references, store)
@@ -95,11 +95,14 @@ def evaluate(
 
 
 def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:
-    """(the suite without options: all held-out data of the models' runs that every model can be evaluated on; a line
-    for each part left out). Raises UsageError if nothing remains."""
+    """(suite of the held-out data that all models can be evaluated on, notes on the rest).
+
+    Raises UsageError if nothing remains.
+    """
     shown = ", ".join(reference.text for reference in models)
     advice = (
-        "so name tasks: --text, --choices, --last-word, --generation, --chats or --pairs with a file, or --suite with "
+        "so name tasks: --text, --choices, --last-word, --generation, --chats or --pairs with a "
+        "file, or --suite with "
         f"{', '.join(suites.names())} or a file of your own"
     )
     if not heldout:
@@ -119,8 +122,7 @@ def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[Loaded
 
 
 def heldout_of(models: Sequence[Reference], store: ArtifactStore) -> dict[str, list[JsonDict]]:
-    """Held-out records by part, each from the first model that has them in this store: a base model has no chats, but a
-    model trained on top of it has."""
+    """Held-out records by part, each from the first model whose stages have them."""
     records_by_part: dict[str, list[JsonDict]] = {}
     for reference in models:
         for part_name, artifact in heldout_shards(reference.artifact, store).items():

@@ -64,7 +64,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Write a model for other programs: safetensors, tokenizer, chat template, generation config, model card."""
+    """Write a model for other programs: safetensors, tokenizer, template, configs, model card."""
     from ttrain.export import export as work
     from ttrain.lineage import lookup
 
@@ -84,7 +84,8 @@ def export(
     exported = work.export(model, out, request, say=lambda text: print_escaped(text, stderr=True))
     value = {**lookup.to_json(model), **asdict(exported), "bytes": sum(exported.files.values())}
     lines = [
-        f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in {exported.directory}"
+        f"the {exported.kind}, {exported.parameters:,} parameters in {exported.dtype}, is in "
+        f"{exported.directory}"
     ]
     lines += exported.remarks
     if push is not None:
@@ -98,7 +99,8 @@ def export(
             else ""
         )
         lines.append(
-            f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", dtype="auto"{trust})'
+            f'open it: AutoModelForCausalLM.from_pretrained("{exported.directory}", '
+            f'dtype="auto"{trust})'
         )
         lines.append(f"try it:  ttrain chat {exported.directory}")
     else:

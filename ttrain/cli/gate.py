@@ -1,4 +1,4 @@
-"""The `ttrain gate` commands: a router over finished models that predicts which has the least loss on a text."""
+"""The `ttrain gate` commands: a router that predicts which model has the least loss on a text."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ gate_app = command_group(
 @command(
     gate_app,
     "Examples:  ttrain gate train --experts sft,lora --out gate\n\n"
-    "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data mixed.jsonl --out gate hidden=128",
+    "ttrain gate train --experts poems,./code-adapter,models:/mine-sft@champion --data "
+    "mixed.jsonl --out gate hidden=128",
 )
 def gate_train(
     experts: Annotated[
         list[str],
         option(
-            "models or adapters, as for `ttrain chat`, separated by commas: run, stage, name@alias, directory"
+            "models or adapters, as for `ttrain chat`, separated by commas: run, stage, "
+            "name@alias, directory"
         ),
     ],
     out: Annotated[Path, option("directory of the gate")],
@@ -61,13 +63,14 @@ def gate_train(
     data: Annotated[
         list[str] | None,
         option(
-            "records, as for `ttrain data check`; without it, those held out from the experts' own data"
+            "records, as for `ttrain data check`; without it, those held out from the "
+            "experts' own data"
         ),
     ] = None,
     config: Files = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Score the experts on records and train a router on which has the least loss; the experts stay as they are.
+    """Score the experts on records, and train a router to the one with the least loss.
 
     The same command continues a stopped scoring.
     """
@@ -85,7 +88,7 @@ def gate_train(
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
-    """Each expert's loss and shares, the routing metrics, and a warning if the gate gains nothing."""
+    """Each expert's loss and share, routing metrics, and a warning without a gain."""
     rows = [
         (
             name,
@@ -114,7 +117,8 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
     ]
     if metrics["accuracy"] <= metrics["majority_accuracy"]:
         parts.append(
-            "no more records reach their best expert than if all went to the most common one: no gain"
+            "no more records reach their best expert than if all went to the most common "
+            "one: no gain"
         )
     return parts
 
@@ -126,9 +130,9 @@ def train(
     out: Path,
     display: Display,
 ) -> JsonDict:
-    """Train the gate; returns its figures. The losses of experts that an earlier attempt scored are taken.
+    """Train the gate and return its metrics; reuse losses that an earlier attempt scored.
 
-    Raises UsageError where an expert or a file is missing, before anything is read, scored or written.
+    Raises UsageError for a missing expert or file.
     """
     from ttrain.config import Gate, GateJob
     from ttrain.config.loading import settings_of_task
@@ -146,7 +150,8 @@ def train(
     runtime, gate_overrides = split_runtime(overrides)
     if runtime.devices > 1:
         raise UsageError(
-            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set runtime.devices=1"
+            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set "
+            "runtime.devices=1"
         )
     settings = settings_of_task(Gate, gate_overrides)
     out = out.absolute()
@@ -158,7 +163,8 @@ def train(
         longest = existing.max_length(Path(expert.model) / existing.CONFIG)
         if longest is not None and settings.row_length > longest:
             raise UsageError(
-                f"row_length is {settings.row_length} but the expert {expert.reference} takes {longest} positions; "
+                f"row_length is {settings.row_length} but the expert {expert.reference} takes "
+                f"{longest} positions; "
                 f"set row_length={longest} and stride={max(1, longest // 2)}"
             )
     job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
@@ -173,14 +179,16 @@ def train(
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:
-    """The records held out from each expert's training data. Raises UsageError if there are none."""
-    store, files = ArtifactStore(home()), dict[str, None]()
+    """The records held out from each expert's training data. Raises UsageError if none."""
+    store = ArtifactStore(home())
+    files: dict[str, None] = {}
     for expert in experts:
         shards = store.input_of(expert.artifact, "shards")
         records = sorted((shards.path / "heldout").glob("*.jsonl")) if shards else []
         if not records:
             raise UsageError(
-                f"{store.root} has no records held out from the data of {expert.text}; name files with --data"
+                f"{store.root} has no records held out from the data of {expert.text}; name "
+                "files with --data"
             )
         files |= dict.fromkeys(map(str, records))
     return list(files)

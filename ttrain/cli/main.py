@@ -1,4 +1,4 @@
-"""The command line. Imports what a command needs inside the command, so that `--help` stays under 0.3 s."""
+"""The command line. Commands import what they need themselves: `--help` stays under 0.3 s."""
 
 import itertools
 import json
@@ -43,13 +43,7 @@ from ttrain.cli.options import (
     with_settings_file,
 )
 from ttrain.core.files import JsonDict
-from ttrain.core.terminal import (
-    console,
-    escaped,
-    guard_streams,
-    outlast_output,
-    show_warnings,
-)
+from ttrain.core.terminal import console, escaped, guard_streams, outlast_output, show_warnings
 from ttrain.core.text import invalid_values
 from ttrain.errors import TooFewRows, TTrainError, exit_code_of, with_fix
 from ttrain.store import layout
@@ -122,7 +116,8 @@ def stage_run(
 
     outlast_output()
     layout.usable_home()
-    settings, forced = settings_options.load().settings, [stage] if force else []
+    settings = settings_options.load().settings
+    forced = [stage] if force else []
     planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
     execution = run_pipeline(alone(stage, planned), console(stderr=as_json), RunOptions("none"))
     artifact = planned.store.complete(execution.artifacts[stage])
@@ -184,17 +179,13 @@ def config_show(
 )
 def up(
     runs: Annotated[
-        list[str] | None,
-        argument(
-            "runs to open in MLflow, compared if several",
-            metavar="RUN",
-        ),
+        list[str] | None, argument("runs to open in MLflow, compared if several", metavar="RUN")
     ] = None,
     prefect_port: Annotated[int, option("of the Prefect server", min=1, max=65535)] = 4200,
     mlflow_port: Annotated[int, option("of the MLflow server", min=1, max=65535)] = 5000,
     opens: Annotated[bool, option("open MLflow in the browser", "--open")] = False,
 ) -> Output:
-    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print the running ones.
+    """Start the Prefect and MLflow servers on 127.0.0.1 in the background, or print running ones.
 
     The addresses contain the token that the servers require; a browser keeps it.
     """
@@ -236,7 +227,7 @@ def down() -> Output:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point; turns ttrain's errors into a message and an exit code."""
+    """Entry point; turn ttrain's errors into a message and an exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" in arguments:  # at any position
         arguments = ["--debug", *(word for word in arguments if word != "--debug")]
@@ -248,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
             if code == INTERRUPTED:  # what Typer returns after Ctrl-C
                 raise KeyboardInterrupt
         finally:
-            sys.stdout.flush()  # a failure here is an error of the command, not a message of the interpreter
+            sys.stdout.flush()  # here a failure is the command's error, not the interpreter's
     except SystemExit as ended:
         if ended.code in TERMINATED:
             print("interrupted", file=sys.stderr)
@@ -279,7 +270,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _problem(error: ClickException) -> str:
-    """What is wrong with the command; of an option's value that pydantic refuses, the option, the value and the rule."""
     refused: list[JsonDict] = getattr(error.__cause__, "errors", list)()
     if (
         isinstance(error, BadParameter)
@@ -295,7 +285,7 @@ def _problem(error: ClickException) -> str:
 
 
 def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
-    """How a setting is written that was given as an option; "" where the error is about something else."""
+    """The setting that an unknown option means, as key=value; "" for other errors."""
     from ttrain.config import Settings
     from ttrain.config.loading import types_by_name
     from ttrain.config.other_names import similar_settings
@@ -309,7 +299,10 @@ def _option_as_setting(error: ClickException, arguments: Sequence[str]) -> str:
         return ""
     typed = re.search(f"{re.escape(error.option_name)}[= ]([^- ][^ ]*)", " ".join(arguments))
     value = typed[1] if typed else "VALUE"
-    return f"no such option: {error.option_name}; settings are written without dashes, such as {near[0]}={value}"
+    return (
+        f"no such option: {error.option_name}; settings are written without dashes, such as "
+        f"{near[0]}={value}"
+    )
 
 
 def _print_error(message: str) -> None:

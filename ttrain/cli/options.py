@@ -1,4 +1,4 @@
-"""The command line's root, groups and decorator, options that commands share, and functions that load the settings."""
+"""The root of the command line, its decorators, shared options, and loading of settings."""
 
 from __future__ import annotations
 
@@ -56,13 +56,18 @@ OTHER_WORDS = {  # that other programs have for these commands
 SHOWN_COMMANDS = 4
 OWN_SETTINGS = Path("my.yaml")  # as `ttrain init` writes it
 ADVISED_RUN = re.compile(
-    r"`ttrain (pipeline run full|sweep full)(?! -c)|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
+    r"`ttrain (pipeline run full|sweep full)(?! -c)"
+    r"|(?<=did you mean )`ttrain stage run [a-z-]+(?! -c)"
 )
 MAY_BE_EMPTY = ("--note", "--system", "--text")  # options whose empty value means what it says
+SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
+MODEL_HELP = (
+    "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
+)
 
 
 class _Help:
-    """No type beside a flag in the help, whose name says it."""
+    """Help without types of flags, whose names suffice."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -72,11 +77,11 @@ class _Help:
 
 
 class _Command(_Help, TyperCommand):
-    """A command."""
+    pass
 
 
 class CommandGroup(_Help, TyperGroup):
-    """Answers an unknown word with the commands that have it, wherever they are."""
+    """Answers an unknown word with commands of that name in any group."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         word = args[0]
@@ -90,17 +95,17 @@ class CommandGroup(_Help, TyperGroup):
 
 
 def commands_named(word: str, words_after: Sequence[str] = ()) -> str:
-    """The commands that a word means which is none, as "`ttrain a` or `ttrain b`"; "" if there is none."""
+    """Suggestions for an unknown word: "`ttrain a` or `ttrain b`", or ""."""
     commands = [shlex.join(words) for words in _commands_named(word, words_after)]
     return " or ".join(f"`ttrain {name}`" for name in commands[:SHOWN_COMMANDS])
 
 
 def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The commands of other groups, stages, pipelines and files that a word means."""
     from ttrain.flows import NAMES
     from ttrain.tasks import STAGES
 
-    run, suffix = ("pipeline", "run"), Path(word).suffix
+    run = ("pipeline", "run")
+    suffix = Path(word).suffix
     if "=" in word:
         yield *run, "full", word, *words_after
     elif suffix in (".yaml", ".yml"):
@@ -116,9 +121,8 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
         yield *run, "full", "--until", word
     else:
         groups: Any = get_command(app)
-        if (
-            word in groups.commands and word not in groups.commands["pipeline"].commands
-        ):  # not a short form
+        # Short forms of pipeline commands are suggested with these.
+        if word in groups.commands and word not in groups.commands["pipeline"].commands:
             yield [word]
         for name, group in groups.commands.items():
             if isinstance(group, TyperGroup) and word in group.commands:
@@ -126,7 +130,7 @@ def _commands_named(word: str, words_after: Sequence[str]) -> Iterator[Sequence[
 
 
 def with_settings_file(message: str, arguments: Sequence[str] = ()) -> str:
-    """The message; the run that it advises takes the settings files of these arguments, else the one of this directory."""
+    """Add the settings files of the arguments, else my.yaml, to an advised run."""
     files = [file for word, file in itertools.pairwise(arguments) if word in ("-c", "--config")]
     if not files and OWN_SETTINGS.is_file():
         files = [str(OWN_SETTINGS)]
@@ -142,7 +146,8 @@ class _Root(CommandGroup):
         for before, word in zip(("ttrain", *words), words, strict=False):
             if not word.strip() and before not in MAY_BE_EMPTY:
                 raise UsageError(
-                    f"an empty word follows '{before}': is a variable of the shell not set? write a value there"
+                    f"an empty word follows '{before}': is a variable of the shell not set? "
+                    "write a value there"
                 )
         return super().parse_args(ctx, args)
 
@@ -157,7 +162,8 @@ app = Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter and an evaluation.",
+    help="Raw JSONL to a tokenizer, shards, a pretrained model, an SFT model, a LoRA adapter "
+    "and an evaluation.",
     epilog="Begin with:  ttrain pipeline run full\n\nThen, with your own data:  ttrain init\n\n"
     "Short forms of `ttrain pipeline`:  ttrain run, plan, status, logs",
 )
@@ -171,27 +177,20 @@ def command_group(name: str, panel: Panel, **settings: Any) -> Typer:
 
 
 def option(help_text: str, *names: str, **rules: Any) -> Any:
-    """A parameter of a command that is an option: its help, its names if they are not the parameter's, rules as of Typer."""
+    """A parameter that is an option: help, names if not the parameter's, rules as of Typer."""
     return Option(*names, help=help_text, **rules)
 
 
 def argument(help_text: str, *, metavar: str, **rules: Any) -> Any:
-    """A parameter of a command that is an argument; `metavar` is its name on the pages, to which Typer adds [] and ..."""
+    """A parameter that is an argument; `metavar` is its name in the help."""
     return Argument(help=help_text, metavar=metavar, **rules)
 
 
-SETTINGS_HELP = "settings as key=value, for example sft.epochs=3"
-
-
-MODEL_HELP = (
-    "a run, a stage such as sft, a registered model (NAME@ALIAS, NAME/VERSION), or a directory"
-)
 Files = Annotated[
     list[Path] | None, option("YAML file with settings; several may be given", "--config", "-c")
 ]
 Profiles = Annotated[
-    list[str] | None,
-    option("named settings that ship with ttrain, such as small"),
+    list[str] | None, option("named settings that ship with ttrain, such as small")
 ]
 RunName = Annotated[
     str | None,
@@ -209,21 +208,19 @@ Extend = Annotated[
 
 
 class Table(NamedTuple):
-    """A table that a command prints."""
-
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
 
 
 class Spans(NamedTuple):
-    """Lines of text with the tokens marked that count in the loss."""
+    """Lines of text in which tokens of the loss are marked."""
 
     lines: Iterable[Sequence[Span]]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints: `value` with --json, else the parts; then it exits with the code."""
+    """What a command prints: `value` with --json, else the parts; then its exit code."""
 
     value: Any
     parts: Iterable[str | Table | Spans] = ()
@@ -247,10 +244,7 @@ class Output:
 
 
 def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., None]:
-    """Give a command the options of its parameters that are dataclasses: each field is an option, in place of the group.
-
-    A command that returns an `Output` has the option --json, and its output is printed here.
-    """
+    """Replace parameters that are dataclasses by an option per field; print the output."""
     hints = get_type_hints(function, include_extras=True)
     result = hints.pop("return")
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -275,9 +269,8 @@ def with_option_groups(function: Callable[..., Output | None]) -> Callable[..., 
             output.print(as_json=values["as_json"])
 
     untyped: Any = call
-    untyped.__doc__ = re.sub(
-        r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or ""
-    )  # Typer keeps line breaks
+    # Typer would keep line breaks.
+    untyped.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
     untyped.__annotations__ = {name: hint for name, hint, _ in options}
     untyped.__signature__ = inspect.Signature(
         [
@@ -298,9 +291,10 @@ def command(
     name: str = "",
     short: Panel | None = None,
 ) -> Callable[[Command], Command]:
-    """Decorator: make a function NAME or GROUP_NAME the command NAME of a group, by `with_option_groups`.
+    """Decorator: add a function as command NAME of its group (`GROUP_NAME` or NAME).
 
-    `epilog`: examples. A command of `app` itself is listed in a `panel` of the help. `short`: it is one, too, in this panel.
+    `epilog`: examples. `panel`: of the help. `short`: the panel that also lists it as a short
+    command.
     """
 
     def registered(function: Command) -> Command:
@@ -316,12 +310,7 @@ def command(
 
 @dataclass(frozen=True)
 class SettingsOptions:
-    """The options of every command that takes settings."""
-
-    overrides: Annotated[
-        list[str] | None,
-        argument(SETTINGS_HELP, metavar="KEY=VALUE"),
-    ] = None
+    overrides: Annotated[list[str] | None, argument(SETTINGS_HELP, metavar="KEY=VALUE")] = None
     config: Files = None
     profile: Profiles = None
     seed: Annotated[
@@ -332,7 +321,6 @@ class SettingsOptions:
     ] = None
 
     def load(self, **options: Any) -> LoadedSettings:
-        """Load the settings; `options` as for `config.loading.load`."""
         from ttrain.config.loading import load
         from ttrain.config.training import SEEDS
 
@@ -341,8 +329,10 @@ class SettingsOptions:
         return load(overrides, files=self.config or (), profiles=self.profile or (), **options)
 
     def over_run(self, run: JsonObject) -> LoadedSettings:
-        """The settings of an earlier run, overridden by the options. From the environment come only `runtime` settings and
-        the secrets of sources, which are not recorded."""
+        """The settings of an earlier run with overrides.
+
+        The environment sets only `runtime` and the unrecorded secrets of sources.
+        """
         from ttrain.config.loading import ENVIRONMENT_PREFIX
         from ttrain.lineage.lookup import base_of, with_secrets
 
@@ -355,8 +345,6 @@ class SettingsOptions:
 
 @dataclass(frozen=True)
 class SelectionOptions:
-    """The options that choose the stages of a pipeline, of `run` and `plan`."""
-
     extend: Extend = False
     force: Annotated[
         list[str] | None,
@@ -373,17 +361,14 @@ class SelectionOptions:
         ),
     ] = None
     since: Annotated[
-        str,
-        option("this stage and what depends on it", "--from", metavar="STAGE"),
+        str, option("this stage and what depends on it", "--from", metavar="STAGE")
     ] = ""
-    until: Annotated[
-        str,
-        option("this stage and what it depends on", metavar="STAGE"),
-    ] = ""
+    until: Annotated[str, option("this stage and what it depends on", metavar="STAGE")] = ""
     resume_key: Annotated[
         str,
         option(
-            "resume the unfinished work of this key, begun with other code or another learning rate",
+            "resume the unfinished work of this key, begun with other code or another "
+            "learning rate",
             "--continue",
             metavar="KEY",
         ),
@@ -392,8 +377,6 @@ class SelectionOptions:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The options that begin a training again although it has unfinished work."""
-
     fresh: Annotated[
         bool, option("train from the start; unfinished work is set aside", "--fresh")
     ] = False
@@ -414,7 +397,7 @@ class RestartOptions:
         return self.fresh or self.from_step is not None
 
     def plan(self, pipeline: str, settings: Settings, only_of: str = "", **to_plan: Any) -> Plan:
-        """Plan the pipeline, after preparing the work of its stages, or of one of them; print what was set aside."""
+        """Plan after preparing the stages' work; print what was renamed aside."""
         from ttrain import api
         from ttrain.engine.resume import restart
 
@@ -431,14 +414,11 @@ class RestartOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The options of the commands that run pipelines: the engine, and the labels of the run."""
-
     engine: Annotated[
         Literal["prefect", "none"], option("none: run the same graph without Prefect")
     ] = "prefect"
     note: Annotated[
-        str | None,
-        option("a note on the purpose of this run; shown with it", metavar="TEXT"),
+        str | None, option("a note on the purpose of this run; shown with it", metavar="TEXT")
     ] = None
     tag: Annotated[
         list[str] | None,
@@ -458,7 +438,6 @@ class PipelineOptions:
     ] = False
 
     def labels(self) -> JsonDict:
-        """The labels. Raises UsageError where they are invalid."""
         from ttrain.engine.labels import labels_of, new_run_name
 
         return labels_of(self.note, self.tag, new_run_name(layout.home(), self.run_name))
@@ -471,7 +450,7 @@ def resolved_models(
     run: str | None = None,
     stderr: bool = True,
 ) -> list[Reference]:
-    """Find the models of a command as `lookup.resolve_all` does, and print a line about each."""
+    """Find the models of a command, and print a line about each."""
     from ttrain.lineage import lookup
 
     models = lookup.resolve_all(texts, base=base, run=run)
@@ -481,15 +460,13 @@ def resolved_models(
 
 
 def task_settings(overrides: list[str] | None, config: list[Path] | None) -> list[Override]:
-    """The overrides of a task's settings, the weakest first. Those from the environment may be meant for a pipeline,
-    and what texts mean is known with the task: see `loading.settings_of_task`."""
+    """Overrides of a task's settings, the weakest first, still as texts."""
     from ttrain.config.loading import layers
 
     return layers(overrides or (), config or (), environment=os.environ, root=None)
 
 
 def check_output_file(path: Path) -> None:
-    """Raise UsageError where a file cannot be written there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         problem = (
             "is a directory" if path.is_dir() else f"is in {path.parent}, which does not exist"

@@ -1,4 +1,4 @@
-"""Registered models: `ttrain models`; what one is made of, and whether that is repeatable: `ttrain lineage`, `reproduce`."""
+"""The commands `ttrain models`, `ttrain lineage` and `ttrain reproduce`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,21 @@ if TYPE_CHECKING:
 models_app = command_group(
     "models",
     "Models",
-    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and choose the champion; show what "
+    help="List the registered sets of models (tokenizer, base, SFT and LoRA of one run) and "
+    "choose the champion; show what "
     "models cost.",
     epilog="Example:  ttrain models list",
 )
 
 Name = Annotated[str | None, option("the pipeline's name (setting `name`), if there are several")]
+KINDS = {
+    "set": "a set of models",
+    "model": "a registered model",
+    "key": "an artifact",
+    "stage": "the newest artifact",
+}
+# Settings that the order of a training's sums depends on.
+ORDER_OF_SUMS = ("rows_per_device", "compile")
 
 
 @command(
@@ -72,7 +81,7 @@ def models_history(
     name: Name = None,
     nights: Annotated[int, option("how many, the newest first", min=1, max=1000)] = 30,
 ) -> Output:
-    """List the last nights: what each learnt and lost, whether its models were promoted, and why."""
+    """List the last nights: data, losses, and whether and why models were promoted."""
     from ttrain.nightly import history
 
     pipeline, listed = history.history(home(), name, nights)
@@ -95,7 +104,7 @@ def models_promote(
         bool, option("the champion before; each further call goes one back", "--previous")
     ] = False,
 ) -> Output:
-    """Make a set the champion, regardless of its figures: nights continue from it and compare with it."""
+    """Make a set the champion, whatever its metrics; nights continue from it."""
     from ttrain.store.registry import CHAMPION
     from ttrain.tracking.pusher import push_noted
     from ttrain.tracking.registered import take_over_champions
@@ -104,7 +113,8 @@ def models_promote(
         raise UsageError("name a version or a run, or the champion before with --previous")
     registry = take_over_champions(home())
     if previous:
-        promoted, status = registry.rollback(registry.only_name(name)), "is champion again"
+        promoted = registry.rollback(registry.only_name(name))
+        status = "is champion again"
     else:
         chosen = registry.find_set(which, name)
         status = "is already champion" if CHAMPION in chosen.aliases else "is champion"
@@ -114,21 +124,11 @@ def models_promote(
     return Output(promoted.to_json(), [f"{promoted} of the run {promoted.run} {status}: {models}"])
 
 
-KINDS = {
-    "set": "a set of models",
-    "model": "a registered model",
-    "key": "an artifact",
-    "stage": "the newest artifact",
-}
-ORDER_OF_SUMS = (
-    "rows_per_device",
-    "compile",
-)  # settings that the order of a training's sums depends on
-
 ModelVersion = Annotated[
     str,
     argument(
-        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a stage, the "
+        "a registered model (NAME/VERSION, NAME@ALIAS; a set or one model), a run, RUN:STAGE, a "
+        "stage, the "
         "beginning of an artifact's key, or its directory",
         metavar="REF",
     ),
@@ -142,9 +142,9 @@ ModelVersion = Annotated[
     "Look",
 )
 def lineage(version: ModelVersion) -> Output:
-    """Print what a model was made of: data, tokenizer, shards, base, SFT and LoRA, with keys, code, seed and settings.
+    """Print what a model was made of: stages with data, keys, code, seed and settings.
 
-    It is read from the store, or from a shared MLflow where the store lacks it.
+    From the store, or from a shared MLflow.
     """
     from ttrain.lineage.lineage import lineage_of
 
@@ -155,7 +155,8 @@ def lineage(version: ModelVersion) -> Output:
 
 @command(
     app,
-    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 --home again\n\n"
+    "Examples:  ttrain reproduce quickstart@challenger\n\nttrain reproduce quickstart-sft/3 "
+    "--home again\n\n"
     "ttrain reproduce full-20261121-160222-1a2b:pretrain --json",
     "Look",
 )
@@ -167,10 +168,10 @@ def reproduce(
     ] = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Rebuild a model from its raw data in a separate home, and compare every stage with its record.
+    """Rebuild a model from its raw data in a separate home, and compare stages with their records.
 
-    Settings, seed, threads, ranks, micro-batches and kernels are those of the record. Exit code 0 where all bytes are the
-    same, 1 where a stage differs, or where the raw data are gone or changed.
+    Settings, seed, threads, ranks and kernels are those recorded. Exit code 1 for different bytes,
+    and for missing or changed raw data.
     """
 
     from ttrain.engine.display import Display
@@ -188,28 +189,31 @@ def reproduce(
 
 
 def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
-    """Yield the differences with their reasons, then the verdict."""
     for stage in result["stages"]:
         if stage["differences"]:
             yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
         if not stage["equal"]:
-            old, new = short_digest(stage["content"]), short_digest(stage["rebuilt_content"])
+            old = short_digest(stage["content"])
+            new = short_digest(stage["rebuilt_content"])
             contents = f"content {old} was recorded, {new} came out"
             yield f"{stage['stage']}: {', '.join(stage['files'])} differs: {contents}"
     if result["left"]:
         yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
     location = f"; it is in {result['home']}" if is_kept else ""
-    name, stages = result["name"], result["stages"]
+    name = result["name"]
+    stages = result["stages"]
     if result["equal"]:
         yield f"the same: all {len(stages)} stages of {name} gave the recorded bytes{location}"
     else:
-        yield f"DIFFERENT: {stages[-1]['stage']} of {name} did not give the recorded bytes{location}"
+        yield (
+            f"DIFFERENT: {stages[-1]['stage']} of {name} did not give the recorded bytes{location}"
+        )
 
 
 def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
-    """What the model is, and a table of what each stage behind it was made of."""
     of_run = f", of the run {value['run']}" if value["run"] else ""
-    rows, listed = list[tuple[str, str, str]](), dict[str, None]()
+    rows: list[tuple[str, str, str]] = []
+    listed: dict[str, None] = {}
     for stage, result in zip(value["stages"], results, strict=True):
         title = stage["stage"]
         for name, text in stage_facts(stage, result):
@@ -226,7 +230,7 @@ def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str
 
 
 def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
-    """Name and text of what is known of a stage; "" where something is not."""
+    """(name, text) of what is known of a stage; "" for unknown values."""
     commit, plus, changes = (stage["commit"] or "").partition("+")  # whether some were uncommitted
     made = format_time(stage["made_unix"])
     yield "key", short_digest(stage["key"])
@@ -244,7 +248,8 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
         "settings",
         " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings),
     )
-    training, runtime = TrainingResult.of(result), stage["runtime"] or {}
+    training = TrainingResult.of(result)
+    runtime = stage["runtime"] or {}
     if training.ranks:  # the order of its sums depends on these
         order = {
             name: getattr(training, name) for name in ("precision", "device", "ranks", "threads")
@@ -255,7 +260,6 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
 
 
 def _known(values: JsonObject) -> str:
-    """What is known, as "seed 7, threads 2"."""
     known = {name: value for name, value in values.items() if value not in (None, "")}
     return ", ".join(f"{name} {value}".strip() for name, value in known.items())
 

@@ -1,4 +1,4 @@
-"""The `ttrain pipeline schedule` commands, and `ttrain pipeline serve`, which runs what is due."""
+"""The `ttrain pipeline schedule` commands, and `ttrain pipeline serve`."""
 
 import os
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ schedule_app = Typer(
     cls=CommandGroup,
     no_args_is_help=True,
     help="Schedule nights and other runs, and list the schedules.",
-    epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone Europe/Berlin -c mine.yaml',
+    epilog='Example:  ttrain pipeline schedule nightly --cron "0 2 * * *" --timezone '
+    "Europe/Berlin -c mine.yaml",
 )
 pipeline_app.add_typer(schedule_app, name="schedule")
 
@@ -46,8 +47,6 @@ ScheduleName = Annotated[
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """The options of the commands that schedule, apart from the cron."""
-
     timezone: Annotated[
         str | None, option("of the cron, such as Europe/Berlin; else this machine's")
     ] = None
@@ -56,13 +55,14 @@ class SlotOptions:
 
 @command(
     schedule_app,
-    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile night\n\n'
+    'Examples:  ttrain pipeline schedule nightly --cron "0 2 * * *" -c mine.yaml --profile '
+    "night\n\n"
     "ttrain pipeline schedule nightly --pool docker-pool data.pretrain=/data/docs",
 )
 def schedule_nightly(
     settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = "0 2 * * *"
 ) -> Output:
-    """Schedule nightly training on new data, which `ttrain pipeline serve` runs. An existing schedule is changed."""
+    """Schedule nightly training on new data for `ttrain pipeline serve`, or change the schedule."""
     return _schedule("nightly", settings_options, slots, cron)
 
 
@@ -73,16 +73,18 @@ def schedule_nightly(
 def schedule_full(
     settings_options: SettingsOptions, slots: SlotOptions, cron: Cron = None
 ) -> Output:
-    """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI, with other settings if needed."""
+    """Schedule the pipeline `full` by a cron; without one, start it in Prefect's UI."""
     return _schedule("full", settings_options, slots, cron)
 
 
 @command(schedule_app, "Example:  ttrain pipeline schedule list --json")
 def schedule_list() -> Output:
-    """List the schedules: next slot, outcome of the last one, whether each is paused and served."""
+    """List the schedules: next slot, last outcome, whether paused and served."""
     from ttrain.flows import deploy
 
-    pid, values, rows = deploy.served_by(home()), list[JsonDict](), list[Sequence[str]]()
+    pid = deploy.served_by(home())
+    values: list[JsonDict] = []
+    rows: list[Sequence[str]] = []
     for name, schedule in deploy.read_all(home()).items():
         last = read_object(deploy.last_run_file(home(), name)) or None
         following = next(iter(deploy.next_slots(schedule.cron, schedule.timezone)), None)
@@ -109,11 +111,11 @@ def schedule_list() -> Output:
 
 @command(
     schedule_app,
-    "Examples:  ttrain pipeline schedule pause nightly\n\nttrain pipeline schedule pause nightly --resume",
+    "Examples:  ttrain pipeline schedule pause nightly\n\nttrain pipeline schedule pause "
+    "nightly --resume",
 )
 def schedule_pause(
-    which: ScheduleName = None,
-    resume: Annotated[bool, option("end the pause", "--resume")] = False,
+    which: ScheduleName = None, resume: Annotated[bool, option("end the pause", "--resume")] = False
 ) -> Output:
     """Pause a schedule: its slots are skipped until it is resumed."""
     from ttrain.flows import deploy
@@ -123,7 +125,7 @@ def schedule_pause(
 
 @command(schedule_app, "Example:  ttrain pipeline schedule remove nightly/quickstart")
 def schedule_remove(which: ScheduleName = None) -> Output:
-    """Remove a schedule. A night in progress continues; past runs and their models stay."""
+    """Remove a schedule. A night in progress continues; past runs and models stay."""
     from ttrain.flows import deploy
 
     return _state(deploy.remove(home(), which), "removed")
@@ -131,7 +133,8 @@ def schedule_remove(which: ScheduleName = None) -> Output:
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > ~/.config/systemd/user/ttrain.service",
+    "Examples:  ttrain pipeline serve\n\nttrain pipeline serve --unit systemd > "
+    "~/.config/systemd/user/ttrain.service",
     name="serve",
 )
 def serve(
@@ -139,12 +142,11 @@ def serve(
         Literal["systemd"] | None, option("print a service unit that keeps it running")
     ] = None,
 ) -> None:
-    """Run what is scheduled, in the foreground, until SIGTERM or Ctrl-C; a running night then saves its state."""
+    """Run what is scheduled until SIGTERM or Ctrl-C; a running night then saves its state."""
     from ttrain.flows import servers
 
-    os.environ.update(
-        servers.prefect_environment(usable_home())
-    )  # which Prefect reads when imported
+    # Prefect reads them when imported.
+    os.environ.update(servers.prefect_environment(usable_home()))
     from ttrain.flows import deploy, serve
 
     if unit is not None:
@@ -178,7 +180,8 @@ def _schedule(
     schedule = replace(schedule, paused=bool(before and before.paused))
     deploy.write(home, schedule)
     slots = deploy.next_slots(schedule.cron, schedule.timezone, 3)
-    verb, name = "changed" if before else "scheduled", schedule.full_name
+    verb = "changed" if before else "scheduled"
+    name = schedule.full_name
     times = ", ".join(f"{slot:{SLOT_FORMAT}}" for slot in slots)
     pid = deploy.served_by(home)
     lines = [

@@ -27,7 +27,8 @@ track_app = command_group(
 
 @command(
     track_app,
-    "Examples:  ttrain track push\n\nttrain track push --all\n\nttrain track push full-20261121-160222-1a2b4 --json",
+    "Examples:  ttrain track push\n\nttrain track push --all\n\nttrain track push "
+    "full-20261121-160222-1a2b4 --json",
 )
 def track_push(
     run: Annotated[
@@ -37,10 +38,9 @@ def track_push(
         bool, option("also the runs that have not changed since their last push", "--all")
     ] = False,
 ) -> Output:
-    """Push runs to MLflow: without RUN, all that changed since their last push. What MLflow has is not sent again.
+    """Push runs to MLflow: without RUN, all that changed since their last push.
 
-    The next run does the same. Use it after an outage of a server, or after MLflow's database was removed or damaged.
-    Exit code 1 if a run could not be pushed.
+    Use it after an outage, or for a damaged database. Exit code 1 if a push failed.
     """
     from ttrain.store import run_views
     from ttrain.tracking import pusher
@@ -66,8 +66,10 @@ def track_push(
 
 
 def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
-    """Pages of the MLflow server at this address, with its token: of these runs, if any, and the table and curves of all
-    runs of the same `name`. Raises UsageError where MLflow has none of them."""
+    """MLflow's pages with the token: of runs, and the table and curves of all runs of the name.
+
+    Raises UsageError where MLflow has none.
+    """
     from ttrain.store import run_views
     from ttrain.store.server_records import page_with_token
     from ttrain.tracking import pusher
@@ -92,28 +94,33 @@ def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def open_in_browser(root: Path, url: str) -> None:
-    """Open a page; says so on standard error where no browser can be opened."""
+    """Open a page, or print on standard error that no browser can."""
     import webbrowser
 
     has_screen = sys.platform != "linux" or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )
     with contextlib.suppress(webbrowser.Error):
-        if has_screen and webbrowser.open(
-            redirect_page(root, url)
-        ):  # else the browser would take over the terminal
+        # Without a screen a text browser would take over the terminal.
+        if has_screen and webbrowser.open(redirect_page(root, url)):
             return
     print("no browser could be opened here; open the address yourself", file=sys.stderr)
 
 
 def redirect_page(root: Path, url: str) -> str:
-    """A private file that redirects to an address with a token: a browser's arguments are visible to other users."""
+    """Write a private page that redirects to an address with a token; return its URI.
+
+    A browser's arguments are visible to other users.
+    """
     from ttrain.store.server_records import make_folder
 
     if "?token=" not in url:
         return url
     path = make_folder(root) / "open.html"
     target = json.dumps(url).replace("<", "\\u003c")
-    page = f'<!doctype html><meta charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
+    page = (
+        "<!doctype html><meta "
+        f'charset="utf-8"><title>ttrain</title><script>location.replace({target})</script>'
+    )
     write_bytes(path, page.encode(), PRIVATE_FILE)
     return path.as_uri()

@@ -1,4 +1,4 @@
-"""The `ttrain train` command, which trains a user's task, and `ttrain doctor`, which checks that training works."""
+"""The commands `ttrain train` for a user's task, and `ttrain doctor`."""
 
 import os
 import shlex
@@ -76,12 +76,14 @@ def train(
     outlast_output()
     if name is None or "=" in name:
         raise UsageError(
-            f"`ttrain train` needs the name of a task, and got none; the tasks are {task.describe_tasks()}"
+            "`ttrain train` needs the name of a task, and got none; the tasks are "
+            f"{task.describe_tasks()}"
         )
     if Path(name).suffix in (".yaml", ".yml"):
         file = shlex.quote(name)
         raise UsageError(
-            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full -c {file}`"
+            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full "
+            f"-c {file}`"
         )
     runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)
@@ -104,14 +106,15 @@ def train(
 
 
 def check_output(out: Path) -> None:
-    """Raise UsageError if `out` must not be written: in an artifact, or over files that are not a training's."""
+    """Raise UsageError if `out` is in an artifact or holds files of something else."""
     from ttrain.engine.launch import WORK
 
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     is_of_artifact = any((above / MANIFEST).exists() for above in (out, *out.parents))
     if is_of_artifact or not (is_free or (out / WORK).is_dir()):
         raise UsageError(
-            f"--out is {out}, which holds other files; name an empty directory, or one of an earlier training"
+            f"--out is {out}, which holds other files; name an empty directory, or one of an "
+            "earlier training"
         )
 
 
@@ -124,11 +127,7 @@ def prepare_to_train(settings: "Settings") -> None:
             os.environ.setdefault(name, value)
 
 
-@command(
-    app,
-    "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json",
-    "Train",
-)
+@command(app, "Examples:  ttrain doctor\n\nttrain doctor --stage sft sft.epochs=3 --json", "Train")
 def doctor(
     settings_options: SettingsOptions,
     stage: Annotated[
@@ -137,10 +136,9 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> Output:
-    """Check, before a long run, that training works and fits: with these settings and data, on this machine.
+    """Check before a long run that training works and fits, with these settings, data and machine.
 
-    Tokenizer and shards that are not there are made first, as in a run, which then finds them; with
-    `reading.limit=2000` of a few rows only.
+    Missing tokenizer and shards are made first; of a few rows only with `reading.limit=2000`.
     """
     from ttrain import api
     from ttrain.doctor.inputs import missing_data
@@ -148,9 +146,11 @@ def doctor(
     from ttrain.engine.planner import alone
     from ttrain.flows.engine import RunOptions, run_pipeline
 
-    began, settings = time.monotonic(), settings_options.load().settings
+    began = time.monotonic()
+    settings = settings_options.load().settings
     prepare_to_train(settings)
-    plan, examined = api.plan("full", settings), stage or settings.trainings[0]
+    plan = api.plan("full", settings)
+    examined = stage or settings.trainings[0]
     for each in missing_data(examined, plan):
         run_pipeline(alone(each.stage.name, plan), console(stderr=as_json), RunOptions("none"))
         plan = api.plan("full", settings)

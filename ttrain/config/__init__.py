@@ -1,8 +1,8 @@
 """Every setting, typed and frozen.
 
-What changes the weights sits in a stage's sections and enters its key; what changes only how fast or where it runs sits in
-`runtime`, `tracking` and `data` (whose files count by their bytes, never by their path) and does not.
-Defaults are the quickstart: a model of 1 M parameters that learns in 80 to 120 seconds on two cores.
+A stage's sections change its weights and enter its key. `runtime`, `tracking` and `data` do not;
+data files count by their bytes. Defaults are the quickstart: 1 M parameters, 80 to 120 s on two
+cores.
 """
 
 from ttrain.config.base import Section, Weighted, as_tuple, flatten, part_of
@@ -12,12 +12,7 @@ from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
 from ttrain.config.runtime import Night, Runtime, Tracking
-from ttrain.config.settings import (
-    NAMES_CODE,
-    SHAPE_NO_RESULT,
-    Settings,
-    by_weight,
-)
+from ttrain.config.settings import NAMES_CODE, SHAPE_NO_RESULT, Settings, by_weight
 from ttrain.config.training import (
     TRAINING_STAGES,
     TRAININGS,

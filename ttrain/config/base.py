@@ -1,4 +1,4 @@
-"""The base class of all groups of settings, and types and helpers that they share."""
+"""The base class of all groups of settings, with shared types and helpers."""
 
 import inspect
 import re
@@ -25,10 +25,13 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, JsonObject
 
 T = TypeVar("T")
+NONE = "none"  # no source; a file of that name is ./none
+COUNT = re.compile(r"(\d[\d_]*\.?\d*(?:e\d\d?)?)([kmbt]?)")
+MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def need(holds: bool, message: str) -> None:
-    """Raise ValueError with the message where a rule between settings does not hold."""
+    """Raise ValueError with the message unless a rule between settings holds."""
     if not holds:
         raise ValueError(message)
 
@@ -46,7 +49,7 @@ class Section(BaseModel):
     )
 
     def replaced(self, changes: JsonObject) -> Self:
-        """The section with other values of some fields, of sections within it by a mapping; no rule is checked again."""
+        """A copy with changed values, nested for sections; no rule is checked again."""
         values = {}
         for name, value in changes.items():
             section = getattr(self, name)
@@ -55,9 +58,9 @@ class Section(BaseModel):
 
     @classmethod
     def rebuilt(cls, tree: JsonObject) -> Self:
-        """The settings of a JSON tree that were validated before it was written; nothing is checked again.
+        """Settings of a JSON tree that was validated before; nothing is checked again.
 
-        A setting that the tree lacks is not there: reading it raises AttributeError.
+        Reading a setting that the tree lacks raises AttributeError.
         """
         section = cast("Self", cls.model_construct())
         section.__dict__.clear()
@@ -71,17 +74,17 @@ class Section(BaseModel):
         return self
 
     def _check(self) -> None:
-        """Raise ValueError where values of several settings do not go together."""
+        """Raise ValueError where values do not go together."""
 
 
 def setting(default: T, description: str, **rules: Any) -> T:
-    """A field of a section: its default, what it means, and the rules for its value as `Field` takes them."""
+    """A field of a section: default, description, and the rules of pydantic's `Field`."""
     field: T = Field(default, description=description, **rules)
     return field
 
 
 def types_of(kind: Any) -> list[Any]:
-    """The types that a setting's type is a union of, without their rules."""
+    """The members of a union type, without `Annotated`."""
     if get_origin(kind) is Annotated:
         return types_of(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -90,18 +93,18 @@ def types_of(kind: Any) -> list[Any]:
 
 
 def sections_of(kind: Any) -> list[type[Section]]:
-    """The sections among the types that a setting's type is a union of."""
+    """The sections among the members of a union type."""
     return [form for form in types_of(kind) if inspect.isclass(form) and issubclass(form, Section)]
 
 
 def takes_numbers(kind: Any) -> bool:
-    """Whether a setting's type has numbers, which pydantic would also read from a truth value."""
+    """Whether a type has numbers but no bool, which pydantic would read as a number."""
     forms = types_of(kind)
     return bool not in forms and not {int, float}.isdisjoint(forms)
 
 
 def as_tuple(value: object) -> object:
-    """Accept one path or a comma-separated list of them as a list."""
+    """Split a text at commas."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -113,18 +116,16 @@ def as_tuple(value: object) -> object:
 Listed = BeforeValidator(lambda value: (value,) if isinstance(value, str | int) else value)
 
 
-# Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides the secrets of its URL.
+# Names a source of data. JSON, the form of all that is recorded, shown or sent to a server, hides
+# the secrets of its URL.
 Location = Annotated[str, PlainSerializer(redact.url, return_type=str, when_used="json")]
 
 
 class Weighted(Section):
-    """A source and how often its rows are drawn, against the other sources' weights."""
+    """A source, and the weight with which its rows are drawn."""
 
     path: Location
     weight: float = Field(1.0, gt=0)
-
-
-NONE = "none"  # no source; a file of that name is ./none
 
 
 def _as_sources(value: object) -> object:
@@ -138,10 +139,6 @@ Source = Annotated[
     Discriminator(lambda value: "weighted" if isinstance(value, Mapping | Weighted) else "plain"),
 ]
 Paths = Annotated[tuple[Source, ...], BeforeValidator(_as_sources)]
-
-
-COUNT = re.compile(r"(\d[\d_]*\.?\d*(?:e\d\d?)?)([kmbt]?)")
-MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def as_count(value: object) -> object:
@@ -185,19 +182,17 @@ TimeOfDay = Annotated[str, AfterValidator(_time_of_day)]
 
 
 def _rebuilt(kind: Any, value: Any) -> Any:
-    """A value of a JSON tree as a field of this type has it: sections, and tuples where JSON has lists."""
     if isinstance(value, list):
         return tuple(_rebuilt(kind, entry) for entry in value)
     if not isinstance(value, dict):
         return value
-    sections = [
-        each for form in (kind, *get_args(kind)) for each in sections_of(form)
-    ]  # also of a tuple of sections
+    # Arguments of the type, too, for a tuple of sections.
+    sections = [each for form in (kind, *get_args(kind)) for each in sections_of(form)]
     return sections[0].rebuilt(value) if sections else value
 
 
 def part_of(tree: JsonObject, prefixes: Collection[str]) -> JsonDict:
-    """The part of a tree of settings that dotted prefixes name: `sft` all below it, `sft.seed` one setting."""
+    """The part of a tree below dotted prefixes, such as `sft` or `sft.seed`."""
     kept: JsonDict = {}
     for key, value in flatten(tree):
         if any(f"{key}.".startswith(f"{prefix}.") for prefix in prefixes):
@@ -216,7 +211,7 @@ def assign(tree: JsonDict, key: str, value: Any) -> None:
 
 
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested mapping with their dotted names: ("sft.optim.lr", 0.001)."""
+    """Leaves of a nested mapping with dotted names: ("sft.optim.lr", 0.001)."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:

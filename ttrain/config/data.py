@@ -1,4 +1,4 @@
-"""Settings of the data: where it comes from, how it is read, tokenizer, shards."""
+"""Settings of data sources, reading, tokenizer and shards."""
 
 from typing import Annotated, Literal
 
@@ -33,16 +33,15 @@ HELDOUT_ROWS = "held-out rows; empty: taken by content hash"
 
 
 def dataset_read(name: str, tokenizer: object) -> str:
-    """The data set whose files are read: a tokenizer without files of its own reads documents."""
+    """The data set whose files are read: a tokenizer without files reads `pretrain`."""
     return "pretrain" if name == "tokenizer" and not tokenizer else name
 
 
 class Data(Section):
     """Where the data comes from: paths, globs, folders, URLs, `hf://owner/name`, or `python-docs`.
 
-    Where one of pretrain, sft, dpo and lora names files, those that are not set are none.
-
-    Files count by their bytes, not by their names. A list may weigh its sources: [{path: a.jsonl, weight: 3}, b.jsonl].
+    Where one of pretrain, sft, dpo and lora names files, those not set are none. Files count by
+    their bytes. Sources can be weighted: [{path: a.jsonl, weight: 3}, b.jsonl].
     """
 
     pretrain: Paths = setting(
@@ -68,13 +67,12 @@ class Data(Section):
     )
 
     def paths(self, name: str) -> tuple[str, ...]:
-        """The sources of a data set, without their weights."""
         return tuple(
             entry.path if isinstance(entry, Weighted) else entry for entry in getattr(self, name)
         )
 
     def weights(self, name: str) -> tuple[float, ...]:
-        """The weight of each source of a data set; empty where none is given."""
+        """The weight of each source of a data set; empty if none is set."""
         entries = getattr(self, name)
         if not any(isinstance(entry, Weighted) for entry in entries):
             return ()
@@ -95,12 +93,12 @@ class Data(Section):
             )
 
     def uses_python_docs(self, name: str) -> bool:
-        """Whether the data set `name` is made from the Python documentation that ships with ttrain."""
+        """Whether the data set is the Python documentation that ships with ttrain."""
         return self.paths(dataset_read(name, self.tokenizer)) == (PYTHON_DOCS,)
 
 
 class PythonDocs(Section):
-    """The quickstart's text: docstrings and language reference of Python, from a file that ships with ttrain."""
+    """The quickstart's text: Python's docstrings and language reference, shipped with ttrain."""
 
     document_bytes: int = setting(
         3_000_000, "documents to take, in UTF-8 bytes, of 2.3 MB", ge=300_000
@@ -116,7 +114,8 @@ class Reading(Section):
     )
     heldout_fraction: Literal["auto"] | Share = setting(
         AUTO,
-        "share of rows held out by content hash; auto: max(2 %, min(50 rows, 20 %)) of a data set's distinct rows",
+        "share of rows held out by content hash; auto: max(2 %, min(50 rows, 20 %)) of a data "
+        "set's distinct rows",
     )
     rejected_fraction: float = setting(
         0.01, "more bad rows than this share end the stage", ge=0, le=1
@@ -127,7 +126,8 @@ class Reading(Section):
     deduplicate: bool = setting(True, "of rows that say exactly the same, keep the first")
     near_duplicates: float | None = setting(
         None,
-        "of documents that are as similar (Jaccard of their shingles), keep the first; 0: all; empty: 0.8 in "
+        "of documents that are as similar (Jaccard of their shingles), keep the first; 0: all; "
+        "empty: 0.8 in "
         "nights, else all",
         ge=0,
         le=1,
@@ -141,7 +141,8 @@ class Reading(Section):
     def _check(self) -> None:
         need(
             not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
-            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than {LEAST_SIMILAR} are not "
+            f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than "
+            f"{LEAST_SIMILAR} are not "
             f"found; set {LEAST_SIMILAR} to 1, or 0 to keep all",
         )
 
@@ -169,7 +170,8 @@ class Tokenizer(Section):
     def _check(self) -> None:
         need(
             self.template not in ("own", "auto") or self.existing is not None,
-            f"tokenizer.template is '{self.template}' but tokenizer.existing names no tokenizer; set one of them",
+            f"tokenizer.template is '{self.template}' but tokenizer.existing names no "
+            "tokenizer; set one of them",
         )
 
 

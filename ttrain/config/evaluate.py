@@ -9,12 +9,19 @@ from ttrain.config.base import Count, Listed, Location, Section, Seed, as_tuple,
 from ttrain.config.training import TRAINING_STAGES
 
 Names = Annotated[tuple[Location, ...], BeforeValidator(as_tuple)]
+HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
+# By kind of task: what stands for a file, and which held-out part it is.
+HELDOUT_PARTS: dict[str, dict[str, str]] = {
+    "text": {HELDOUT: "documents"},
+    "chats": {},
+    "pairs": {},
+}
 
 
 class Suites(Section):
-    """Suites of tasks for each model of a pipeline, by the names of those that ship with ttrain or as YAML files.
+    """Suites of tasks for each model of a pipeline, by shipped names or as YAML files.
 
-    They count by the bytes of their files. What is not a mapping applies to all models: `evaluate.suites=mine.yaml`.
+    They count by their bytes. A value for all models: `evaluate.suites=mine.yaml`.
     """
 
     base: Names = setting((), "suites of the base model")
@@ -32,7 +39,6 @@ class Suites(Section):
         )
 
     def of(self, model: str) -> tuple[str, ...]:
-        """The suites of a model."""
         suites: tuple[str, ...] = getattr(self, model)
         return suites
 
@@ -51,7 +57,8 @@ class Windows(Section):
     def _check(self) -> None:
         need(
             self.stride <= self.row_length,
-            f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length {self.row_length}; "
+            f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length "
+            f"{self.row_length}; "
             f"try {self.row_length}",
         )
 
@@ -109,7 +116,7 @@ class Gate(Windows):
 
 
 class Expert(Section):
-    """A model that a gate may choose: where its files lie, and the digests of its weights."""
+    """A model that a gate may choose: its directory, and digests of its weights."""
 
     reference: str  # as the user named it
     model: str  # the directory of the model, or of the base of an adapter
@@ -126,18 +133,10 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-TaskName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-]  # a part of names of metrics
+# A part of names of metrics.
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
-HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's own run
 
-# By kind of task: what stands for a file, and which held-out part it is.
-HELDOUT_PARTS: dict[str, dict[str, str]] = {
-    "text": {HELDOUT: "documents"},
-    "chats": {},
-    "pairs": {},
-}
 for _row in TRAINING_STAGES.values():
     if _row.rows != "documents":
         HELDOUT_PARTS[_row.rows][_row.part] = _row.part
@@ -165,7 +164,8 @@ class Shots(TaskBase):
     def _check(self) -> None:
         need(
             self.shots_file is None or self.shots > 0,
-            f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such as shots: 4",
+            f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such "
+            "as shots: 4",
         )
 
 
@@ -203,7 +203,7 @@ class ChatsTask(WindowsTask):
 
 
 class PairsTask(WindowsTask):
-    """Which of two answers a model gives the higher probability, {"prompt", "chosen", "rejected"}."""
+    """Which of two answers is more probable, {"prompt", "chosen", "rejected"}."""
 
     kind: Literal["pairs"] = "pairs"
     file: str = setting("pairs", "JSON Lines with pairs of answers; pairs: those held out from dpo")
@@ -221,7 +221,8 @@ class ChoicesTask(Shots):
     template: str = setting("{question}", "what stands before a choice", pattern=r"\{question\}")
     delimiter: str | None = setting(
         None,
-        "between question and choice; empty: a space, where neither brings one and the script has them",
+        "between question and choice; empty: a space, where neither brings one and the "
+        "script has them",
     )
 
 
@@ -233,13 +234,14 @@ class LastWordTask(Shots):
 
 
 class GenerationTask(Shots):
-    """An answer in the model's own words, {"question", "answer", "final"?}, compared with the right one."""
+    """A generated answer compared with the right one: {"question", "answer", "final"?}."""
 
     kind: Literal["generation"] = "generation"
     file: str
     match: Literal["auto", "exact", "numeric"] = setting(
         "auto",
-        "what is compared; auto: numbers, where every right answer of the file is one, else the text",
+        "what is compared; auto: numbers, where every right answer of the file is one, "
+        "else the text",
     )
     new_tokens: int = Field(256, ge=1, le=32768)
     chat: bool = setting(False, "ask through the chat template")
@@ -257,9 +259,8 @@ class HarnessTask(TaskBase):
     shots: int | None = setting(None, "worked examples; empty: as the task says", ge=0, le=64)
 
 
-RecordsTask = (
-    TextTask | ChatsTask | PairsTask
-)  # the tokens of records are scored, of a file or of a held-out part
+# The tokens of records are scored, of a file or of a held-out part.
+RecordsTask = TextTask | ChatsTask | PairsTask
 Task = RecordsTask | ChoicesTask | LastWordTask | GenerationTask | HarnessTask
 
 KINDS = [task.model_fields["kind"].default for task in get_args(Task)]

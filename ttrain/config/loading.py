@@ -1,4 +1,4 @@
-"""Settings from defaults, profiles, YAML files, the environment and the command line, with the source of every value."""
+"""Settings from defaults, profiles, YAML files, environment and command line, with sources."""
 
 import functools
 import os
@@ -31,8 +31,6 @@ BUDGETS = {"tokens": "epochs", "epochs": "tokens"}  # of a training stage: one o
 
 
 class Override(NamedTuple):
-    """A value that a user set for a key, and where it was set."""
-
     origin: str
     key: str
     value: Any
@@ -40,8 +38,6 @@ class Override(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings with the source of every value that is not a default: {"sft.optim.lr": "command line"}."""
-
     settings: Settings
     sources: Mapping[str, str]
 
@@ -54,11 +50,10 @@ def load(
     environment: Mapping[str, str] | None = None,
     base: Sequence[Override] = (),
 ) -> LoadedSettings:
-    """Merge defaults < base < profiles < YAML files < environment < overrides, validate once, freeze. Raises UsageError.
+    """Merge defaults < base < profiles < YAML files < environment < overrides, and validate.
 
-    `overrides`: texts `key=value`, or {key: value}.
-
-    `base`: what the settings of an earlier run have that is not a default.
+    `overrides`: texts `key=value`, or {key: value}. `base`: an earlier run's settings that are not
+    defaults. Raises UsageError.
     """
     return settings_of(
         layers(overrides, files, profiles, os.environ if environment is None else environment), base
@@ -75,10 +70,10 @@ def layers(
     environment: Mapping[str, str] = MappingProxyType({}),
     root: type[Section] | None = Settings,
 ) -> list[Override]:
-    """Every value that is set, the weakest first. Raises UsageError where one cannot be read.
+    """All overrides, the weakest first. Raises UsageError for unreadable ones.
 
-    `root`: the tree whose types say what texts mean; None: they stay texts, for `settings_of_task`. With `Settings` a file
-    may be TinySeek's `model_config.json`, some of whose names are also settings of tasks.
+    `root`: the section whose types parse texts; None: they stay texts. With `Settings` a file may
+    be TinySeek's `model_config.json`.
     """
     if unknown := [name for name in profiles if name not in profile_names()]:
         raise UsageError(
@@ -114,7 +109,6 @@ def layers(
 
 
 def _of_variable(variable: str, value: str) -> JsonObject:
-    """The setting of a variable of the environment, if it is one."""
     name = variable.removeprefix("TTRAIN_")
     if variable.startswith(ENVIRONMENT_PREFIX):
         return {name[1:].lower().replace("__", "."): value}
@@ -129,7 +123,8 @@ def _assignment(text: str) -> JsonObject:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise UsageError(
-            f"'{one_line(text)}' is not a setting; write key=value without spaces, for example sft.epochs=3; quote a "
+            f"'{one_line(text)}' is not a setting; write key=value without spaces, for example "
+            "sft.epochs=3; quote a "
             f"path with spaces, write commas between files, and -c FILE for a file of settings"
         )
     return {key.strip(): value}
@@ -140,17 +135,20 @@ def _leaves(tree: JsonObject, origin: str) -> list[tuple[str, Any]]:
     keys = [key for key, _ in leaves]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise UsageError(
-            f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; remove one"
+            f"'{one_line(twice[0])}' is set twice in {origin}, with dots and by its section; "
+            "remove one"
         )
     return leaves
 
 
 def read_yaml(path: Path) -> JsonObject:
-    """The mapping in a YAML file; {} for an empty one. Raises UsageError where there is none."""
+    """The mapping in a YAML file; {} if empty. Raises UsageError."""
     try:
         tree = yaml_text.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read settings from {path}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot read settings from {path}: {error.strerror}; name a YAML file that exists"
+        ) from None
     except (InvalidYaml, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if tree is not None and not (
@@ -163,14 +161,13 @@ def read_yaml(path: Path) -> JsonObject:
 
 
 def profile_names() -> list[str]:
-    """Names that `--profile` accepts."""
     return sorted(path.stem for path in (configs_directory() / "profiles").glob("*.yaml"))
 
 
 def settings_of_task(root: type[S], overrides: Iterable[Override]) -> S:
-    """The settings of a task, whose texts get their types here. Raises UsageError.
+    """The settings of a task, whose types parse texts here. Raises UsageError.
 
-    Variables that set what only a pipeline has are for other commands.
+    Variables of settings that only pipelines have are ignored.
     """
     own = [
         item
@@ -183,9 +180,9 @@ def settings_of_task(root: type[S], overrides: Iterable[Override]) -> S:
 
 
 def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Override]:
-    """The overrides, with the values that the texts which somebody typed have in this tree.
+    """Parse texts of command line and environment by their settings' types.
 
-    The text of an unknown setting stays one. Raises UsageError for what cannot be read.
+    Texts of unknown settings stay. Raises UsageError.
     """
     typed: list[Override] = []
     for origin, key, value in overrides:
@@ -207,7 +204,7 @@ def with_types(root: type[Section], overrides: Iterable[Override]) -> list[Overr
 
 
 def type_of(root: type[Section], key: str) -> Any:
-    """The type of a setting by its dotted name, also of a section; None for no setting."""
+    """The type of a setting or section by its dotted name; None if unknown."""
     kinds = types_by_name(root)
     if key in kinds:
         return kinds[key]
@@ -220,7 +217,7 @@ def type_of(root: type[Section], key: str) -> Any:
 
 
 def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> LoadedSettings:
-    """Merge the overrides, as `layers` returns them, into settings. Raises UsageError."""
+    """Merge overrides, as `layers` returns them, into settings. Raises UsageError."""
     given = [*base, *_following(base, overrides), *_with_preset(overrides)]
     values = {item.key: item.value for item in given}
     automatic = [key for key in rules.KEYS if values.get(key, rules.AUTO) == rules.AUTO]
@@ -230,18 +227,18 @@ def settings_of(overrides: list[Override], base: Sequence[Override] = ()) -> Loa
     settings, sources = merge(Settings, given)
     values = dict(flatten(settings.model_dump())) | dict.fromkeys(automatic, rules.AUTO)
     origin = rules.AUTO if values[rules.START] == NONE else f"{rules.START}{IS_SET}"
-    defaults, changes = flatten_defaults(Settings), JsonDict()
+    changes: JsonDict = {}
     for key, value in rules.automatic(values).items():
         if key in automatic:
             assign(changes, key, value)
-            sources[key] = "" if value == defaults[key] else origin
+            sources[key] = "" if value == flatten_defaults(Settings)[key] else origin
     return LoadedSettings(
         settings.replaced(changes), {key: source for key, source in sources.items() if source}
     )
 
 
+# The sizes of the strongest preset come first in its layer, so that sizes set there win.
 def _with_preset(overrides: list[Override]) -> list[Override]:
-    """Put the sizes of the strongest `model.preset` first in its layer, so that sizes set beside it win."""
     presets = [item for item in overrides if item.key == PRESET]
     if not presets:
         return overrides
@@ -255,11 +252,7 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
 
 
 def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[Override]:
-    """Data sets, starts of stages and the tokenizer where nobody sets them, as they follow from what is set.
-
-    A data set that is not named is none where another one is the user's. A stage starts from the nearest one before it that
-    has data. An existing model brings its tokenizer.
-    """
+    """Settings that follow from others: unnamed data sets, starts of stages, the tokenizer."""
     values = {item.key: item.value for item in (*base, *overrides)}
     sources = {
         name: _sources(values.get(f"data.{name}", Data.model_fields[name].default))
@@ -295,20 +288,15 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
 
 
 def _sources(value: Any) -> list[Any]:
-    """The sources of a data set, as far as the value that is set is valid."""
     entries = [*value] if isinstance(value, (list, tuple)) else [value]
     return [entry for entry in entries if entry not in (None, "", NONE)]
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
-    """Raise UsageError where `model.*` is set beside an existing model to start from, in the same layer or a stronger one.
-
-    It describes new models only. Values of it in a weaker layer, such as a profile, are replaced by the start.
-    """
+    """Raise UsageError for `model.*` in the layer of an existing start, or in a stronger one."""
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
-    first = (
-        0 if origin is None else _first_of_layer(overrides, origin)
-    )  # the base is weaker than all of them
+    # All overrides are stronger than the base.
+    first = 0 if origin is None else _first_of_layer(overrides, origin)
     keeps_head = start.startswith("pretrain.")  # which gives a second head to any model
     meant = [
         f"{key} (from {source})"
@@ -319,13 +307,14 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     ]
     if meant:
         raise UsageError(
-            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, which has its own shape; "
+            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, "
+            "which has its own shape; "
             f"remove one of them"
         )
 
 
+# All variables are one layer.
 def _first_of_layer(overrides: list[Override], origin: str) -> int:
-    """The index at which the layer of the origin begins; all variables are one layer."""
     origins = [item.origin.partition(ENVIRONMENT_PREFIX)[1] or item.origin for item in overrides]
     return origins.index(origin.partition(ENVIRONMENT_PREFIX)[1] or origin)
 
@@ -334,9 +323,9 @@ def _first_of_layer(overrides: list[Override], origin: str) -> int:
 
 
 def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, str]]:
-    """The defaults of a tree with the overrides, validated once, and the source of what is not a default.
+    """Validate the defaults with overrides once; return settings and sources of their values.
 
-    Raises UsageError with a line for each wrong setting: its name, its value, its source, the rule.
+    Raises UsageError with a line for each wrong setting: name, value, source, rule.
     """
     given: dict[str, Override] = {}
     keys = known_keys(root)
@@ -350,9 +339,8 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         is_budget = item.value is not None and other in keys
         if is_budget and (other not in given or given[other].origin != item.origin):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
-    tree = _defaults(
-        root
-    )  # so that one field of a section leaves the stage's own defaults of the others
+    # A section's other fields keep the stage's own defaults.
+    tree = _defaults(root)
     for item in given.values():
         assign(tree, item.key, item.value)
     sources = {key: item.origin for key, item in given.items()}
@@ -371,14 +359,14 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     return settings, sources
 
 
+# One line by name, also where each form that a setting may have gives an error of its own.
 def _wrong_settings(
     error: ValidationError, tree: JsonObject, sources: Mapping[str, str], root: type[Section]
 ) -> dict[str, str]:
-    """A line by the name of each wrong setting. Each form that it may have gives an error of its own."""
     lines: dict[str, str] = {}
     names = [*types_by_name(root)]
-    few = len(names) <= SHOWN_KEYS
-    known = f"there are {', '.join(names)}" if few else "`ttrain config show` lists them all"
+    is_long = len(names) > SHOWN_KEYS
+    known = "`ttrain config show` lists them all" if is_long else f"there are {', '.join(names)}"
     for item in error.errors(include_url=False):
         name, rule = _name_in(tree, item["loc"]), rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
@@ -403,7 +391,6 @@ def _wrong_settings(
 
 
 def _name_in(tree: Any, location: Iterable[str | int]) -> str:
-    """The dotted name of the place of an error: its steps without those that name a form."""
     steps = []
     for step in location:
         entries = dict(enumerate(tree)) if isinstance(tree, list | tuple) else tree
@@ -417,24 +404,21 @@ def _name_in(tree: Any, location: Iterable[str | int]) -> str:
 
 
 def _defaults(root: type[Section]) -> JsonDict:
-    """The tree as it is where nothing is set; settings without a default are not in it."""
     return root.model_construct().model_dump()
 
 
 @functools.cache
 def flatten_defaults(root: type[Section]) -> JsonDict:
-    """`_defaults` by dotted names."""
     return dict(flatten(_defaults(root)))
 
 
 def known_keys(root: type[Section] = Settings) -> list[str]:
-    """Dotted names of every setting of a tree that has a default, as it is shown."""
     return [*flatten_defaults(root)]
 
 
 @functools.cache
 def types_by_name(root: type[Section]) -> dict[str, Any]:
-    """Types of all settings of a tree by their dotted names, also of sections that are absent by default."""
+    """Types of all settings by dotted names, also of sections absent by default."""
     kinds = {}
     for name, field in root.model_fields.items():
         sections = sections_of(field.annotation)

@@ -1,4 +1,4 @@
-"""Settings of the training loop: optimizer, schedule, precision, validation and early stopping."""
+"""Settings of the training loop: optimizer, schedule, precision, validation, early stopping."""
 
 from typing import Literal
 
@@ -29,34 +29,36 @@ class Optim(Section):
     eps: float = setting(1e-8, "of AdamW, added to the denominator", gt=0)
     weight_decay: float = setting(
         0.1,
-        "on matrices only, never on norms, biases and embeddings; kind=adam adds it to the gradient",
+        "on matrices only, never on norms, biases and embeddings; kind=adam adds it to "
+        "the gradient",
         ge=0,
     )
     clip: float | None = setting(
         1.0, "largest gradient norm, over all parameters; empty: any", gt=0
     )
 
+    # With a higher rate a step of AdamW or Muon moves every weight by more than 1.
     @field_validator("lr", "muon_lr", "embedding_lr", "head_lr")
     @classmethod
     def _is_usual_rate(cls, value: float | None) -> float | None:
-        """Refuse a rate that no training survives: of AdamW and Muon a step then moves every weight by more than 1."""
         need(value is None or value <= 1, "must be at most 1; usual are 1e-5 to 5e-2, such as 2e-4")
         return value
 
 
 class Schedule(Section):
-    """Learning rate over the optimizer steps: a warm-up, a hold at the peak, a decay to the floor.
+    """Learning rate over the steps: a warm-up, a hold at the peak, a decay to the floor.
 
-    linear: decays straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt. infinite: as wsd, and the
-    state before the decay is kept, with which the next night continues. cosine: decays from the
-    hold to the end. minimind: the cosine with a floor of 0.1 and, unless asked for, no warm-up. exponential: times
-    `decay_rate` every `decay_steps` steps, however long the run. constant: no decay. An `average` can stand for the decay.
+    linear: straight in the last `decay_fraction` of the steps. wsd: there too, as 1 - sqrt.
+    infinite: wsd; the next night continues from before the decay. cosine: from the hold to the end.
+    minimind: cosine, floor 0.1, no warm-up by default. exponential: times `decay_rate` every
+    `decay_steps` steps. constant: none. An `average` can replace the decay.
     """
 
     kind: Literal["linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite"] = (
         setting(
             "linear",
-            "how the learning rate decays after the warm-up; wsd: constant, then a short decay; infinite: as wsd, "
+            "how the learning rate decays after the warm-up; wsd: constant, then a short decay; "
+            "infinite: as wsd, "
             "and nights continue the constant part",
         )
     )
@@ -77,13 +79,15 @@ class Schedule(Section):
     )
     average: float | None = setting(
         None,
-        "half-life of a moving average of the weights (EMA), which is the model, as a share of the steps, at "
+        "half-life of a moving average of the weights (EMA), which is the model, as a share of "
+        "the steps, at "
         "most 8 % of all steps so far, those of earlier nights too; empty: no average",
         ge=0.25,
     )
     full_rate_steps: int | None = setting(
         None,
-        "a training of more steps has its rates times the square root of this / its steps; empty: no number of "
+        "a training of more steps has its rates times the square root of this / its steps; "
+        "empty: no number of "
         "steps changes them",
         ge=1,
     )
@@ -97,7 +101,7 @@ class Schedule(Section):
 
 
 class EarlyStopping(Section):
-    """Ends a training whose validation loss no longer falls. The best weights are kept, also of one that reaches its end."""
+    """Ends a training whose validation loss stops falling; the best weights are kept."""
 
     patience: int = setting(
         3, "validations without a better loss, one after the other, that end it", ge=1
@@ -125,7 +129,8 @@ class Loop(Section):
     )
     precision: Precision = setting(
         "auto",
-        "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short fp32 matmuls",
+        "auto: bf16 where the chip has it, else fp16 on CUDA, else fp32; tf32: CUDA's short "
+        "fp32 matmuls",
     )
     seed: Seed = setting(1, "of weights, dropout and the order of rows")
     optim: Optim = Optim()
@@ -134,7 +139,8 @@ class Loop(Section):
     def _check(self) -> None:
         need(
             self.early_stopping is None or self.validates_while_training,
-            "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or validate_every_epochs",
+            "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or "
+            "validate_every_epochs",
         )
 
     @property

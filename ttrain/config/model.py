@@ -10,14 +10,28 @@ from ttrain.config.base import Section, need, setting
 from ttrain.config.yaml_text import shown
 from ttrain.errors import UsageError
 
-TURNING_KINDS = (
-    "llama",
-    "qwen3",
-)  # whose rotary positions turn all numbers of a head in pairs (arXiv:2104.09864)
+# Their rotary positions turn all numbers of a head in pairs (arXiv:2104.09864).
+TURNING_KINDS = ("llama", "qwen3")
+
+# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside
+# (GPT-2's from 124m on, whose shapes 124m and 350m are). From 500m on a key is shared by several
+# heads, which costs little and makes the cache smaller.
+COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
+PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
+    "1m": (128, 4, 2, None, 1024),  # 2,048
+    "5m": (256, 5, 4, None, 1024),  # 4,096
+    "10m": (320, 6, 5, None, 1024),  # 8,192
+    "25m": (448, 9, 7, None, 2048),  # 8,192
+    "50m": (512, 13, 8, None, 2048),  # 16,384
+    "124m": (768, 12, 12, None, 2048),  # 50,257
+    "350m": (1024, 24, 16, None, 2048),  # 50,257
+    "500m": (1280, 25, 20, 5, 4096),  # 50,257
+    "1b": (2048, 20, 16, 4, 4096),  # 50,257
+}
 
 
 class Moe(Section):
-    """Mixture of experts in place of the feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
+    """Mixture of experts as feed-forward layers (arXiv:2101.03961, arXiv:2401.06066)."""
 
     experts: int = setting(8, "routed experts of a layer", ge=2)
     top_k: int = setting(2, "routed experts that each token visits", ge=1)
@@ -38,7 +52,8 @@ class Moe(Section):
         ge=0,
     )
 
-    # What the model's own config calls them, so that stages which start from its weights go on in the same way.
+    # What the model's own config calls them, so that stages which start from its weights go on in
+    # the same way.
     IN_CONFIG: ClassVar[Mapping[str, str]] = {
         "router_aux_loss_coef": "balance",
         "router_z_loss_coef": "z_loss",
@@ -53,7 +68,7 @@ class Moe(Section):
 
 
 class MultiToken(Section):
-    """A second head that predicts the token after the next one (arXiv:2404.19737); the loss is ce1 + weight * ce2."""
+    """A head for the token after the next one (arXiv:2404.19737); loss ce1 + weight * ce2."""
 
     weight: float = setting(0.3, "of the second head's loss", gt=0)
     keep_head: bool = setting(
@@ -80,7 +95,8 @@ class Model(Section):
     max_length: int = setting(1024, "positions the model accepts, in tokens", ge=16)
     tie_embeddings: bool = setting(
         True,
-        "output head and embedding share their weights; auto: where the head is large for the model",
+        "output head and embedding share their weights; auto: where the head is large for "
+        "the model",
     )
     rope_theta: float = setting(10_000.0, "base of the rotary positions", gt=0)
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = setting(
@@ -90,7 +106,8 @@ class Model(Section):
     init_std: float = setting(0.02, "standard deviation of the first weights", gt=0)
     scaled_residuals: bool = setting(
         False,
-        "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as GPT-2 does",
+        "initialise what writes into the residual stream with init_std / sqrt(2 * layers), as "
+        "GPT-2 does",
     )
     dropout: float = setting(
         0.0, "on attention weights; its masks also depend on runtime.rows_per_device", ge=0, lt=1
@@ -103,10 +120,10 @@ class Model(Section):
         None, "a second head for the token after the next; empty: none"
     )
 
+    # For a `Model` made in Python; the loader does it itself, as it knows the layers.
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, settings: Any) -> Any:
-        """Fill in the preset of a `Model` made in Python; the loader does it itself, as it knows the layers."""
         if not isinstance(settings, Mapping) or settings.get("preset") is None:
             return settings
         return {
@@ -117,17 +134,18 @@ class Model(Section):
     def _check(self) -> None:
         need(
             self.rope_factor == 1 or self.rope_type != "default",
-            f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which stretches nothing; "
+            f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which "
+            "stretches nothing; "
             f"set model.rope_type, for example to yarn",
         )
-        pairs = (
-            self.kind in TURNING_KINDS and "head_dim" not in self.fields
-        )  # each head turns its numbers in pairs
+        # Each head turns its numbers in pairs.
+        pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields
         multiple = 2 * self.heads if pairs else self.heads
         size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
         need(
             self.hidden_size % multiple == 0,
-            f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as model.heads {self.heads} "
+            f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as "
+            f"model.heads {self.heads} "
             f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}",
         )
         need(
@@ -137,27 +155,10 @@ class Model(Section):
         )
 
 
-# The name is the number of parameters of a qwen3 with tied embeddings and the vocabulary beside (GPT-2's from 124m on, whose
-# shapes 124m and 350m are). From 500m on a key is shared by several heads, which costs little and makes the cache smaller.
-COLUMNS = ("hidden_size", "layers", "heads", "kv_heads", "max_length")
-
-PRESETS: dict[str, tuple[int, int, int, int | None, int]] = {
-    "1m": (128, 4, 2, None, 1024),  # 2,048
-    "5m": (256, 5, 4, None, 1024),  # 4,096
-    "10m": (320, 6, 5, None, 1024),  # 8,192
-    "25m": (448, 9, 7, None, 2048),  # 8,192
-    "50m": (512, 13, 8, None, 2048),  # 16,384
-    "124m": (768, 12, 12, None, 2048),  # 50,257
-    "350m": (1024, 24, 16, None, 2048),  # 50,257
-    "500m": (1280, 25, 20, 5, 4096),  # 50,257
-    "1b": (2048, 20, 16, 4, 4096),  # 50,257
-}
-
-
 def sizes_of(name: object) -> dict[str, Any]:
-    """Settings of `model` that a preset stands for, without `model.`. Raises UsageError for a name that does not exist.
+    """Settings of `model` that a preset stands for. Raises UsageError for an unknown name.
 
-    The widths that follow from others are set back to empty, so that a weaker layer's do not stay beside the new sizes.
+    Sizes that follow from others are empty, so that no weaker layer's remain.
     """
     sizes = PRESETS.get(str(name).lower())
     if sizes is None:

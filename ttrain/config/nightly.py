@@ -1,7 +1,4 @@
-"""Settings of nights: what is trained again, what becomes champion, who is notified.
-
-None of them is part of a key, but for what shapes a night's weights: its replay.
-"""
+"""Settings of nights. None enters a key, but for the replay, which shapes weights."""
 
 import re
 from typing import Annotated, Literal
@@ -24,7 +21,8 @@ class Nightly(Section):
 
     start_from: Literal["champion", "scratch"] = setting(
         "champion",
-        "pretraining continues the champion's base model, or begins anew on all documents; the tokenizer stays",
+        "pretraining continues the champion's base model, or begins anew on all documents; the "
+        "tokenizer stays",
     )
     data: Literal["new", "all"] = setting(
         "new", "documents that the champion has not learnt, or all of them"
@@ -39,18 +37,22 @@ class Nightly(Section):
     )
     rate: Literal["auto"] | Annotated[float, Field(gt=0)] = setting(
         0.5,
-        "of the rates of pretrain.optim, where a night continues the champion's base: less is forgotten; auto: "
-        "min(1, (8 / steps)^0.5), with pretrain.schedule.full_rate_steps in place of 8 where it is set",
+        "of the rates of pretrain.optim, where a night continues the champion's base: less is "
+        "forgotten; auto: "
+        "min(1, (8 / steps)^0.5), with pretrain.schedule.full_rate_steps in place of 8 where "
+        "it is set",
     )
     replay: float = setting(
         0.05,
-        "share of a night's tokens that the champion has learnt before, where data=new or chats=new; 0: none",
+        "share of a night's tokens that the champion has learnt before, where data=new or "
+        "chats=new; 0: none",
         ge=0,
         lt=1,
     )
     again: bool = setting(
         True,
-        "documents of a night that was not promoted are read once more, beside newer ones; false: never",
+        "documents of a night that was not promoted are read once more, beside newer ones; "
+        "false: never",
     )
     chats: Literal["all", "new"] = setting(
         "all", "chats that SFT learns: all, or those of new files beside `replay` of learnt ones"
@@ -60,7 +62,8 @@ class Nightly(Section):
     )
     lora_base: Literal["new", "champion"] = setting(
         "new",
-        "an adapter is trained again on the night's model, or stays with the model that the champion's adapter "
+        "an adapter is trained again on the night's model, or stays with the model that the "
+        "champion's adapter "
         "belongs to, and is trained again only on new chats",
     )
     deadline: TimeOfDay | None = setting(None, "hour:minute when a night saves its state and stops")
@@ -79,7 +82,8 @@ class Nightly(Section):
         )
         need(
             self.deadline is None or self.deadline_hours is None,
-            f"nightly.deadline is {self.deadline} and nightly.deadline_hours is {self.deadline_hours}; set one of them",
+            f"nightly.deadline is {self.deadline} and nightly.deadline_hours is "
+            f"{self.deadline_hours}; set one of them",
         )
 
 
@@ -106,31 +110,36 @@ class Promotion(Section):
     seed: Seed = setting(1, "of the paired resampling")
     forgetting: float | None = setting(
         0.03,
-        "share of the champion's figure by which the challenger may be worse on the held-out text of an earlier "
-        "night or of a source, or in the metric of another model, and of the best figure that a champion had on the text of "
+        "share of the champion's figure by which the challenger may be worse on the held-out "
+        "text of an earlier "
+        "night or of a source, or in the metric of another model, and of the best figure that a "
+        "champion had on the text of "
         "a night; empty: any share",
         ge=0,
     )
     baseline: Literal["zlib", "xz", "order0", "order3"] | float | None = setting(
         "xz",
-        "what a first champion must beat: a baseline, in bits per byte of the base model, or a value of the "
+        "what a first champion must beat: a baseline, in bits per byte of the base model, or a "
+        "value of the "
         "metric; empty: nothing",
     )
 
 
 class Notify(Section):
-    """Who is notified of what happened. Nothing leaves the machine unless it is set here."""
+    """Notifications. Nothing leaves the machine unless it is set here."""
 
     command: Annotated[tuple[str, ...], Listed] = setting(
         (), "program and arguments, no shell; the message is JSON on stdin"
     )
     webhook: str | None = setting(
         None,
-        "URL to which the message is posted as JSON; shown and recorded without its path, which can be secret",
+        "URL to which the message is posted as JSON; shown and recorded without its path, which "
+        "can be secret",
     )
     webhook_file: str | None = setting(
         None,
-        "file that holds this URL; for nights of a schedule, which keeps settings as they are shown",
+        "file that holds this URL; for nights of a schedule, which keeps settings as they "
+        "are shown",
     )
     on: Annotated[tuple[Event, ...], Listed] = setting(
         ("failed", "completed", "promoted", "skipped"),
@@ -145,7 +154,8 @@ class Notify(Section):
             return None
         need(
             re.fullmatch(r"https?://\S+", value) is not None,  # the value itself is not shown
-            "notify.webhook must be a URL that begins with http:// or https://; set notify.webhook=https://...",
+            "notify.webhook must be a URL that begins with http:// or https://; set "
+            "notify.webhook=https://...",
         )
         return value
 
@@ -156,5 +166,6 @@ class Notify(Section):
     def _check(self) -> None:
         need(
             not (self.webhook and self.webhook_file),
-            f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set one of them",
+            f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set "
+            "one of them",
         )

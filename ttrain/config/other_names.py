@@ -1,4 +1,4 @@
-"""The settings that a wrong name may mean, also where that is the name of another library: `configs/other_names.yaml`."""
+"""Suggestions for wrong names of settings, also other libraries' (`configs/other_names.yaml`)."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ MOST_NAMES = 8  # more settings of a name are not told
 
 @functools.cache
 def names() -> Mapping[str, Mapping[str, Any]]:
-    """The tables of the file; of `names` and `notes` each word with the settings, or the note, that it has."""
+    """The tables of the file: settings by word in `names`, a note by word in `notes`."""
     text = (yaml_text.configs_directory() / "other_names.yaml").read_text(encoding="utf-8")
     tables = yaml_text.parse(text)
     by_word = {
@@ -28,7 +28,7 @@ def names() -> Mapping[str, Mapping[str, Any]]:
 
 
 def suggestion(key: str, valid_keys: Sequence[str]) -> str:
-    """What a wrong name may mean: "did you mean 'sft.tokens'? (in tokens: steps x tokens_per_step)"; "" for nothing."""
+    """Advice on a wrong name: "did you mean 'sft.tokens'? (in tokens: ...)", or ""."""
     near = " or ".join(f"'{name}'" for name in similar_settings(key, valid_keys))
     note = names()["notes"].get(_last_part(key), "")
     if not near:
@@ -37,9 +37,9 @@ def suggestion(key: str, valid_keys: Sequence[str]) -> str:
 
 
 def similar_settings(key: str, valid_keys: Sequence[str]) -> list[str]:
-    """The settings that other libraries call so, with a letter more or less, else those that end so, else the most similar.
+    """Settings that other libraries call so, else with this ending, else the most similar.
 
-    Of these the ones in the section of the key, if there are any.
+    If some are in the section of the key, only those.
     """
     last = _last_part(key)
     section = f"{key.lower().partition('.')[0]}."
@@ -62,7 +62,7 @@ def _last_part(key: str) -> str:
 
 
 def from_tinyseek(tree: JsonObject, origin: str) -> JsonObject:
-    """The settings that TinySeek's `model_config.json` stands for; the tree itself where it has none of its names."""
+    """The settings of TinySeek's `model_config.json`; any other tree as it is."""
     known = names()["tinyseek"]
     if tree.keys().isdisjoint(known):
         return tree
@@ -70,7 +70,8 @@ def from_tinyseek(tree: JsonObject, origin: str) -> JsonObject:
         near = difflib.get_close_matches(others[0], known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)};"
         raise UsageError(
-            f"'{yaml_text.one_line(others[0])}' (from {origin}) is not a name of TinySeek's model_config.json; {hint} "
+            f"'{yaml_text.one_line(others[0])}' (from {origin}) is not a name of TinySeek's "
+            f"model_config.json; {hint} "
             f"settings of ttrain go into a file of their own: -c {origin} -c OTHER.yaml"
         )
     return {

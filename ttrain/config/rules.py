@@ -1,8 +1,8 @@
-"""Settings of pretraining that follow from its budget and from the size of a new model where they are `auto`, the default;
-batch and passes of fine-tuning, which follow from its rows.
+"""Rules for `auto`: pretraining by budget and model size, fine-tuning by its rows.
 
-The measurements are in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676: its power of
-0.47), the rates of embedding and head the width. No rate follows the batch, so that a run of a given batch can be extended.
+Measured in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676,
+power 0.47), embedding and head rates the width. No rate follows the batch, so that a run of a given
+batch can be extended.
 """
 
 import math
@@ -12,11 +12,8 @@ from typing import Any, Final
 
 AUTO: Final = "auto"
 
-BUDGET, WIDTH, BATCH = (
-    1_000_000,
-    128,
-    2048,
-)  # tokens, width and batch at which the defaults were measured
+# Tokens, width and batch at which the defaults were measured.
+BUDGET, WIDTH, BATCH = (1_000_000, 128, 2048)
 SMALLEST_BATCH = 1024
 TOKENS_PER_PARAMETER = (
     2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less
@@ -29,14 +26,16 @@ LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
 
-# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than the first, and the passes
-# become more where they have fewer than the second. On four of five sets of 40 to 100 chats the loss on held-out chats was
-# 0.4 to 1.7 above the best of 1 to 15 passes after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
+# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than
+# the first, and the passes become more where they have fewer than the second. On four of five sets
+# of 40 to 100 chats the loss on held-out chats was 0.4 to 1.7 above the best of 1 to 15 passes
+# after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
 FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
-# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than the usual budget.
-# The loss on held-out documents was the lowest after 4 to 6 passes on eight small sets (docs/recipe.md): of 300
-# English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10 and 17.6 passes.
+# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than
+# the usual budget. The loss on held-out documents was the lowest after 4 to 6 passes on eight small
+# sets (docs/recipe.md): of 300 English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10
+# and 17.6 passes.
 TOKENS, USEFUL_PASSES = 1_800_000, 5
 
 TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
@@ -52,35 +51,36 @@ START, NEW = "pretrain.start_from", "none"
 
 @dataclass(frozen=True)
 class Rule:
-    """The value of a setting, and how it follows from others."""
+    """The value of a setting, and the others from which it follows."""
 
     value: Any
     reason: str
 
 
 def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rules for the settings `KEYS` of a new model, from the values of all settings by their dotted names."""
+    """The rules of `KEYS` for a new model, from all settings by dotted names."""
     sizes = {name: values[f"model.{name}"] for name in SIZES}
-    parameters, width = layer_parameters(sizes), sizes["hidden_size"]
+    parameters = layer_parameters(sizes)
+    width = sizes["hidden_size"]
     share = values["tokenizer.vocab_size"] * width / parameters
     tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
     budget = tokens or TOKENS_PER_PARAMETER * parameters
-    batch = whole_rows(
-        max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47), values["pretrain.row_length"]
-    )
-    large = (
-        f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters of the layers, and may have "
-        f"{LARGEST_HEAD} at most"
-    )
-    size = f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, a power of two, in whole rows"
+    batch = max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47)
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
-    muon = kind == "muon"
     rules = {
-        TIED: Rule(share > LARGEST_HEAD, large),
-        BATCH_KEY: Rule(batch, size),
-        BETAS_KEY: Rule(BETAS, "beside Muon") if muon else Rule(USUAL_BETAS, alone),
+        TIED: Rule(
+            share > LARGEST_HEAD,
+            f"a separate head would have {share:.2f} of the {parameters / 1e6:.3g} M parameters "
+            f"of the layers, and may have {LARGEST_HEAD} at most",
+        ),
+        BATCH_KEY: Rule(
+            whole_rows(batch, values["pretrain.row_length"]),
+            f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, "
+            "a power of two, in whole rows",
+        ),
+        BETAS_KEY: Rule(BETAS, "beside Muon") if kind == "muon" else Rule(USUAL_BETAS, alone),
     }
     for name, usual in RATES.items():
         rate = OWN_HEAD_LR if name == "head_lr" and not tied else usual
@@ -89,7 +89,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             scaled = float(f"{rate * math.sqrt(WIDTH / width):.3g}")
             rule = (
                 Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5")
-                if muon
+                if kind == "muon"
                 else Rule(None, f"as lr, {alone}")
             )
         rules[f"{OPTIM}{name}"] = rule
@@ -97,7 +97,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
 
 
 def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the settings `KEYS` become where they are `auto`, from the values of all; {} where some are not there."""
+    """Values of `KEYS` for `auto`, from all settings; {} if some are missing."""
     try:
         if values.get(START, NEW) != NEW:
             return {**OF_EXISTING, BATCH_KEY: whole_rows(BATCH, values["pretrain.row_length"])}
@@ -107,7 +107,7 @@ def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rules whose value the settings have; {} where pretraining makes no new model."""
+    """The rules whose value the settings have; {} if pretraining makes no new model."""
     return (
         {key: rule for key, rule in by_rule(values).items() if rule.value == values[key]}
         if values[START] == NEW
@@ -117,22 +117,22 @@ def followed(values: Mapping[str, Any]) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Batch and passes of a fine-tuning that has rows enough, in tokens and in passes."""
+    """Batch in tokens and passes of a fine-tuning with enough rows."""
 
     tokens_per_step: int = 4096
     epochs: float = 1.0
 
     def batch(self, rows: int, row_length: int) -> int:
-        """Tokens of a step: at most `tokens_per_step`, and fewer where `epochs` passes have less than FEWEST_STEPS steps.
+        """Tokens of a step: at most `tokens_per_step`, fewer below FEWEST_STEPS steps.
 
-        It follows from the rows alone, so that a training of other passes continues one of these.
+        It does not depend on the passes, so that a run with more passes can continue this one.
         """
         most_rows = max(1, self.tokens_per_step // row_length)
         fitting_rows = int(rows * self.epochs) // FEWEST_STEPS
         return min(most_rows, max(1, fitting_rows)) * row_length
 
     def passes(self, rows: int, rows_per_step: int) -> float:
-        """Passes over the rows: `epochs`, or as many whole ones as ENOUGH_STEPS steps take, up to MOST_PASSES."""
+        """`epochs`, or the complete passes in ENOUGH_STEPS steps, at most MOST_PASSES."""
         needed = math.ceil(ENOUGH_STEPS * rows_per_step / max(1, rows))
         return self.epochs if needed <= self.epochs else float(min(MOST_PASSES, needed))
 
@@ -141,18 +141,20 @@ class FineTuning:
         most = max(1, self.tokens_per_step // row_length) * row_length
         return {
             "tokens": f"{TOKENS:,}, less where that is over {USEFUL_PASSES} passes",
-            "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at least a row",
-            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under {ENOUGH_STEPS} steps",
+            "tokens_per_step": f"{most}, less where that gives under {FEWEST_STEPS} steps, at "
+            "least a row",
+            "epochs": f"{self.epochs:g}, up to {MOST_PASSES} where that gives under "
+            f"{ENOUGH_STEPS} steps",
         }
 
 
 def budget(tokens_per_pass: float) -> int:
-    """Tokens of a pretraining by rule: TOKENS, or those of USEFUL_PASSES passes if that is less."""
+    """Tokens of a pretraining: TOKENS, or USEFUL_PASSES passes if fewer."""
     return min(TOKENS, math.ceil(USEFUL_PASSES * tokens_per_pass))
 
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:
-    """Parameters of the matrices of all layers of a dense model with gated feed-forward layers; its `SIZES`."""
+    """Parameters of the matrices of all layers of a dense gated model; its `SIZES`."""
     hidden, heads = sizes["hidden_size"], sizes["heads"]
     inner = sizes["intermediate_size"] or usual_intermediate_size(hidden)
     attention = 2 * hidden * (hidden + hidden // heads * (sizes["kv_heads"] or heads))
@@ -160,11 +162,11 @@ def layer_parameters(sizes: Mapping[str, Any]) -> int:
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
-    """8/3 of the width, as many parameters as a feed-forward layer of four widths without a gate; a multiple of 32."""
+    """8/3 of the width, to a multiple of 32: as many parameters as 4 x without gate."""
     return -(-(hidden_size * 8 // 3) // 32) * 32
 
 
 def whole_rows(tokens: float, row_length: int) -> int:
-    """The power of two nearest to a number of tokens, in whole rows of which there is at least one."""
+    """The power of two nearest to a number of tokens, in complete rows, at least one."""
     power = 1 << round(math.log2(tokens))
     return max(1, round(power / row_length)) * row_length

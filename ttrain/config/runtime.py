@@ -1,4 +1,4 @@
-"""Settings of how fast and where it runs, and of tracking: none of them is part of a key."""
+"""Settings of speed, machine and tracking; none enters a key."""
 
 from typing import Annotated, Literal
 
@@ -17,8 +17,10 @@ from ttrain.config.base import (
 
 
 class Night(Section):
-    """Hours in which training takes half of the machine: micro-batches and threads. The weights stay the same, up to the
-    order of summation."""
+    """Hours in which training takes half of the machine: micro-batches and threads.
+
+    The weights stay the same, up to the order of summation.
+    """
 
     start: TimeOfDay = setting("22:00", "hour:minute; included")
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
@@ -69,15 +71,18 @@ class Runtime(Section):
     )
     compile: bool | None = setting(
         None,
-        "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows of one width",
+        "torch.compile; pays for long runs only. Empty: on CUDA, from 500 steps on, with rows "
+        "of one width",
     )
     attention: Literal["auto", "records", "masked"] = setting(
         "auto",
-        "records: one by one, by native kernels or flash attention; masked: torch's, with a mask; auto: records",
+        "records: one by one, by native kernels or flash attention; masked: torch's, with a "
+        "mask; auto: records",
     )
     tune: Literal["off", "auto"] = setting(
         "off",
-        "auto: where deterministic is false, measure for the time of some six steps which rows_per_device is fastest, "
+        "auto: where deterministic is false, measure for the time of some six steps which "
+        "rows_per_device is fastest, "
         "and remember it",
     )
     loss_chunk_tokens: int | None = setting(
@@ -87,17 +92,20 @@ class Runtime(Section):
     )
     gradient_checkpointing: bool = setting(
         False,
-        "keep only what goes into each layer, and compute it again for the gradient: a third slower",
+        "keep only what goes into each layer, and compute it again for the gradient: a "
+        "third slower",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info",
-        "what the logs of stages and the terminal show: debug adds each step and the logs of all ranks, and the terminal "
+        "what the logs of stages and the terminal show: debug adds each step and the logs of "
+        "all ranks, and the terminal "
         "shows the stages' logs; warning and error leave out progress",
     )
     log_every_steps: int = setting(10, "steps between two points of the curves", ge=1)
     quick_validations: int = setting(
         8,
-        "while a stage trains, on a few held-out rows, where a stage validates at its end only; 0: none",
+        "while a stage trains, on a few held-out rows, where a stage validates at its end "
+        "only; 0: none",
         ge=0,
     )
     system_metrics_seconds: int = setting(
@@ -110,7 +118,8 @@ class Runtime(Section):
     )
     sample_prompts: Annotated[tuple[str, ...] | None, Listed] = setting(
         None,
-        "beginnings of documents, or what a user asks; empty: two of the rows that the stage holds out",
+        "beginnings of documents, or what a user asks; empty: two of the rows that the stage "
+        "holds out",
         min_length=1,
     )
     eval_every_steps: int = setting(
@@ -152,17 +161,19 @@ class Runtime(Section):
     def _check(self) -> None:
         need(
             self.node_rank < self.nodes,
-            f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is {self.nodes}; "
+            f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is "
+            f"{self.nodes}; "
             f"nodes count from 0",
         )
         need(
             self.nodes == 1 or self.rendezvous is not None,
-            f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to host:port of node 0, on all nodes",
+            f"runtime.nodes is {self.nodes} but runtime.rendezvous is empty; set it to "
+            "host:port of node 0, on all nodes",
         )
 
 
 class TaskRuntime(Section):
-    """Runtime settings of a task; a step is one micro-batch, unless it has more rows than this."""
+    """Runtime settings of a task; a step is one micro-batch, up to this many rows."""
 
     runtime: Runtime = Runtime(rows_per_device=1024)
 

@@ -17,6 +17,9 @@ AUTO_TOKENS = (
     f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
     "one of `tokens` and `epochs`"
 )
+NONE = "none"
+EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
+VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
 
 
 class Training(Loop):
@@ -32,7 +35,8 @@ class Training(Loop):
     row_length: int = setting(256, "tokens of one packed row", ge=8)
     packing: Literal["best-fit", "stream", "none"] = setting(
         "best-fit",
-        "records share rows; stream: documents one after the other, cut at each row's end; none: one a row, "
+        "records share rows; stream: documents one after the other, cut at each row's end; "
+        "none: one a row, "
         "batches only as wide as their longest",
     )
     stride: int | None = setting(
@@ -43,14 +47,15 @@ class Training(Loop):
     )
     mask_intervals: tuple[tuple[Marker, Marker], ...] = setting(
         (),
-        "[from, to] token pairs, as ids or words: both, and all between them in a record, are never learnt",
+        "[from, to] token pairs, as ids or words: both, and all between them in a record, are "
+        "never learnt",
     )
     dropped_fraction: float = setting(
         0.01, "a larger share of chats without a token to learn ends the stage", ge=0, le=1
     )
 
     def resolved(self, rows: int) -> Self:
-        """The settings with numbers for what is `auto`, for a training whose pass has this many rows."""
+        """The settings with numbers for `auto`, for a training with this many rows."""
         batch = self.by_rows.batch(rows, self.row_length)
         settings = (
             self.replaced({"tokens_per_step": batch})
@@ -78,50 +83,55 @@ class Training(Loop):
         super()._check()
         need(
             self.tokens is not None or self.epochs is not None,
-            "tokens and epochs are both empty, but one of them must be the budget; set one, such as epochs=1",
+            "tokens and epochs are both empty, but one of them must be the budget; set one, "
+            "such as epochs=1",
         )
         need(
             self.tokens is None or self.epochs is None,
-            f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be the budget; "
+            f"tokens is {self.tokens} and epochs is {self.epochs}, but only one of them can be "
+            "the budget; "
             f"set the other to null",
         )
         if self.tokens_per_step != rules.AUTO:
             good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
             need(
                 self.step_tokens % self.row_length == 0,
-                f"tokens_per_step is {self.tokens_per_step} but must be a multiple of row_length {self.row_length}; "
+                f"tokens_per_step is {self.tokens_per_step} but must be a multiple of "
+                f"row_length {self.row_length}; "
                 f"try {good}",
             )
         need(
             self.stride is None or self.stride <= self.row_length,
-            f"stride is {self.stride} but must not exceed row_length {self.row_length}, or tokens between two rows "
+            f"stride is {self.stride} but must not exceed row_length {self.row_length}, or "
+            "tokens between two rows "
             f"would never be learnt; try {self.row_length}",
         )
         need(
             self.order == "shuffled" or self.packing == "none",
-            f"order is {self.order} but packing is {self.packing}, which makes all rows equally long; set packing=none",
+            f"order is {self.order} but packing is {self.packing}, which makes all rows equally "
+            "long; set packing=none",
         )
         for opens, closes in self.mask_intervals:
             need(
                 opens != closes,
-                f"mask_intervals has [{opens}, {closes}], but a region must not open and close alike",
+                f"mask_intervals has [{opens}, {closes}], but a region must not open and "
+                "close alike",
             )
 
     @field_validator("start_from", check_fields=False)
     @classmethod
     def _starts_from_an_earlier_stage(cls, value: str) -> str:
-        """Refuse the name of a stage that does not come before this one."""
         starts = TRAINING_STAGES[cls.__name__.lower()].starts
         need(
             value not in TRAININGS or value in starts,
-            f"start_from is {value}, a stage that does not come before this one; it takes {', '.join([*starts, NONE])}, "
+            f"start_from is {value}, a stage that does not come before this one; it takes "
+            f"{', '.join([*starts, NONE])}, "
             f"a directory (./{value} for one of that name), or owner/name[@revision] on the Hub",
         )
         return value
 
     @property
     def section(self) -> str:
-        """Name of the section in the settings, for messages."""
         return type(self).__name__.lower()
 
     @property
@@ -140,17 +150,17 @@ class Training(Loop):
 
     @property
     def token_budget(self) -> int | None:
-        """The budget in tokens; None where it is in passes."""
+        """The budget in tokens; None if it is in passes."""
         return None if self.tokens is None else int(self.tokens)
 
     @property
     def passes(self) -> float | None:
-        """The budget in passes over the rows; None where it is in tokens."""
+        """The budget in passes over the rows; None if it is in tokens."""
         return None if self.epochs is None else float(self.epochs)
 
 
 class TaskConfig(Loop):
-    """What `ttrain train` does to the weights; a task derives its own settings from it, with its own defaults."""
+    """Settings of `ttrain train`; a task derives its own settings and defaults from it."""
 
     epochs: float = setting(10.0, "passes over the rows", gt=0)
     rows_per_step: int = setting(64, "rows of one optimizer step, over all ranks", ge=1)
@@ -160,26 +170,24 @@ class TaskConfig(Loop):
 
     @property
     def step_tokens(self) -> int:
-        """A row counts as one token, in the loop and in the curves."""
+        """Rows count as tokens, in the loop and in curves."""
         return self.rows_per_step
 
 
 class TaskJob(Section):
-    """What `ttrain train` passes to its process, which alone knows the task's own settings."""
+    """What `ttrain train` passes to its process, which knows the task's settings."""
 
     task: str
-    given: tuple[
-        tuple[str, str, Any], ...
-    ]  # (origin, key, value) of the settings, the weakest first
+    # (origin, key, value) of the settings, the weakest first.
+    given: tuple[tuple[str, str, Any], ...]
     allow: tuple[str, ...]
 
 
-NONE = "none"
 Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of the names of layers
 
 
 class Pretrain(Training):
-    """Pretraining. Batch and rates are `auto` unless set: they follow from the size of a new model (docs/recipe.md)."""
+    """Pretraining. `auto` batch and rates follow from the size of a new model (docs/recipe.md)."""
 
     start_from: Location = setting(
         NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1
@@ -193,7 +201,7 @@ class Pretrain(Training):
 
 
 class FineTune(Training):
-    """A training whose batch and budget follow from the number of its rows."""
+    """A training whose batch and budget follow from its rows."""
 
     epochs: Passes | Auto | None = setting(
         rules.AUTO, "budget in passes over the rows; auto: more than usual where there are few"
@@ -218,7 +226,7 @@ class Sft(FineTune):
 
 
 class Adapted(FineTune):
-    """A training that may be one of an adapter, through PEFT."""
+    """A training of all weights or of an adapter, through PEFT."""
 
     rank: int = setting(16, "of the adapter", ge=1)
     alpha: float = setting(32.0, "of the adapter; its output is scaled by alpha / rank", gt=0)
@@ -227,7 +235,8 @@ class Adapted(FineTune):
     )
     targets: Targets = setting(
         ("all-linear",),
-        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the output head)",
+        "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the "
+        "output head)",
         min_length=1,
     )
     start_from: Location = setting(
@@ -238,10 +247,10 @@ class Adapted(FineTune):
 
 
 class Dpo(Adapted):
-    """Preference tuning: the model learns to prefer the chosen answer of a pair to the rejected one (docs/preferences.md).
+    """Preference tuning: prefer the chosen answer to the rejected one (docs/preferences.md).
 
-    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing. simpo: arXiv:2405.14734.
-    orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
+    dpo: arXiv:2305.18290. ipo: arXiv:2310.12036. cdpo: arXiv:2305.18290, with label smoothing.
+    simpo: arXiv:2405.14734. orpo: arXiv:2403.07691. kto: arXiv:2402.01306.
     """
 
     loss: Literal["dpo", "ipo", "cdpo", "simpo", "orpo", "kto"] = setting(
@@ -272,14 +281,15 @@ class Dpo(Adapted):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the model with the one that it starts from, by the stage `reference`."""
+        """Whether the loss needs the model that training starts from (stage `reference`)."""
         return self.loss not in ("simpo", "orpo")
 
     def _check(self) -> None:
         super()._check()
         need(
             self.loss != "orpo" or not self.sft_weight,
-            f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; set it to 0",
+            f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; "
+            "set it to 0",
         )
 
 
@@ -310,7 +320,7 @@ class Lora(Adapted):
 
 
 def adapter_of(stage: str, settings: Any) -> Lora | None:
-    """The adapter that a training stage trains, as settings of `lora`; None where it trains all weights or is none."""
+    """The adapter of a training stage as settings of `lora`; None if it trains all weights."""
     section = getattr(settings, stage, None)
     if isinstance(section, Dpo) and section.adapter != "none":
         shared = {
@@ -321,13 +331,9 @@ def adapter_of(stage: str, settings: Any) -> Lora | None:
     return section if isinstance(section, Lora) else None
 
 
-EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
-VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
-
-
 @dataclass(frozen=True)
 class PrimaryMetric:
-    """The metric that the model of a training stage is judged by, over the held-out records `records`."""
+    """The metric that decides about a stage's model, over held-out `records`."""
 
     name: str
     model: str
@@ -338,16 +344,13 @@ class PrimaryMetric:
 
     @property
     def family(self) -> str:
-        """The name without the model."""
         return self.name.removesuffix(f"{self.separator}{self.model}")
 
     @property
     def of_run(self) -> str:
-        """The name among the metrics of a run."""
         return f"{EVALUATED}{self.name}"
 
     def of(self, model: str) -> str:
-        """The name of the metric of another model."""
         return self.name if model == self.model else f"{self.family}{self.separator}{model}"
 
 
@@ -366,16 +369,15 @@ DOMAIN_LOSS = PrimaryMetric("domain_loss_lora", "lora", "domain loss", "domain")
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A training stage: what all parts of ttrain that list such stages need to know of one.
+    """A training stage, for all parts of ttrain that list such stages.
 
-    It is named after its settings, and its data set after it. `starts` are the stages whose model it may go on from.
+    It is named after its settings, as is its data set.
     """
 
     settings: type[Training]
     label: str  # on pages and charts
-    role: Literal[
-        "base", "chat", "adapter"
-    ]  # a base model, one that chats, or an adapter on a model
+    # A base model, one that chats, or an adapter on a model.
+    role: Literal["base", "chat", "adapter"]
     rows: Literal["documents", "chats", "pairs"]  # what it learns from
     metric: PrimaryMetric  # by which its model is judged
     about: str  # what it does
@@ -386,17 +388,17 @@ class TrainingStage:
 
     @property
     def model(self) -> str:
-        """Name of its model in the evaluation, and the end of its registered model's name."""
+        """Name of its model in the evaluation, and suffix of its registered model."""
         return self.metric.model
 
     @property
     def part(self) -> str:
-        """What the evaluation calls the held-out rows of its data set."""
+        """Name of its held-out rows in the evaluation."""
         return self.metric.records
 
     @property
     def loss(self) -> str:
-        """Prefix of the losses on that part, where it is chats: documents have bits per byte, pairs a share."""
+        """Prefix of losses on held-out chats; documents have bits per byte, pairs a share."""
         return self.metric.family if self.rows == "chats" else ""
 
     @property
@@ -438,19 +440,19 @@ ROWS = (
         "adapter",
         "chats",
         DOMAIN_LOSS,
-        "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats of a domain",
+        "Train an adapter for the fine-tuned model, or for that of lora.start_from, on chats "
+        "of a domain",
     ),
 )
 TRAINING_STAGES = {row.name: row for row in ROWS}
 TRAININGS = tuple(TRAINING_STAGES)
 # Where runs share a model, the metric of the next one tells which run is better.
 PRIMARY_METRICS = {name: row.metric for name, row in TRAINING_STAGES.items()}
-SEEDS = tuple(
-    f"{name}.seed" for name in TRAINING_STAGES
-)  # of weights, dropout, the order of rows, and replayed samples
+# Of weights, dropout, the order of rows, and replayed samples.
+SEEDS = tuple(f"{name}.seed" for name in TRAINING_STAGES)
 MODELS = tuple(row.model for row in TRAINING_STAGES.values())  # as the evaluation names them
 
 
 def model_order(model: str) -> int:
-    """Key to sort names of models by: as they are trained, then all others."""
+    """Sort key for names of models: in the order of training, then all others."""
     return MODELS.index(model) if model in MODELS else len(MODELS)

@@ -1,8 +1,8 @@
-"""Read values that people write, in YAML files and as texts on the command line and in variables.
+"""Read values that people write: YAML files, texts on the command line and in variables.
 
-Files are YAML 1.1, but `on` and `off` are words, and a key that is given twice is an error.
-Of a text the type of its setting says what it means, not its look: a text setting takes all of it, as `run #3`, `*.jsonl`
-and `no`, without quotes around it. Lists and mappings are written as in YAML: `[a, b]`, `{path: a, weight: 2}`.
+Files are YAML 1.1, but `on` and `off` are words and duplicate keys are errors. The type of its
+setting decides what a text means: a text setting takes all of it, as `run #3` and `no`. Lists and
+mappings are YAML.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ NOTHING = ("", "~", "null", "none")
 
 
 class InvalidYaml(ValueError):
-    """What is wrong and where, in one line: "line 2, column 5: 'lr' is given twice"."""
+    """Problem and place in one line: "line 2, column 5: 'lr' is given twice"."""
 
 
 class Loader(SAFE):  # type: ignore[misc]
@@ -60,7 +60,7 @@ Loader.add_constructor(INTEGER, Loader.construct_yaml_int)
 
 
 class WordLoader(Loader):
-    """Reads lists whose scalars stay texts, apart from plain numbers: pydantic reads the others by their types."""
+    """Reads lists whose scalars, but for plain numbers, stay texts for pydantic."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
@@ -74,15 +74,16 @@ def parse(text: str, loader: Any = Loader) -> Any:
     try:
         return yaml.load(text, loader)
     except (yaml.YAMLError, ValueError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise InvalidYaml(one_line(f"{place}{problem or error}")) from None
+        problem = getattr(error, "problem", None) or error
+        raise InvalidYaml(one_line(f"{place}{problem}")) from None
 
 
 def read(text: str, kind: Any) -> Any:
-    """The value of a text for a setting of this type, which its validation then checks.
+    """The value of a text for a setting of this type; validation follows.
 
-    Raises InvalidYaml for what is not YAML, where that is not a text setting.
+    Raises InvalidYaml, but not for a text setting.
     """
     forms = types_of(kind)
     if QUOTED.fullmatch(text):
@@ -101,14 +102,13 @@ def read(text: str, kind: Any) -> Any:
 
 
 def read_list(text: str, kind: Any) -> list[Any]:
-    """The entries of a list between brackets, each read as a setting of this type. Raises InvalidYaml."""
+    """The entries of a list in brackets, each read as this type. Raises InvalidYaml."""
     return [
         read(entry, kind) if isinstance(entry, str) else entry for entry in _whole(text, WordLoader)
     ]
 
 
 def _whole(text: str, loader: Any = Loader) -> Any:
-    """The value of a YAML text. Raises InvalidYaml where something follows it, such as a comment."""
     value = parse(text, loader)
     node = yaml.compose(text, SAFE)
     if rest := text[node.end_mark.index :].strip() if node else "":
@@ -117,15 +117,14 @@ def _whole(text: str, loader: Any = Loader) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value in a message: as Python writes it, lists as a file has them, without the secrets of URLs, and shortened."""
+    """A value for a message: shortened, without secrets of URLs."""
     whole = (
         str(value).lower()
         if isinstance(value, bool)
         else repr([*value] if isinstance(value, tuple) else value)
     )
-    text = redact.text(
-        whole[: 16 * VALUE_CHARACTERS]
-    )  # before it is cut: a URL ends in what makes it one with a user
+    # Mask before cutting: the "@" that shows a user may be cut off.
+    text = redact.text(whole[: 16 * VALUE_CHARACTERS])
     return (
         text
         if len(text) <= VALUE_CHARACTERS
@@ -134,12 +133,11 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str, most: int = MESSAGE_CHARACTERS) -> str:
-    """A message without line breaks, and shortened."""
     return truncated(" ".join(text[: 4 * most].split()), most)
 
 
 def configs_directory() -> Path:
-    """The YAML files that ship with ttrain: inside the wheel, or beside the package in a checkout."""
+    """The YAML files that ship with ttrain, in the wheel or the checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

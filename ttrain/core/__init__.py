@@ -1,1 +1,1 @@
-"""Files, hashing, signals, redaction, terminal output, progress: nothing here knows a word of the domain."""
+"""Files, hashing, signals, redaction, terminal output; nothing of the domain."""

@@ -1,4 +1,4 @@
-"""The packages that loggers need; apart from them, since a plan checks these and loads no trainer."""
+"""Packages that loggers need; a plan checks them without loading a trainer."""
 
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ EXTRAS: Final = {"tensorboard": "tb", "wandb": "wandb", "swanlab": "swanlab"}
 
 
 def check(names: Iterable[str]) -> None:
-    """Raise UsageError, with the command that installs it, for a logger that is not installed."""
+    """Raise UsageError with the install command for a missing logger."""
     for name in names:
         if getattr(find_spec(name), "origin", None) is None:  # or a directory, as wandb leaves one
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: JSON read and written, locks that end with their process, removal by a rename."""
+"""Atomic files, JSON, locks that end with their process, atomic removal."""
 
 import contextlib
 import json
@@ -19,15 +19,18 @@ JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE = 0o600  # records are for the owner of the home alone
 PRIVATE_DIRECTORY = 0o700
+# A `temporary_path` and its process, which was killed before the rename.
+INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")
+SECONDS_BETWEEN_WRITES = 0.2
 
 
 def private_opener(name: str, flags: int) -> int:
-    """As `opener` of `open`: a new file is for its owner alone."""
+    """An `opener` for `open`: a new file has mode 0600."""
     return os.open(name, flags, PRIVATE_FILE)
 
 
 def finite(value: T) -> T:
-    """Convert for JSON: numbers that are not finite become null, tuples lists, dataclasses objects."""
+    """Convert for JSON: non-finite numbers to null, tuples to lists, dataclasses to objects."""
     converted: Any = value
     if isinstance(value, dict):
         converted = {key: finite(inner) for key, inner in value.items()}
@@ -41,7 +44,7 @@ def finite(value: T) -> T:
 
 
 def need_object(text: str | bytes) -> JsonDict:
-    """The JSON object of a text. Raises ValueError for anything else."""
+    """Parse a JSON object. Raises ValueError for anything else."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -49,26 +52,21 @@ def need_object(text: str | bytes) -> JsonDict:
 
 
 def read_object(path: Path) -> JsonDict:
-    """The JSON object of a file; empty where the file is missing, or holds anything else."""
+    """The JSON object of a file; {} if it is missing or holds anything else."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
 def read_json(path: Path) -> Any:
-    """The value, or None where the file is missing or not JSON."""
+    """The value; None if the file is missing or not JSON."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
-INTERRUPTED_WRITE = re.compile(
-    r"\..+\.(\d+)\.tmp"
-)  # a `temporary_path` and its process, which was killed before the rename
-
-
 class Taken(Exception):
-    """Another process has the lock."""
+    pass
 
 
 def refuse() -> NoReturn:
@@ -78,7 +76,7 @@ def refuse() -> NoReturn:
 
 @contextlib.contextmanager
 def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
-    """One holder at a time; released by the system when its process dies. `waiting()` is called if it is taken."""
+    """Hold a lock, which the system releases with its process; `waiting()` if it is taken."""
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,28 +94,25 @@ def exclusive(path: Path, waiting: Callable[[], object] | None = None) -> Iterat
 
 
 def write_json(path: Path, value: object, mode: int = 0o666) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one; `mode` as in `write_bytes`."""
+    """Write JSON atomically; `mode` as in `write_bytes`."""
     write_bytes(
         path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False).encode("utf-8"), mode
     )
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes what it then renames to `path`; in a home `artifacts clean` removes what a kill left."""
+    """A name to write before renaming to `path`; `artifacts clean` removes leftovers."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, if `durable` also after a power cut, which takes
-    5 ms and more.
+    """Write a file atomically; `durable`: also across a power cut, which takes 5 ms and more.
 
-    `mode` less the umask is what it has from its first byte on; `PRIVATE_FILE` where it is for its owner alone. It is a new
-    file: whoever has the old one open, as others once could, does not read the new bytes.
+    `mode`, less the umask, holds from the first byte.
     """
     temporary = temporary_path(path)
-    temporary.unlink(
-        missing_ok=True
-    )  # of a process of the same number that was killed: its mode would stay
+    # A killed process with the same id may have left it, with another mode.
+    temporary.unlink(missing_ok=True)
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -126,9 +121,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(
-            path
-        )  # what a full disk says of a descriptor names no file
+        # An error of a full disk on a descriptor names no file.
+        error.filename = error.filename or str(path)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -137,7 +131,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = T
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link, which takes no space; a copy, at once whole, where the file system has none."""
+    """Make a hard link, or an atomic copy where the file system has none."""
     try:
         os.link(source, target)
     except OSError:
@@ -147,26 +141,24 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def private_directory(path: Path) -> Path:
-    """Make a directory for its owner alone."""
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(PRIVATE_DIRECTORY)
     return path
 
 
 def user_path(text: str | Path) -> Path:
-    """The path with the user's home in place of `~`; `~` of a user that does not exist stays, as in a shell."""
+    """Expand `~`; an unknown user's `~` stays, as in a shell."""
     return Path(os.path.expanduser(text))  # noqa: PTH111  # no error where that user is unknown
 
 
 @contextlib.contextmanager
 def temporary_directory(name: str) -> Iterator[Path]:
-    """A directory in the system's one for temporary files, which is removed at the end."""
     with tempfile.TemporaryDirectory(prefix=f"ttrain-{name}-") as directory:
         yield Path(directory)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory: renamed first, so that no half of it is ever taken for the whole."""
+    """Rename a directory, then remove it, so that no partial one is ever read."""
     if not path.exists():
         return
     trash = path.with_name(f".trash-{path.name}-{time.time_ns()}")
@@ -175,7 +167,7 @@ def remove_tree(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, would survive a power cut."""
+    """Make a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -183,11 +175,8 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-SECONDS_BETWEEN_WRITES = 0.2
-
-
 class ProgressWriter:
-    """Writes the progress file, at most five times a second, so that it costs nothing."""
+    """Writes the progress file, at most five times a second."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -199,7 +188,7 @@ class ProgressWriter:
     def update(
         self, done: float, total: float, unit: str, *, start: bool = False, **figures: float
     ) -> None:
-        """`done` of `total` `unit`s, 0 where the total is not known; `figures` are shown beside the bar."""
+        """`done` of `total` units, 0 if unknown; `figures` are shown next to the bar."""
         now = time.monotonic()
         if self._path is None or (now < self._next and done != total and not start):
             return

@@ -1,4 +1,4 @@
-"""The ingredients of a stage's key: canonical JSON, digests of files, digests of code."""
+"""The ingredients of a stage's key: canonical JSON, digests of files and code."""
 
 import ast
 import contextlib
@@ -17,8 +17,9 @@ from ttrain.core.files import PRIVATE_FILE, read_object, write_bytes
 PACKAGE = "ttrain"
 PACKAGE_DIRECTORY = Path(__file__).parents[1]
 
-# Packages that cannot shape a stage's result: they load settings (which are in the key themselves), store, track, report or
-# orchestrate. Then the few modules of other packages that only watch or hand over.
+# Packages that cannot shape a stage's result: they load settings (which are in the key themselves),
+# store, track, report or orchestrate. Then the few modules of other packages that only watch or
+# hand over.
 NON_RESULT_PACKAGES = (
     "cli",
     "config",
@@ -43,13 +44,22 @@ NON_RESULT_MODULES = (
 NON_RESULT_NAMES = frozenset(
     f"{PACKAGE}.{name}" for name in (*NON_RESULT_PACKAGES, *NON_RESULT_MODULES)
 )
-CONTAINER_PACKAGES = frozenset(
-    {PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"}
-)  # whose submodules do shape it
+# Packages whose submodules shape results.
+CONTAINER_PACKAGES = frozenset({PACKAGE, f"{PACKAGE}.tasks", f"{PACKAGE}.tasks.common"})
+
+# A file that changed within the clock's granularity may change again under the same times: do not
+# remember it yet. With a boot a change whose mtime was put back counts, too.
+RACY_SECONDS = 2.0
+MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
+# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of
+# the interpreter, so that two threads at once end in "SystemError: AST constructor recursion depth
+# mismatch" (python/cpython#106905).
+_PARSING = threading.Lock()
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def canonical_json(value: object) -> bytes:
-    """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused, since it equals nothing."""
+    """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused."""
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -57,53 +67,43 @@ def canonical_json(value: object) -> bytes:
 
 
 def digest_of(value: object) -> str:
-    """sha256 of the canonical JSON of `value`, in hex."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# A file that changed within the clock's granularity may change again under the same times: do not remember it yet. With a
-# boot a change whose mtime was put back counts, too.
-RACY_SECONDS = 2.0
-MOST_ENTRIES = 100_000  # 15 MB; the oldest are forgotten
-
-
 class DigestCache:
-    """Digests of files and modules, remembered by path, size, mtime, ctime and inode, so that a hit costs a stat.
+    """Digests of files and modules by path, size, mtime, ctime and inode; a hit costs a stat.
 
-    With `boot`, the id of the running system, a digest counts until the machine restarts: a file that rots on its disk
-    keeps all its times, so its bytes are read again then. Such a cache compares the device too, and only its owner reads it.
-
-    Threads and processes may share it: `save` adds what was learnt to what others have saved meanwhile, and where two save
-    at the same moment, what one of them learnt is learnt again.
+    With `boot`, the id of the running system, a digest is valid until a restart, since a rotting
+    file keeps its times; the device is compared, too. Threads and processes may share a cache.
     """
 
     def __init__(self, path: Path, *, boot: str = "") -> None:
-        self._path, self._boot = path, boot
+        self._path = path
+        self._boot = boot
         self._learnt: dict[str, list[Any]] = {}
         self._saving = threading.Lock()
         self._entries = self._saved()
 
     def file(self, path: Path) -> str:
-        """sha256 of the file's bytes, remembered or computed. Raises OSError where it cannot be read."""
+        """sha256 of a file, cached or computed. Raises OSError."""
         return str(self._remembered("file", path, sha256_file))
 
     def learn(self, path: Path, digest: str, stat: os.stat_result) -> None:
-        """Remember the sha256 of a file whose bytes the caller has read, and its stat from before that."""
+        """Cache the sha256 of a file that the caller read, with its stat from before."""
         self._learn(self._name("file", path), stat, digest)
 
     def module(self, path: Path, name: str) -> tuple[str, list[str]]:
-        """(digest of the module's syntax tree, names of the project's modules that it imports)."""
+        """(digest of a module's syntax tree, modules of ttrain that it imports)."""
         entry = self._remembered("code", path, lambda source: _read_module(source, name))
         return entry[0], list(entry[1])
 
     def save(self) -> None:
-        """Write what was learnt. A read-only home only costs the next run some hashing."""
+        """Write the cache. A read-only home only costs the next run some hashing."""
         with self._saving:
             learnt = dict(self._learnt)  # at once, while other threads learn more
             if not learnt:
@@ -118,8 +118,8 @@ class DigestCache:
                     self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
-        """The entries on disk, by "kind:path": size, mtime, ctime, inode, with a boot the device, and the value."""
-        entries, size = read_object(self._path), 5 + bool(self._boot)
+        entries = read_object(self._path)
+        size = 5 + bool(self._boot)
         return {
             name: entry
             for name, entry in entries.items()
@@ -149,10 +149,10 @@ class DigestCache:
 
 
 def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
-    """Digest of every module of ttrain that `module` imports, itself included, by name.
+    """Digests of `module` and of every module of ttrain that it imports, by name.
 
-    Comments, formatting and docstrings do not count; imports inside functions do, and the bytes of sources in C of the same
-    name.
+    Comments, layout and docstrings do not count; imports in functions and C sources of the same
+    name do.
     """
     digests: dict[str, str] = {}
     waiting = [module]
@@ -164,9 +164,8 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
             or not NON_RESULT_NAMES.isdisjoint(_with_parents(name))
         ):
             continue
-        if path := _module_path(
-            name
-        ):  # the file system is asked last: most names come up a dozen times
+        # Last, since it asks the file system: most names come up a dozen times.
+        if path := _module_path(name):
             digests[name], imports = cache.module(path, name)
             waiting.extend(imports)
             for suffix in (".c", ".h"):
@@ -183,12 +182,6 @@ def _module_path(name: str) -> Path | None:
     return None
 
 
-# Until 3.11.8 CPython counts the depth of every syntax tree under construction in one variable of the interpreter, so that
-# two threads at once end in "SystemError: AST constructor recursion depth mismatch" (python/cpython#106905).
-_PARSING = threading.Lock()
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 def _read_module(path: Path, name: str) -> list[Any]:
     source = path.read_text(encoding="utf-8")
     with _PARSING:
@@ -203,7 +196,6 @@ def _read_module(path: Path, name: str) -> list[Any]:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Names of the modules of ttrain that a module of this package imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -217,7 +209,6 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """The module and the packages that contain it, for modules of ttrain only."""
     parts = name.split(".")
     if parts[0] == PACKAGE:
         for end in range(1, len(parts) + 1):

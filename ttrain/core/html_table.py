@@ -1,4 +1,4 @@
-"""Small HTML tables for notebooks, in the colours of their page, light or dark."""
+"""HTML tables for notebooks, in light or dark colours."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -7,7 +7,6 @@ PLAIN = "color: inherit; background: none; text-align: left; white-space: nowrap
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """The table; every text is escaped."""
     lines = [_row("th", header), *(_row("td", row) for row in rows)]
     title = f'<caption style="{PLAIN}">{escape(caption)}</caption>' if caption else ""
     return f'<table style="color: inherit; background: none">{title}{"".join(lines)}</table>'

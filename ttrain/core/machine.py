@@ -9,39 +9,33 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-SAFE_PATH = {
-    "PYTHONSAFEPATH": "1"
-}  # for an interpreter that is started without -P: it imports no file of the user's folder
+# Without -P an interpreter would import files of the user's directory.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+# Speed depends most on these.
+INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16", "SHA": "sha_ni"}
+VERSION = "0.1.0"  # of ttrain
+RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-INSTRUCTIONS = {
-    "AMX": "amx_tile",
-    "AVX512-BF16": "avx512_bf16",
-    "SHA": "sha_ni",
-}  # on which speed depends most
 
 
 @functools.cache
 def processor() -> str:
-    """Model and cores of the CPU, and whether it has the instructions on which speed depends most."""
+    """Model, cores and the most important instruction sets of the CPU."""
     flags = [name if flag in cpu_flags() else f"no {name}" for name, flag in INSTRUCTIONS.items()]
     return ", ".join([processor_model(), f"{os.cpu_count()} cores", *flags])
 
 
 def processor_model() -> str:
-    """Model of the CPU, or where Linux does not tell it, its architecture."""
+    """Model of the CPU, or its architecture if Linux does not report it."""
     match = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, in Linux's words; nothing where Linux does not tell it."""
     return frozenset(_cpu_info().split())
 
 
@@ -51,13 +45,8 @@ def _cpu_info() -> str:
     return ""
 
 
-VERSION = "0.1.0"  # of ttrain
-RECORDED = ("torch", "transformers", "tokenizers", "peft", "pyarrow", "numpy", "safetensors")
-
-
 @functools.cache  # 15 ms, which a process that runs ten stages spends once
 def versions() -> Mapping[str, str]:
-    """Versions of the libraries that are installed, by name."""
     from importlib import metadata  # 20 ms that a cached pipeline need not spend
 
     versions_by_name = {}

@@ -1,7 +1,7 @@
-"""Hides secrets before anything is recorded or shown: in URLs, and in settings by their names or their looks.
+"""Hide secrets before anything is recorded or shown: in URLs, and in settings by name or look.
 
-A URL of a data source loses user, password, query and fragment, where signed addresses keep their secrets; `***` stands for
-each, so that a reader of the record sees that something is missing. Standard library only: everything may import it.
+A data source's URL loses user, password, query and fragment; `***` stands for each. Only the
+standard library, since everything may import it.
 """
 
 import re
@@ -11,12 +11,15 @@ from typing import Any
 
 HIDDEN = "***"
 
-# A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and `tokenizer` are not.
+# A setting is secret by its last words: `hub.token` and `api_key` are, `tokens_per_step` and
+# `tokenizer` are not.
 SECRET_NAME = re.compile(
     r"""
     (?:^|[./_])
-    (?: (?:access|account|api|encryption|private|secret|signing|ssh)_?key | (?:access|api|auth|hub|refresh)_tokens
-      | auth | authorization | bearer | cookie | credentials? | pass(?:phrase|wd|words?) | pat | pwd? | secrets? | signature
+    (?: (?:access|account|api|encryption|private|secret|signing|ssh)_?key
+      | (?:access|api|auth|hub|refresh)_tokens
+      | auth | authorization | bearer | cookie | credentials? | pass(?:phrase|wd|words?)
+      | pat | pwd? | secrets? | signature
       | webhook
     ) (?:_\w+)?$
     | (?:^|[./_]) token$
@@ -29,71 +32,73 @@ OPEN_NAME = re.compile(
     r"(?:^|[./_])(?:file|path"
     r"|(?:bos|cls|end|eos|first|last|mask|multi|new|next|pad|sep|special|start|stop|unk)_token)$"
 )
-# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS, Slack, GitLab
+# What the services' own secrets look like, under whatever name: Hugging Face, GitHub, OpenAI, AWS,
+# Slack, GitLab
 LOOKS_SECRET = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|glpat-[\w-]{20,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 
 # All lengths are bounded: a text that a file brings takes linear time.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}"
 LOCAL = ("file", "local")  # their "?" and "#" belong to the names of files
-CONTAINERS = (
-    "abfs",
-    "abfss",
-    "adl",
-    "az",
-    "wasb",
-    "wasbs",
-)  # what stands before their "@" is a container
-# User and password end with the last "@" of the host's part. A password that nobody encoded may hold a "/": what follows a
-# ":" that begins no port is taken for one.
+# What stands before their "@" is a container.
+CONTAINERS = ("abfs", "abfss", "adl", "az", "wasb", "wasbs")
+# User and password end with the last "@" of the host's part. A password that nobody encoded may
+# hold a "/": what follows a ":" that begins no port is taken for one.
 _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}|:\d{1,5})[/?#\s])"
-# Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks like no host.
+# Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks
+# like no host.
 _MORE_PASSWORD = rf"(?:(?!{_HOST})[^/?#\s@]{{1,200}}/[^?#\s@]{{0,300}}@)*"
 _USER = rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
-_USER += r"[^/?#\s]{0,400}@|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
+_USER += r"[^/?#\s]{0,400}@"
+_USER += r"|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
 _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")
-# Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path that goes on.
+# Away from HTTP "?" is a letter of a glob, unless a name and "=" follow it, and "#" one of a path
+# that goes on.
 HTTP = ("http", "https", "webdav", "webdavs", "dav", "davs")
-_FRAGMENT_OF_HTTP, _FRAGMENT = (
-    re.compile(r"#.*", re.DOTALL),
-    re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL),
-)
-_QUERY_OF_HTTP, _QUERY = re.compile(r"\?[^#]*"), re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
+_FRAGMENT_OF_HTTP = re.compile(r"#.*", re.DOTALL)
+_FRAGMENT = re.compile(r"#[^./*?\[\]]*$|#[^/*=]*=.*", re.DOTALL)
+_QUERY_OF_HTTP = re.compile(r"\?[^#]*")
+_QUERY = re.compile(r"\?[^/?#=*\[\]\s]*=[^#]*")
 _CHAIN = re.compile(rf"::(?={_SCHEME}(?:://|::|$))")  # fsspec's: simplecache::https://host/file
 _IN_TEXT = re.compile(rf"{_SCHEME}://[^\s'\"<>`]*")
 _HAS_URL = re.compile(rf"(?:{_SCHEME}::)*{_SCHEME}://")
 _HIDDEN_PART = re.compile(r"://\*\*\*@|[?#]\*\*\*")
-# Parameters of the signed URLs of S3, CloudFront, Google and Azure: the signature, and what a renewed one changes. What
-# else a query holds says which file is meant.
+# Parameters of the signed URLs of S3, CloudFront, Google and Azure: the signature, and what a
+# renewed one changes. What else a query holds says which file is meant.
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _RENEWED = re.compile(
-    r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id|awsaccesskeyid|googleaccessid"
+    r"[?&](?:x-(?:amz|goog)-[a-z-]{1,30}|signature|expires|policy|hash-algorithm|key-pair-id"
+    r"|awsaccesskeyid|googleaccessid"
     r"|sig|s[vetpri]|spr|sip|ss|srt|ses|sdd|sk(?:oid|tid|t|e|s|v)|saoid|suoid|scid)=[^&#]*",
     re.IGNORECASE,
 )
-# Parameters of a query whose values are secret, wherever a text has them; what may also be a word of a sentence or of a
-# setting counts only where it stands in a query.
-_PLAIN_NAMES = "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token|x-(?:amz|goog)-[a-z-]{1,30}"
+# Parameters of a query whose values are secret, wherever a text has them; what may also be a word
+# of a sentence or of a setting counts only where it stands in a query.
+_PLAIN_NAMES = (
+    "sig|signature|password|passwd|pwd|secret|client_secret|api[_-]?key|access[_-]?token"
+    "|x-(?:amz|goog)-[a-z-]{1,30}"
+)
 _QUERY_NAMES = "token|key|auth|credential|awsaccesskeyid|googleaccessid|key-pair-id|policy"
 _PARAMETER = re.compile(
     rf"((?:(?<![\w.-])(?:{_PLAIN_NAMES})|(?<=[?&])(?:{_QUERY_NAMES}))=)[^\s&#'\"<>`,;)\]}}]+",
     re.IGNORECASE,
 )
-_ROUTE = "#/"  # begins the fragment of a page, as those of MLflow's: an address to click on, not a source of data
+_ROUTE = "#/"  # begins the fragment of a page, such as MLflow's, which is no source of data
 
 
 @lru_cache(maxsize=1024)  # asked for each rejected row, which takes half as long with it
 def url(location: str) -> str:
-    """A location without the user, password, query and fragment of its URL; a path of this machine as it is."""
+    """A location without user, password, query and fragment; a local path as it is."""
     return "::".join(map(_shown_link, _CHAIN.split(location)))
 
 
 def without_signature(location: str) -> str:
-    """A location without what grants access and is renewed: user and password of its URL, and the signature in its query."""
+    """A location without what is renewed: user, password and signature of its URL."""
     location = without_user(location)
     if not _SIGNATURE.search(location):
         return location
@@ -103,8 +108,10 @@ def without_signature(location: str) -> str:
 
 
 def text(message: str) -> str:
-    """A text whose URLs are as `url` gives them, without what looks like a service's secret, and without the values of
-    secret parameters, also of a URL that a space cut in two."""
+    """A text with masked URLs, tokens of services and secret parameters.
+
+    A space may have cut a URL in two.
+    """
     message = _USER_IN_TEXT.sub(
         lambda match: _without_user(match[1], match[2], f"{HIDDEN}@"), message
     )
@@ -113,17 +120,17 @@ def text(message: str) -> str:
 
 
 def without_user(address: str) -> str:
-    """A text whose URLs have no user and no password: the address of a server, to be shown, recorded and opened."""
+    """A text whose URLs have no user and password, as for a server's address."""
     return _USER_IN_TEXT.sub(lambda match: _without_user(match[1], match[2], ""), address)
 
 
 def masked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their names as they may be shown: what is secret by its name or its look, or in a URL, is `***`."""
+    """Settings with `***` for what is secret by name, look or URL."""
     return {key: _masked(key, value) for key, value in values.items()}
 
 
 def is_hidden(location: str) -> bool:
-    """Whether `url` has taken something from this location, so that it cannot be opened."""
+    """Whether `url` has removed something, so that the location cannot be opened."""
     return bool(_HIDDEN_PART.search(location)) and url(location) == location
 
 
@@ -137,9 +144,9 @@ def has_hidden(value: Any) -> bool:
 
 
 def restored(recorded: Any, current: Any) -> Any:
-    """Recorded settings, with the locations of the current ones where these, once masked, are what is on record.
+    """Recorded settings with current locations where these equal the record once masked.
 
-    What no current location fits, or several do, stays hidden.
+    Without a match, or with several, a location stays hidden.
     """
     if isinstance(recorded, Mapping):
         values = current if isinstance(current, Mapping) else {}
@@ -184,7 +191,6 @@ def _masked(key: str, value: Any) -> Any:
 
 
 def _shown_link(link: str) -> str:
-    """One URL of a chain."""
     scheme, colon, remainder = link.partition("://")
     if not colon or scheme.lower() in LOCAL or not re.fullmatch(_SCHEME, scheme):
         return link
@@ -193,19 +199,19 @@ def _shown_link(link: str) -> str:
         remainder = shown.partition("://")[2] + remainder[user.end() :]
     is_http = scheme.lower() in HTTP
     remainder = (_FRAGMENT_OF_HTTP if is_http else _FRAGMENT).sub(f"#{HIDDEN}", remainder, count=1)
-    return f"{scheme}://{(_QUERY_OF_HTTP if is_http else _QUERY).sub(f'?{HIDDEN}', remainder, count=1)}"
+    query = _QUERY_OF_HTTP if is_http else _QUERY
+    return f"{scheme}://{query.sub(f'?{HIDDEN}', remainder, count=1)}"
 
 
 def _without_user(scheme: str, user: str, instead: str) -> str:
-    """Scheme and user with `instead` in place of the latter, unless that is a container and not a user."""
     kind = scheme.lower().removesuffix("://")
     return scheme + (
         user if kind in LOCAL or (kind in CONTAINERS and _CONTAINER.fullmatch(user)) else instead
     )
 
 
+# An address of a page keeps its fragment; what is masked already keeps what follows it.
 def _in_text(address: str) -> str:
-    """A URL in a text: an address of a page keeps its fragment, one that is masked already keeps what follows it."""
     if _ROUTE in address:
         page, _, route = address.partition(_ROUTE)
         return f"{url(page)}{_ROUTE}{_QUERY.sub(f'?{HIDDEN}', route)}"

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP in a process that waits for others: the first one asks these to save and stop."""
+"""SIGINT, SIGTERM and SIGHUP in a process that waits for others, which save and stop first."""
 
 import contextlib
 import os
@@ -11,13 +11,20 @@ from types import FrameType
 
 from ttrain.errors import Interrupted
 
-# A second signal of the same number this soon is the first one, delivered twice: `timeout` signals its command and then the
-# group of it, a terminal and the program between send Ctrl-C each, and systemd signals all processes of a unit.
+# A second signal of the same number this soon is the first one, delivered twice: `timeout` signals
+# its command and then the group of it, a terminal and the program between send Ctrl-C each, and
+# systemd signals all processes of a unit.
 SAME_SIGNAL_SECONDS = 1.0
+PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
+RENDEZVOUS = (
+    "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
+)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
+POLL_SECONDS = 0.2
 
 
 def interrupted_twice(signum: int) -> BaseException:
-    """The exception that a second signal raises while stages run."""
+    """The exception of a second signal while stages run."""
     return Interrupted("interrupted twice; the stages were killed", signum)
 
 
@@ -25,9 +32,12 @@ def interrupted_twice(signum: int) -> BaseException:
 def catching_signals(
     on_first: Callable[[int], object], on_second: Callable[[int], BaseException] = interrupted_twice
 ) -> Iterator[None]:
-    """Call `on_first` with the first signal's number; a second one, unless it is SIGHUP or the same one again within
-    SAME_SIGNAL_SECONDS, raises `on_second(number)`."""
-    first, since = 0, 0.0
+    """Call `on_first` with the first signal; a second one raises `on_second(number)`.
+
+    SIGHUP, and the same signal within SAME_SIGNAL_SECONDS, are not a second one.
+    """
+    first = 0
+    since = 0.0
 
     def handle(signum: int) -> None:
         nonlocal first, since
@@ -35,7 +45,8 @@ def catching_signals(
             return
         if first:
             raise on_second(signum)
-        first, since = signum, time.monotonic()
+        first = signum
+        since = time.monotonic()
         on_first(signum)
 
     with handling_signals(handle):
@@ -47,7 +58,7 @@ _takes_handlers: ContextVar[bool] = ContextVar("takes_handlers", default=True)
 
 @contextlib.contextmanager
 def without_signal_handlers() -> Iterator[None]:
-    """Leave signals to whoever called, in this thread: a notebook or a server has handlers of its own."""
+    """Leave signals in this thread to the caller, such as a notebook or a server."""
     token = _takes_handlers.set(False)
     try:
         yield
@@ -57,7 +68,7 @@ def without_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
-    """Call `handle` with the number of each signal; SIGHUP is ignored after the first, also after the block."""
+    """Call `handle` with each signal; after the first, SIGHUP stays ignored."""
 
     def handler(signum: int, frame: FrameType | None) -> None:
         ignore_hangup()
@@ -71,19 +82,8 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
             signal.signal(number, previous[number])
 
 
-PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
-
-RENDEZVOUS = (
-    "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
-)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last: the terminal was closed
-
-POLL_SECONDS = 0.2
-
-
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """The signals to stop, without those that this process ignores: under `nohup` it outlives its terminal."""
+    """The signals to stop that are not ignored, as SIGHUP is under `nohup`."""
     if not _takes_handlers.get():
         return ()
     return tuple(
@@ -92,15 +92,12 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
 
 
 def ignore_hangup() -> None:
-    """Ignore SIGHUP once a process is stopping: kernel and shell both send it, and systemd sends it after SIGTERM."""
+    """Ignore SIGHUP while stopping: kernel, shell and systemd send it in addition."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """End this process when the one with this id, its parent, has ended; at once where that is gone already.
-
-    Returns a function that ends the watch, and its thread with it.
-    """
+    """End this process when its parent has ended. Returns a function that stops the watch."""
     enough = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""SQLite files: whether one is damaged, and setting a damaged one aside."""
+"""SQLite files: detect damage, rename a damaged file aside."""
 
 import contextlib
 import sqlite3
@@ -16,12 +16,12 @@ DAMAGED = (
 
 
 def is_damage(error: object) -> bool:
-    """Whether an error's text says that a SQLite file is damaged, whichever libraries passed it on."""
+    """Whether an error's text reports a damaged SQLite file, through any library."""
     return any(phrase in str(error) for phrase in DAMAGED)
 
 
 def damage_of(database: Path) -> str | None:
-    """What is wrong with the file, in SQLite's words; None where it is whole or absent. 200 MB take a second."""
+    """SQLite's report on the file; None if it is good or absent. 200 MB take a second."""
     if not database.is_file():
         return None
     try:
@@ -35,12 +35,10 @@ def damage_of(database: Path) -> str | None:
 
 
 def set_aside(database: Path) -> Path:
-    """Rename the file and what SQLite keeps beside it: `mlflow.db.damaged-20261121-160222`. Returns the new path."""
+    """Rename a file and its journals to `mlflow.db.damaged-20261121-160222`; return the path."""
     aside = database.with_name(f"{database.name}.damaged-{datetime.now():%Y%m%d-%H%M%S}")
-    for ending in (
-        *SIDE_FILES,
-        "",
-    ):  # the file last: what is left by a kill in between is set aside next time
+    # The file last: after a kill in between the rest is renamed next time.
+    for ending in (*SIDE_FILES, ""):
         with contextlib.suppress(FileNotFoundError):
             database.with_name(database.name + ending).rename(aside.with_name(aside.name + ending))
     return aside

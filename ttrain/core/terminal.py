@@ -1,4 +1,4 @@
-"""Output of commands: tables, JSON, bars; nothing that data contains reaches a terminal as a control sequence."""
+"""Output of commands: tables, JSON, bars; control sequences in data are escaped."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ if TYPE_CHECKING:
 
 
 PIPE_WIDTH = 180
-# What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line separators, directions, surrogates.
+# What json.dumps leaves as it is, and a terminal may obey: DEL and the C1 controls, line
+# separators, directions, surrogates.
 _TERMINAL_CONTROLS = re.compile(
     "[\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _CONTROLS = re.compile(f"[\x00-\x08\x0b-\x1f]|{_TERMINAL_CONTROLS.pattern}")
+NAMES = {1: "standard output", 2: "standard error"}
+# The exit code that a shell shows for a program that SIGPIPE ended.
+READER_IS_GONE = 128 + signal.SIGPIPE
 
 
 def escape_control_characters(text: str) -> str:
-    """The text with each control character, other than tabs and line ends, escaped as Python does."""
+    """Escape control characters, other than tabs and line ends, as Python does."""
     return _CONTROLS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """The text with each character that does not print, other than those `kept`, escaped as Python does: `\\n`, `\\x1b`."""
+    """Escape characters that do not print, other than `kept`, as Python does."""
     return "".join(
         letter
         if letter.isprintable() or letter in kept
@@ -44,19 +48,20 @@ def escaped(text: str, kept: str = "") -> str:
 
 
 def print_escaped(text: str, *, stderr: bool = False) -> None:
-    """Print a line of text on standard output or error, at once, with what does not print escaped."""
+    """Print a line at once, on standard output or error, with control characters escaped."""
     print(escaped(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 def encodable(text: str) -> str:
-    """Typed text with U+FFFD for each byte that was not UTF-8: Python makes it a surrogate, which no tokenizer and no file
-    takes."""
+    """Typed text with U+FFFD for each byte that was not UTF-8, where Python has surrogates."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def show_warnings() -> None:
-    """Send ttrain's warnings to standard error, whatever handlers libraries give to the root logger: Prefect's own takes
-    errors alone, and with it Python's handler of last resort is silent."""
+    """Send ttrain's warnings to standard error, whatever handlers the root logger has.
+
+    Prefect's own takes only errors, and with it Python's handler of last resort is silent.
+    """
     import logging
 
     if logging.lastResort is not None:
@@ -65,7 +70,7 @@ def show_warnings() -> None:
 
 @contextlib.contextmanager
 def showing_logs(level: str) -> Iterator[None]:
-    """At the level `error`, show no warnings of ttrain meanwhile; what is below them is never on the terminal."""
+    """Show only log messages of this level and above in the block."""
     import logging
 
     logger = logging.getLogger("ttrain")
@@ -78,7 +83,7 @@ def showing_logs(level: str) -> Iterator[None]:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output, or error; a pipe gets long lines, so that nothing is cut, a terminal its own width."""
+    """A console on standard output or error; lines in a pipe are not cut."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -86,7 +91,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_plain(screen: Console, text: str) -> None:
-    """Print a line as it is: nothing in it counts as markup or emoji, and what does not print is escaped."""
+    """Print a line without markup or emoji, with control characters escaped."""
     from rich.text import Text
 
     screen.print(Text(escaped(text)), soft_wrap=True)
@@ -95,7 +100,7 @@ def print_plain(screen: Console, text: str) -> None:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None
 ) -> None:
-    """Print the cells as they are, on standard output or on a `screen`; no markup counts in them."""
+    """Print a table on standard output or on a `screen`, without markup."""
     from rich.table import Table
     from rich.text import Text
 
@@ -108,23 +113,22 @@ def table(
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Print JSON, with what a terminal may obey escaped; `indent` None: in one line, flushed at once.
+    """Print JSON, escaped for terminals; non-finite numbers as null; dataclasses as objects.
 
-    A dataclass is printed with all its fields. Where a number is not finite, as a loss may be, it is null: JSON has no NaN.
+    `indent` None: one line, flushed at once.
     """
     text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=str)
     print_json_text(text, flush=indent is None)
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
-    """Print JSON that is written already, with what a terminal may obey escaped."""
     print(_TERMINAL_CONTROLS.sub(lambda match: f"\\u{ord(match.group()):04x}", text), flush=flush)
 
 
 def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
-    """Print lines of (text, whether it counts in the loss, whether it is a special token).
+    """Print lines of (text, whether it is in the loss, whether it is a special token).
 
-    What counts is bold green and the rest dim; where there is no colour, a line of ^ stands below it.
+    Tokens of the loss are bold green, the rest dim; without colours they are underlined with ^.
     """
     from rich.cells import cell_len
     from rich.text import Text
@@ -149,7 +153,7 @@ def print_spans(lines: Iterable[Sequence[tuple[str, bool, bool]]]) -> None:
 
 @contextlib.contextmanager
 def bar(description: str, unit: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; yields a function that takes how much of `total` is done."""
+    """A bar on standard error, if a terminal; yields a function that takes how much is done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -165,17 +169,11 @@ def bar(description: str, unit: str, total: int | None = None) -> Iterator[Calla
         yield lambda done: bars.update(task, completed=done)
 
 
-NAMES = {1: "standard output", 2: "standard error"}
-
-READER_IS_GONE = (
-    128 + signal.SIGPIPE
-)  # the exit code that a shell shows for a program that SIGPIPE ended
-
 _drops = False  # whether this process goes on without the output that cannot be written
 
 
 def guard_streams() -> None:
-    """Replace the standard streams that Python made; one without a file of its own, as where tests capture it, stays."""
+    """Replace the standard streams; one without a file descriptor, as in tests, stays."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
@@ -191,23 +189,21 @@ def guard_streams() -> None:
 
 
 def outlast_output() -> None:
-    """From now on output that cannot be written is dropped, and the command goes on."""
+    """From now on drop output that cannot be written, and continue."""
     global _drops
     _drops = True
 
 
 class _GuardedFile(io.FileIO):
-    """The file of a standard stream. Once it cannot be written, since its reader is gone or its disk is full, the command
-    ends, or goes on without it."""
+    """A standard stream that, once it fails, ends the command or is dropped."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
             descriptor = self.fileno()
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), descriptor
-            )  # takes what is buffered, and all that comes
+            # It takes what is buffered and what follows.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             if not _drops and error.errno == errno.EPIPE:
                 raise SystemExit(READER_IS_GONE) from None
             if not _drops:

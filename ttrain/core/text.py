@@ -1,4 +1,4 @@
-"""Figures, sizes, times and lists as the text that a person reads: in tables, messages, reports and pages."""
+"""Numbers, sizes, times and lists as text for people."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,13 +8,12 @@ from typing import Any, TypeGuard
 ABSENT = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
-# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow "Input should be".
-_WHOLE, _NUMBER, _LIST, _MAPPING = (
-    "a whole number",
-    "a number",
-    "a list",
-    "a group of names with values",
-)
+# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow
+# "Input should be".
+_WHOLE = "a whole number"
+_NUMBER = "a number"
+_LIST = "a list"
+_MAPPING = "a group of names with values"
 RULES: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
     **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
@@ -35,7 +34,7 @@ RULES: Mapping[str, str] = {
 
 
 def format_number(value: float | None, name: str = "") -> str:
-    """Four significant digits, large counts with separators; by the end of the name, seconds and bytes in their units."""
+    """Four significant digits; units of seconds and bytes by the end of the name."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
@@ -50,19 +49,18 @@ def format_number(value: float | None, name: str = "") -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number, which a truth value is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def format_value(value: object) -> str:
-    """A value in a cell of a table: numbers as `format_number` writes them, nothing for None."""
+    """A cell of a table: numbers as of `format_number`, "" for None."""
     if is_number(value):
         return format_number(value)
     return "" if value is None else str(value)
 
 
 def format_size(count: float) -> str:
-    """Bytes, in powers of a thousand, with three digits; exact below 10 kB."""
+    """Bytes with three digits, in powers of a thousand; exact below 10 kB."""
     if abs(count) < 10_000:
         return f"{count:,.0f} B"
     unit = min(int(f"{count:.2e}".partition("e")[2]) // 3, len(UNITS) - 1)
@@ -83,7 +81,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_time(seconds: float | None) -> str:
-    """A time since the epoch by this machine's clock: "2026-11-21 16:02"."""
+    """Local time of a time since the epoch: "2026-11-21 16:02"."""
     return (
         ABSENT
         if seconds is None
@@ -92,13 +90,13 @@ def format_time(seconds: float | None) -> str:
 
 
 def timed_lines(text: str) -> str:
-    """Put this machine's date and time before each line of a text: "2026-11-21 16:02:07  ..."."""
+    """Prefix each line of a text with the local time: "2026-11-21 16:02:07  ..."."""
     now = f"{datetime.now(UTC).astimezone():%Y-%m-%d %H:%M:%S}"
     return "\n".join(f"{now}  {line}" for line in text.split("\n"))
 
 
 def rule_of(error: Mapping[str, Any]) -> str:
-    """What a value must be, in plain words, for one of the errors of pydantic's ValidationError."""
+    """The rule that a value breaks, in plain words, from an error of pydantic."""
     if error["type"] in RULES:
         return f"must be {RULES[error['type']].format(**error.get('ctx', {}))}"
     if error["type"] == "missing":
@@ -109,7 +107,6 @@ def rule_of(error: Mapping[str, Any]) -> str:
 
 
 def invalid_values(errors: Iterable[Mapping[str, Any]]) -> str:
-    """What is wrong with values, by the errors of pydantic's ValidationError: each with its name and its rule."""
     lines = []
     for error in errors:
         name = ".".join(map(str, error["loc"]))
@@ -125,22 +122,21 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_of(items: Iterable[object], most: int, separator: str = ", ") -> str:
-    """The first items, and how many more there are: "a, b and 12 more"."""
+    """The first items and the number of others: "a, b and 12 more"."""
     texts = [str(item) for item in items]
     hidden = len(texts) - most
     return separator.join(texts[:most]) + (f" and {hidden:,} more" if hidden > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its kind where it has none."""
+    """The first line of an error's message; its class where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def truncated(text: str, most: int) -> str:
-    """The text in at most so many characters, with "..." where it was cut."""
+    """The text in at most so many characters, with "..." if cut."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def short_digest(digest: str) -> str:
-    """The first characters of a digest or key."""
     return digest[:SHOWN_DIGITS]

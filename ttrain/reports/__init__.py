@@ -1,1 +1,1 @@
-"""Runs as people look at them: compared on a terminal, and as pages that need no network."""
+"""Comparisons of runs in a terminal, and pages that need no network."""

@@ -1,4 +1,4 @@
-"""Curves of runs as charts: which belong together, and where their lines are in the SVG of a page."""
+"""Curves of runs as SVG charts: grouping of metrics, positions of lines."""
 
 import math
 import re
@@ -22,7 +22,8 @@ TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
 PER_TARGET, PER_PAIR = "nats per target", "per pair or rated answer"
 
-# Title, unit and metrics of a chart, by pattern; a page shows the first MAIN at once, and folds the others.
+# Title, unit and metrics of a chart, by pattern; a page shows the first MAIN at once, and folds the
+# others.
 GROUPS = (
     ("loss", PER_TARGET, r"loss|validation_loss(_quick)?"),
     ("accuracy of the next token", "share of tokens", r"validation_accuracy(_quick)?"),
@@ -53,16 +54,17 @@ MAIN = 7
 HIDDEN = re.compile(r"eta_seconds|tokens|epoch|epoch_time|lr")
 
 Curve = tuple[str, int, Sequence[Point]]  # label, number of the colour, points
-# As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last value and points in
-# pixels, without a height in a gap; `columns` and `rows`, the lines of the grid as (pixel, label)
+# As the template `figure` reads it: title, unit, axis; `lines`, each with its label, colour, last
+# value and points in pixels, without a height in a gap; `columns` and `rows`, the lines of the grid
+# as (pixel, label)
 Chart = JsonDict
 
 
 def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[Chart]]:
-    """(charts that a page shows at once, charts that it folds) of a stage.
+    """(charts shown at once, folded charts) of a stage.
 
-    Of one run, metrics of one group share a chart; of several, a chart shows a metric, with a line for each run. A group
-    without a curve of two points has none: single values are in tables.
+    One run: metrics of a group share a chart. Several: one metric a chart, one line a run. A group
+    without a curve of two points has none.
     """
     groups: dict[tuple[int, str, str], list[Curve]] = {}
     is_alone = len(views) == 1
@@ -80,13 +82,14 @@ def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[C
 
 
 def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
-    """Draw curves over tokens, or over time where nothing is trained on. A value that is not finite is a gap."""
+    """Draw curves over tokens, or over time if there are none. Non-finite values are gaps."""
     has_tokens = any(point.tokens is not None for _, _, points in curves for point in points)
     places = [_places(thinned(points), has_tokens=has_tokens) for _, _, points in curves]
     low, high = _extent(x for line in places for x, _ in line)
     rows = ticks(*_extent(y for line in places for _, y in line), MOST_ROWS)
-    across, up = _scale(low, high, LEFT, RIGHT), _scale(rows[0], rows[-1], BOTTOM, TOP)
-    lines = list[JsonDict]()
+    across = _scale(low, high, LEFT, RIGHT)
+    up = _scale(rows[0], rows[-1], BOTTOM, TOP)
+    lines: list[JsonDict] = []
     for (label, colour, _), line in zip(curves, places, strict=True):
         path = [(across(x), up(y) if math.isfinite(y) else None) for x, y in line]
         last = next((f"{y:.5g}" for _, y in reversed(line) if math.isfinite(y)), "–")
@@ -104,20 +107,25 @@ def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
 
 
 def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | None]]) -> Chart:
-    """Draw (label, points, interval) a row each, around a line at 0: the points, their mean, the interval."""
+    """Draw a row for each (label, points, interval), around a line at 0."""
     every = [
         0.0,
         *(value for _, points, interval in rows for value in (*points, *(interval or ()))),
     ]
     columns = ticks(*_extent(every), MOST_COLUMNS)
     across = _scale(columns[0], columns[-1], ROWS_LEFT, RIGHT_OF_ROWS)
-    drawn = list[JsonDict]()
+    drawn: list[JsonDict] = []
     for number, (label, points, interval) in enumerate(rows):
         ends = [across(end) for end in interval or ()]
         mean = across(math.fsum(points) / len(points)) if points else None
-        place = {"y": ROW_HEIGHT * (number + 0.5), "label": label}
         drawn.append(
-            {**place, "points": [across(value) for value in points], "mean": mean, "ends": ends}
+            {
+                "y": ROW_HEIGHT * (number + 0.5),
+                "label": label,
+                "points": [across(value) for value in points],
+                "mean": mean,
+                "ends": ends,
+            }
         )
     return {
         "rows": drawn,
@@ -128,7 +136,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About `POINTS` points, with the ends, and of each stretch the highest and a gap or the lowest."""
+    """About `POINTS` points: the ends, and extremes and gaps of each stretch."""
 
     def height(point: Point) -> float:
         return point.value if math.isfinite(point.value) else -math.inf
@@ -142,17 +150,17 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """About `most` values that enclose a range, a step of 1, 2 or 5 times a power of ten apart."""
+    """About `most` values that enclose a range; steps are 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(
         factor * power for factor in (1, 2, 5, 10) if (high - low) / (factor * power) <= most
     )
-    first, last = math.floor(round(low / step, 9)), math.ceil(round(high / step, 9))
-    return [number * step for number in range(first, last + 1)]
+    first = math.floor(round(low / step, 9))
+    return [number * step for number in range(first, math.ceil(round(high / step, 9)) + 1)]
 
 
+# Of quick validations, the points on all rows are those of the full ones.
 def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
-    """The curves that are shown. Of quick validations, the points on all rows are those of the full ones."""
     curves = {
         name: view.curve(stage, name) for name in view.curves(stage) if not HIDDEN.fullmatch(name)
     }
@@ -164,7 +172,6 @@ def _curves(view: RunView, stage: str) -> dict[str, list[Point]]:
 
 
 def _group(name: str, stage: str) -> tuple[int, str, str]:
-    """(position, title, unit) of a metric's chart: names that differ in numbers share one."""
     for position, (title, unit, pattern) in enumerate(GROUPS):
         if re.fullmatch(pattern, name):
             row = TRAINING_STAGES.get(stage)
@@ -174,18 +181,16 @@ def _group(name: str, stage: str) -> tuple[int, str, str]:
 
 
 def _places(points: Sequence[Point], *, has_tokens: bool) -> list[tuple[float, float]]:
-    """(tokens, or minutes since the first point, value) of the points that have both."""
     if has_tokens:
         return [(point.tokens, point.value) for point in points if point.tokens is not None]
     return [((point.time - points[0].time) / MINUTE, point.value) for point in points]
 
 
 def _extent(values: Iterable[float]) -> tuple[float, float]:
-    """The lowest and highest finite value, apart also where they are equal."""
     finite = [value for value in values if math.isfinite(value)] or [1.0]
-    low, high = min(finite), max(finite)
-    apart = 0.0 if low < high else abs(low) / 10 or 1.0
-    return low - apart, high + apart
+    low = min(finite)
+    apart = 0.0 if low < max(finite) else abs(low) / 10 or 1.0
+    return low - apart, max(finite) + apart
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

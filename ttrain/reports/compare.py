@@ -1,4 +1,4 @@
-"""How runs differ: settings, data, code, metrics, samples. Computed once, for terminal, page and JSON."""
+"""How runs differ: settings, data, code, metrics, samples; for terminal, page and JSON."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,8 @@ from ttrain.store.run_views import RunView
 
 Scores = Mapping[str, Metric]
 
-# Settings that change no weight and no metric of a model: where and how fast a run goes, and who is notified.
+# Settings that change no weight and no metric of a model: where and how fast a run goes, and who is
+# notified.
 SECTIONS_WITHOUT_RESULT = frozenset({*SHAPE_NO_RESULT, "name", "run"})
 # Where runs share a model, the metric of the next model decides.
 DECIDING_METRICS = (
@@ -36,14 +37,13 @@ DECIDING_METRICS = (
 )
 
 EVALUATION = "evaluate"
-OTHER_RECORDS, OTHER_TOKENIZERS = (
-    "other held-out records",
-    "other tokenizers",
-)  # why no run is the best by a metric
+# Why no run is the best by a metric.
+OTHER_RECORDS, OTHER_TOKENIZERS = ("other held-out records", "other tokenizers")
 WARNINGS = {
-    OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be compared, bits per byte can",
-    OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot be compared; `ttrain eval` "
-    "measures models on one text",
+    OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be "
+    "compared, bits per byte can",
+    OTHER_RECORDS: "the held-out data differ: the evaluations are of different texts and cannot "
+    "be compared; `ttrain eval` measures models on one text",
 }
 ADVISED_SEEDS = 5  # of a sweep that decides between two settings, as it is advised
 ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing about a setting"
@@ -51,7 +51,7 @@ ONLY_SEEDS = "the runs differ in their seeds or data alone, which says nothing a
 
 @dataclass(frozen=True)
 class Difference:
-    """A row of a comparison: the values of a setting, file, library or metric that differs."""
+    """A row of a comparison: a setting, file, library or metric with each run's value."""
 
     name: str
     values: Sequence[Any]  # of each run: texts; of a metric numbers
@@ -61,12 +61,11 @@ class Difference:
 
     @property
     def title(self) -> str:
-        """The name, and why no run is the best."""
         return ": ".join(filter(None, (self.name, self.not_judged)))
 
     @property
     def texts(self) -> list[str]:
-        """The value of each run; of a metric with its change from the first run that has it."""
+        """The value of each run; metrics with the change from the first run."""
         base, texts = None, list[str]()
         for value in self.values:
             if value is None or is_number(value):
@@ -80,7 +79,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two or more runs side by side; the values of each row are in their order."""
+    """Two or more runs side by side, in the order of each row's values."""
 
     runs: Sequence[str]
     verdict: str  # whose model is better on the held-out records, by which metric
@@ -96,7 +95,7 @@ class RunComparison:
 
     @property
     def tables(self) -> dict[str, Sequence[Difference]]:
-        """The tables that terminal and page show, by title; an empty one says that nothing differs."""
+        """The tables of terminal and page by title; empty ones have no differences."""
         return {
             "Settings": self.settings,
             "Figures": self.metrics,
@@ -138,16 +137,14 @@ def compare(views: Sequence[RunView]) -> RunComparison:
         settings=shaping,
         metrics=[metric for metric in metrics if len({*metric.values}) > 1],
         data=_differences([_data(view) for view in views]),
-        code=[
-            row for row in code if len({*row.values} - {ABSENT}) > 1
-        ],  # not of a stage that one run has
+        # Not a stage that only one run has.
+        code=[row for row in code if len({*row.values} - {ABSENT}) > 1],
         settings_aside=aside,
         samples=[*_samples(views)],
     )
 
 
 def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
-    """(short name, name, outcome, beginning, time) of each run."""
     return [
         (
             facts.letter(number),
@@ -161,14 +158,12 @@ def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _differences(tables: Sequence[Mapping[str, str]]) -> list[Difference]:
-    """Each name whose value is not the same in all tables."""
     names = sorted({name for table in tables for name in table})
     rows = [Difference(name, tuple(table.get(name, ABSENT) for table in tables)) for name in names]
     return [row for row in rows if len({*row.values}) > 1]
 
 
 def _data(view: RunView) -> dict[str, str]:
-    """Files by their digests, and counts of their rows."""
     table: dict[str, str] = {}
     for name, stage in view.stages.items():
         if name in ("tokenizer", "heldout", "source") or name.startswith("shards-"):
@@ -185,7 +180,6 @@ def _data(view: RunView) -> dict[str, str]:
 
 
 def _code(view: RunView) -> dict[str, str]:
-    """The digest of each stage's code, libraries and machines, as the artifacts record them."""
     made = {name: stage.manifest for name, stage in view.stages.items() if stage.manifest}
     return {
         **{f"code of {name}": facts.code_of(manifest) for name, manifest in made.items()},
@@ -198,9 +192,9 @@ def _code(view: RunView) -> dict[str, str]:
 
 
 def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Difference:
-    recorded = [view.metrics.get(name) for view in views]
+    values = [view.metrics.get(name) for view in views]
     # Values that differ only in the eighth digit are equal
-    values = [None if value is None else rounded(value) for value in recorded]
+    values = [None if value is None else rounded(value) for value in values]
     better = facts.better(name)
     is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith("validation_")
     if not is_held_out or not better or len({*values}) < 2:
@@ -212,7 +206,6 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Di
 
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
-    """Why no run is the best by a metric on held-out records; "" where one may be."""
     stage, _, metric = name.partition("/")
     if not name.startswith(EVALUATED):
         return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
@@ -232,7 +225,6 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
 
 
 def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
-    """As `_not_judged`, of a training's validation on the held-out rows of its shards."""
     shards = {
         view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views
     }
@@ -243,25 +235,17 @@ def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
     return not_judged(min(counts)) if counts else ""
 
 
+# One run of each setting decides between two models, not between two settings.
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
-    """That one run of each setting decides between two models, not between two settings; and what would."""
-    by_rule = facts.set_by_rule(views[-1].params)
+    unasked = {*SEEDS, *facts.set_by_rule(views[-1].params)}
     changed = [
-        row
-        for row in shaping
-        if row.name not in (*SEEDS, *by_rule) and not row.name.startswith("data.")
+        row for row in shaping if row.name not in unasked and not row.name.startswith("data.")
     ]
     if not changed:
         return ONLY_SEEDS
-    home = views[0].store.root
-    noise = next(
-        filter(None, (noise_of(home, metric, view.record["settings"]) for view in views)), None
-    )
-    spread = (
-        f"by ± {noise.spread:.2g} in this home"
-        if noise
-        else "by how much is not known in this home yet"
-    )
+    noises = (noise_of(views[0].store.root, metric, view.record["settings"]) for view in views)
+    noise = next(filter(None, noises), None)
+    spread = f"± {noise.spread:.2g}" if noise else "how much is not known"
     changes = shlex.join(
         f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT
     )
@@ -272,71 +256,72 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     ]
     time = f", about {format_duration(2 * ADVISED_SEEDS * sum(trained))}" if sum(trained) else ""
     return (
-        f"which setting is better is not decided: seeds of one setting differ, too, {spread}; with the other settings of "
+        f"which setting is better is not decided: seeds of one setting differ, too, by {spread} "
+        f"in this home{'' if noise else ' yet'}; with the other settings of "
         f"{facts.letter(0)}, `ttrain sweep full {changes} --seeds {ADVISED_SEEDS}` decides it{time}"
     )
 
 
 def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, str, bool]:
-    """(the deciding metric; the best run by the first one that differs, and by how much it beats the next best; whether that
-    is certain)."""
+    """(metric, best run by the first metric that differs and its lead, whether it is certain)."""
     by_name = {metric.name: metric for metric in metrics}
     name, verdict = "", "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
         order = facts.ranked(metric.values, metric.better)
         if len(order) < 2:
             continue
-        name, best = metric.name, metric.values[order[0]]
-        if best != metric.values[order[-1]]:
+        name = metric.name
+        if metric.values[order[0]] != metric.values[order[-1]]:
             return name, *_difference_of_models(metric, order, scores)
-        verdict = f"equal by {name}: {format_number(best)}"
+        verdict = f"equal by {name}: {format_number(metric.values[order[0]])}"
     return name, verdict, False
 
 
 def _difference_of_models(
     metric: Difference, order: Sequence[int], scores: Sequence[Scores]
 ) -> tuple[str, bool]:
-    """As `_verdict`, by a metric in which runs differ. `order`: the runs that have it, the best first."""
     if metric.not_judged:
         return f"no model is better by {metric.name}: {metric.not_judged}", False
     best = metric.values[order[0]]
     winners = [run for run in order if metric.values[run] == best]
     second = order[len(winners)]
-    letters, next_best = " and ".join(map(facts.letter, winners)), metric.values[second]
+    letters = " and ".join(map(facts.letter, winners))
+    next_best = metric.values[second]
     subject = f"models of {letters} are" if winners[1:] else f"model of {letters} is"
-    versus = (
+    verdict = (
+        f"the {subject} better on these records by {metric.name}: {format_number(best)} against "
         f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
     )
-    verdict = f"the {subject} better on these records by {metric.name}: {format_number(best)} against {versus}"
     name = metric.name.removeprefix(EVALUATED)
     better, worse = scores[order[0]].get(name), scores[second].get(name)
     compared = advantage(better, worse, Promotion()) if better and worse else None
     if compared is None or compared.interval is None:
         return verdict, False
     low, high = compared.interval
-    verdict += f"; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} interval of the difference"
     return (
-        f"{verdict} is {low:.4f} to {high:.4f}{'' if low > 0 else ', so this may be chance'}",
+        f"{verdict}; over {compared.items:,} held-out records, the {Promotion().confidence:.0%} "
+        f"interval of the difference is {low:.4f} to {high:.4f}"
+        f"{'' if low > 0 else ', so this may be chance'}",
         low > 0,
     )
 
 
 def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
-    """The answers of each run's models to the same prompts of the evaluation.
-
-    `reference`: what follows the prompt in the held-out row that it is from.
-    """
     by_run = [facts.samples_of(view.manifest(EVALUATION)) for view in views]
     prompts = dict.fromkeys(chain.from_iterable(by_run))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
         samples = [of_run.get((model, prompt), {}) for of_run in by_run]
-        answers = [sample.get("answer", ABSENT) for sample in samples]
-        reference = next((sample["reference"] for sample in samples if sample.get("reference")), "")
-        yield {"model": model, "prompt": prompt, "answers": answers, "reference": reference}
+        references = (sample["reference"] for sample in samples if sample.get("reference"))
+        yield {
+            "model": model,
+            "prompt": prompt,
+            "answers": [sample.get("answer", ABSENT) for sample in samples],
+            "reference": next(references, ""),
+        }
 
 
+# Empty where the files of the evaluation are gone.
 def _scores(view: RunView) -> Scores:
-    """The metrics of the run's evaluation with the share of each held-out record; empty where its files are gone."""
     stage = view.stages.get(EVALUATION)
     path = view.store.path(EVALUATION, stage.key) / SCORES if stage and stage.key else None
     if path is None or not path.is_file():

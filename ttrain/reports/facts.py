@@ -1,4 +1,4 @@
-"""Facts from the manifests and settings of a run, for terminal, pages, cards and MLflow."""
+"""Facts from manifests and settings of a run, for terminal, pages, cards and MLflow."""
 
 import json
 import math
@@ -28,93 +28,18 @@ MAIN_SETTINGS = frozenset(
         "lora.optim.lr",
     }
 )
-
-
-def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (value, default)} of the settings that are not the default, or not what `auto`
-    makes of the others."""
-    defaults = dict(flatten(Settings().model_dump(mode="json")))
-    automatic, changed = _automatic(settings), dict[str, tuple[Any, Any]]()
-    for name, value in settings.items():
-        usual = defaults.get(name, ABSENT)
-        if value == usual:
-            usual = automatic.get(name, usual)
-        if value != usual:
-            changed[name] = value, usual
-    return changed
-
-
-def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that rules give to settings, as a record has them."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in rules.automatic(settings).items()
-    }
-
-
-def as_yaml(value: Any) -> str:
-    """The value of a setting as a settings file has it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all settings by dotted name, those that are parameters of a run in MLflow: what is not the default, and of the ten
-    that most comparisons are about those that no rule has set."""
-    by_rule = set_by_rule(settings)
-    shown = {*changed_settings(settings), *MAIN_SETTINGS} - by_rule.keys()
-    return {name: value for name, value in settings.items() if name in shown}
-
-
-def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that have the value which a rule gives them."""
-    return {
-        name: value for name, value in _automatic(settings).items() if settings.get(name) == value
-    }
-
-
-def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
-    """(role, name, short digest) of the files that a stage read itself."""
-    for role, files in manifest.get("ingredients", {}).get("files", {}).items():
-        for file in files:
-            yield role, file["name"], short_digest(file["sha256"])
-
-
-def code_of(manifest: Manifest) -> str:
-    """The short digest of a stage's code."""
-    return short_digest(digest_of(manifest["ingredients"].get("code", {})))
-
-
-def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
-    """{python, platform or library: its versions}: stages of one run can be made on different days."""
-    versions = dict[str, list[str]]()
-    for manifest in manifests:
-        provenance = manifest.get("provenance", {})
-        recorded = {name: provenance.get(name) for name in ("ttrain", "python", "platform")}
-        for name, version in {**recorded, **provenance.get("libraries", {})}.items():
-            if version and version not in versions.setdefault(name, []):
-                versions[name].append(version)
-    return versions
-
-
 REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
-
-
-def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
-    """{(model, prompt): sample} of an evaluation's manifest, in the order of the models."""
-    by_model = EvaluationResult.of(evaluation.get("result", {})).samples
-    models = sorted(by_model, key=model_order)
-    return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
-
-
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
-    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/"
+    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"
+    r"|/tokens$|^champion/"
 )
 HIGHER = re.compile(
     r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
 )
 LOWER = re.compile(
-    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait|time_share|/(repeated|loops|empty)(/|$)"
+    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
+    r"|time_share|/(repeated|loops|empty)(/|$)"
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
@@ -128,22 +53,95 @@ FIRST = (
 )
 
 
+def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{dotted name: (value, default)} of settings that are neither default nor by rule."""
+    defaults = dict(flatten(Settings().model_dump(mode="json")))
+    automatic, changed = _automatic(settings), dict[str, tuple[Any, Any]]()
+    for name, value in settings.items():
+        usual = defaults.get(name, ABSENT)
+        if value == usual:
+            usual = automatic.get(name, usual)
+        if value != usual:
+            changed[name] = value, usual
+    return changed
+
+
+def _automatic(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in rules.automatic(settings).items()
+    }
+
+
+def as_yaml(value: Any) -> str:
+    """The value of a setting as in a settings file."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are MLflow parameters: not defaults, or of the ten most compared.
+
+    Values of rules are left out.
+    """
+    by_rule = set_by_rule(settings)
+    shown = {*changed_settings(settings), *MAIN_SETTINGS} - by_rule.keys()
+    return {name: value for name, value in settings.items() if name in shown}
+
+
+def set_by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in _automatic(settings).items() if settings.get(name) == value
+    }
+
+
+def files_of(manifest: Manifest) -> Iterable[tuple[str, str, str]]:
+    """(role, name, short digest) of files that a stage read."""
+    for role, files in manifest.get("ingredients", {}).get("files", {}).items():
+        for file in files:
+            yield role, file["name"], short_digest(file["sha256"])
+
+
+def code_of(manifest: Manifest) -> str:
+    return short_digest(digest_of(manifest["ingredients"].get("code", {})))
+
+
+def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
+    """{python, platform or library: versions}; stages may differ."""
+    versions = dict[str, list[str]]()
+    for manifest in manifests:
+        provenance = manifest.get("provenance", {})
+        recorded = {name: provenance.get(name) for name in ("ttrain", "python", "platform")}
+        for name, version in {**recorded, **provenance.get("libraries", {})}.items():
+            if version and version not in versions.setdefault(name, []):
+                versions[name].append(version)
+    return versions
+
+
+def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
+    """{(model, prompt): sample} of an evaluation's manifest, in the order of models."""
+    by_model = EvaluationResult.of(evaluation.get("result", {})).samples
+    models = sorted(by_model, key=model_order)
+    return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
+
+
 def better(name: str) -> int:
-    """-1 where lower is better, 1 where higher is, 0 where neither."""
+    """-1 if lower is better, 1 if higher is, else 0."""
     if NEITHER.search(name):
         return 0
-    return 1 if HIGHER.search(name) else -1 if LOWER.search(name) else 0
+    if HIGHER.search(name):
+        return 1
+    return -1 if LOWER.search(name) else 0
 
 
 def rank(name: str) -> tuple[int, str]:
-    """A sort key for names of metrics: those that decide first, then by name."""
+    """Sort key for names of metrics: deciding ones first."""
     return next(
         (position for position, pattern in enumerate(FIRST) if re.search(pattern, name)), len(FIRST)
     ), name
 
 
 def ranked(values: Sequence[float | None], sign: int) -> list[int]:
-    """The numbers of the finite values, the best first: the highest, or the lowest for a sign of -1."""
+    """Indices of finite values, the best first; `sign` -1: the lowest."""
     signed = {
         number: -sign * value
         for number, value in enumerate(values)
@@ -153,7 +151,7 @@ def ranked(values: Sequence[float | None], sign: int) -> list[int]:
 
 
 def letter(number: int) -> str:
-    """The short name of a run of a comparison: A, B, ...; R27, R28, ... after Z."""
+    """Short name of a compared run: A, B, ...; R27, ... after Z."""
     return chr(ord("A") + number) if number < 26 else f"R{number + 1}"
 
 
@@ -166,7 +164,7 @@ def short(value: float) -> str:
 
 
 def change(value: float | None, base: float | None) -> str:
-    """By how much a value differs from another one, as "+2.4 %" of that; "" where it is undefined."""
+    """The relative change as "+2.4 %"; "" if undefined."""
     if value is None or not base or not math.isfinite(value - base):
         return ""
     percent = 100 * (value - base) / abs(base)

@@ -1,6 +1,6 @@
-"""The model card of an export, `README.md`, made from the model's manifests by `model_card.md`.
+"""The model card of an export, `README.md`, from manifests and `model_card.md`.
 
-The Hugging Face Hub reads the block at the top: https://huggingface.co/docs/hub/model-cards
+The Hugging Face Hub reads its header: https://huggingface.co/docs/hub/model-cards
 """
 
 import json
@@ -40,21 +40,17 @@ class Exported:
 
 @dataclass(frozen=True)
 class History:
-    """The artifacts behind a model, inputs first and itself last, and its evaluation."""
+    """The artifacts behind a model, inputs first, and its evaluation."""
 
     artifacts: tuple[Artifact, ...] = ()
     evaluation: Artifact | None = None
-    locations: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # public sources (URLs, the Hub) of each data set
+    # Public sources (URLs, the Hub) of each data set.
+    locations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str | None = None  # the Hub's name of the model that it started from
 
     @classmethod
     def of(cls, model: Artifact | None, store: ArtifactStore) -> Self:
-        """Collect it from the manifests in a store; an input that no longer exists is left out.
-
-        Paths on the user's disk stay private.
-        """
+        """Collect it from a store, without inputs that are gone and paths of the user's disk."""
         if model is None:
             return cls()
         root = (model.stage, model.key)
@@ -82,7 +78,6 @@ class History:
 
 
 def card(exported: Exported, history: History) -> str:
-    """The model card in Markdown."""
     from huggingface_hub import ModelCard, ModelCardData
 
     is_adapter = exported.files == "adapter"
@@ -117,7 +112,6 @@ def card(exported: Exported, history: History) -> str:
 
 
 def _digests(history: History, shards: Artifact) -> dict[Any, str]:
-    """Short digests of the files that shards were made of: by (role, name), the quickstart's by name."""
     key = shards.manifest["inputs"].get("source", {}).get("key")
     sources = [made for made in history.artifacts if made.stage == "source" and made.key == key]
     written = sources[0].manifest["files"] if sources else {}
@@ -126,7 +120,6 @@ def _digests(history: History, shards: Artifact) -> dict[Any, str]:
 
 
 def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:
-    """(metric, value, remark) of the model and of those below it; [] if it was not evaluated."""
     if history.evaluation is None:
         return []
     stages = {artifact.stage for artifact in history.artifacts}
@@ -136,9 +129,8 @@ def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:
         if row.role != "base" and name not in stages
     ]
     results = {"evaluate": history.evaluation.result}
-    suffixes = tuple(
-        f"{mark}{name}" for name in later for mark in "_/"
-    )  # of models that were trained on top of it
+    # Of models trained on top of this one.
+    suffixes = tuple(f"{mark}{name}" for name in later for mark in "_/")
     shown = {
         name: value
         for name, value in summary.metrics_of(results).items()

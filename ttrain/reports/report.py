@@ -1,6 +1,6 @@
-"""The pages: of one run its stages, results, curves, lineage and problems; of several runs how they differ.
+"""Pages of a run (stages, results, curves, lineage, problems), of a comparison, of a sweep.
 
-A page loads nothing and runs no script: its style and drawings are inside, and all text of a run is escaped.
+They load nothing and run no script; all text of runs is escaped.
 """
 
 import base64
@@ -57,7 +57,6 @@ FILTERS: Mapping[str, Callable[..., object]] = {
 
 
 def report_of(view: RunView) -> str:
-    """The page of a run as HTML."""
     results = {
         stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")
     }
@@ -83,7 +82,6 @@ def report_of(view: RunView) -> str:
 
 
 def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | None = None) -> str:
-    """The page of a comparison as HTML."""
     return _rendered(
         "comparison.html",
         compared=compared or compare.compare(views),
@@ -93,7 +91,7 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
 
 
 def sweep_page(sweep: JsonObject) -> str:
-    """The page of a sweep as HTML, of what `sweep show --json` prints: its settings, the baseline first."""
+    """The page of a sweep as HTML, from the value of `sweep show --json`."""
     rows = [
         (row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]
     ]
@@ -101,12 +99,11 @@ def sweep_page(sweep: JsonObject) -> str:
 
 
 def _rendered(template: str, **context: object) -> str:
-    """A page of a template, in which all text of a run is escaped and the policy allows the style sheet alone."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ttrain.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_visible,
+        finalize=lambda value: escape_control_characters(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -125,13 +122,7 @@ def _rendered(template: str, **context: object) -> str:
     )
 
 
-def _visible(value: object) -> object:
-    """Text of a run with its control characters, such as those that turn the direction of writing, made visible."""
-    return escape_control_characters(value) if type(value) is str else value
-
-
 def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
-    """(step, text) of the samples of a training: the last one, and some evenly spread before it."""
     samples = {
         int(match[1]): path
         for path in view.files(stage, "run/samples")
@@ -144,20 +135,19 @@ def _training_samples(view: RunView, stage: str) -> list[tuple[str, str]]:
     ]
 
 
-Problem = tuple[
-    str, str, bool
-]  # its stage ("" for the run), its description, whether it is resolved
+# (stage, "" for the run; description; whether it is resolved)
+Problem = tuple[str, str, bool]
 
 
 def find_problems(view: RunView) -> Iterator[Problem]:
-    """All recorded problems of a run."""
     error = view.record.get("error") or view.record.get("stopped")
     if error and not any(stage.record.get("error") == error for stage in view.stages.values()):
         yield "", str(error), False
     if view.status == "crashed":
         yield "", "the run's process was killed, or the machine went down", False
     for name, stage in view.stages.items():
-        record, is_done = stage.record, stage.status not in UNFINISHED
+        record = stage.record
+        is_done = stage.status not in UNFINISHED
         if record.get("error") or not is_done:
             outcome = "failed and was retried" if is_done else UNFINISHED[stage.status]
             error = (
@@ -179,7 +169,6 @@ def find_problems(view: RunView) -> Iterator[Problem]:
 
 
 def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
-    """(description, whether it is resolved) of what a stage's artifact records."""
     result: Mapping[str, Any] = manifest.get("result", {})
     for source in manifest.get("continued") or ():
         yield f"continued the work of {text.short_digest(source['key'])}, made by other code", True
@@ -196,6 +185,7 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
         for key, rows in tally.get("unread_keys", {}).items():
             unread = text.counted(rows, "row")
             yield (
-                f"{unread} of the {role} data with text of an answer under '{key}', which is not read",
+                f"{unread} of the {role} data with text of an answer under '{key}', which "
+                "is not read",
                 False,
             )

@@ -1,4 +1,4 @@
-"""Stages, runs and evaluations as tables: on a terminal, as markdown, as plain lines. Manifests in, text out; pure."""
+"""Stages, runs and evaluations as tables of text, from manifests."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,64 +32,76 @@ GUARD_FIXES = {
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",
 }
+BASELINES = {
+    "xz": "xz -9e",
+    "zlib": "zlib -9",
+    "order0": "order-0 bytes",
+    "order3": "order-3 bytes",
+}
+# Of held-out records: one of them, and what is counted in them
+SCORED = {
+    "documents": ("document", "document_bytes", "byte"),
+    "chats": ("chat", "chat_tokens", "scored token"),
+    "domain": ("chat", "domain_tokens", "scored token"),
+    "pairs": ("pair", "", ""),
+}
 
 
 def metrics_of(results: Mapping[str, Result]) -> dict[str, float]:
-    """The metrics of a pipeline run under their stable names, from the stages' results: the same whether cached or not."""
+    """The metrics of a pipeline run by stable names, from results of cached and new stages."""
     from ttrain.config.training import TRAININGS
 
     trainings = {name: TrainingResult.of(results[name]) for name in TRAININGS if name in results}
-    figures = (*TRAINING_METRICS, "loss")
-    metrics = {
-        f"{name}/{figure}": getattr(result, figure)
-        for name, result in trainings.items()
-        for figure in figures
-    }
-    metrics |= _total(trainings.values())
     tokenizer = TokenizerResult.of(results.get("tokenizer", {}))
-    metrics |= {
-        "tok/bytes_per_token": tokenizer.bytes_per_token,
-        "tok/unk_rate": tokenizer.unk_rate,
-    }
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
-    metrics |= {
-        f"eval/{name}": value for name, value in {**evaluation.metrics, **evaluation.counts}.items()
+    metrics = {
+        **{
+            f"{name}/{metric}": getattr(result, metric)
+            for name, result in trainings.items()
+            for metric in (*TRAINING_METRICS, "loss")
+        },
+        **_total(trainings.values()),
+        "tok/bytes_per_token": tokenizer.bytes_per_token,
+        "tok/unk_rate": tokenizer.unk_rate,
+        **{f"eval/{name}": value for name, value in evaluation.metrics.items()},
+        **{f"eval/{name}": value for name, value in evaluation.counts.items()},
+        **{f"champion/{name}": value for name, value in champion.metrics.items()},
     }
-    metrics |= {f"champion/{name}": value for name, value in champion.metrics.items()}
     return {name: rounded(value) for name, value in sorted(metrics.items()) if value is not None}
 
 
 def rounded(value: float) -> float:
-    """Round a metric to the seven digits of fp32, since MLflow's tables show it as stored; whole numbers are kept."""
+    """Round a metric to fp32's seven digits, as MLflow shows all of them; integers stay."""
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def _total(trainings: Iterable[TrainingResult]) -> dict[str, float]:
-    """The total time of the trainings, whichever runs made them; a device is a rank.
+    """The total time of trainings, whichever runs made them; a device is a rank.
 
-    A training that was continued knows the time of its last attempt: the steps before are taken to have been as fast.
+    A continued training recorded only its last attempt: earlier steps are taken to be as fast.
     """
     seconds = device_seconds = 0.0
     for training in trainings:
         timed = training.steps - (training.resumed_from_step or 0)
         if timed > 0 and training.train_seconds is not None:
             took = training.train_seconds * training.steps / timed
-            seconds, device_seconds = seconds + took, device_seconds + took * (training.ranks or 1)
+            seconds += took
+            device_seconds += took * (training.ranks or 1)
     if not seconds:
         return {}
     return {"total/train_seconds": seconds, "total/device_hours": device_seconds / 3600}
 
 
 def row_tallies(result: Result) -> dict[str, Result]:
-    """The counts of rows of a stage's result, by their role: train, heldout."""
+    """Row counts of a stage's result, by role: train, heldout."""
     tallies = result.get("rows") or {}
     tallies = {"train": tallies} if "rows" in tallies else tallies
     return {role: tally for role, tally in tallies.items() if isinstance(tally, dict)}
 
 
 def lost_rows(tally: Result, *groups: str) -> str:
-    """The rows that were left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected, by default both."""
+    """Rows left out by reason, "no text 3, not JSON 1"; `groups`: skipped, rejected."""
     reasons = {
         reason: n for group in groups or LOST for reason, n in tally.get(group, {}).items() if n
     }
@@ -115,11 +127,17 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
             if held_out.unscored
             else ""
         )
-        return f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of them new{unscored}"
+        return (
+            f"{held_out.records:,} held-out documents of all nights, {held_out.new:,} of "
+            f"them new{unscored}"
+        )
     if stage in ("replay", "replay-sft"):
         kind = "windows of documents" if stage == "replay" else "chats"
         sample = ReplayResult.of(result)
-        return f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of {counted(sample.nights, 'earlier set')}"
+        return (
+            f"{sample.records:,} {kind}, {sample.tokens:,} tokens, of "
+            f"{counted(sample.nights, 'earlier set')}"
+        )
     if stage.startswith("evaluate"):
         bits = EvaluationResult.of(result).metrics.get(BITS_PER_BYTE.name)
         return f"{bits:.3f} {BITS_PER_BYTE.label}" if bits is not None else "no held-out documents"
@@ -131,16 +149,17 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if warned := training.guard_warnings:
         fixes = [GUARD_FIXES[name].format(stage=stage) for name in warned if name in GUARD_FIXES]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        figures.append(
-            f"the guards warned of {'; '.join([guards, *fixes, f'{directory}/run/guards.jsonl'])}"
-        )
+        log = f"{directory}/run/guards.jsonl"
+        figures.append(f"the guards warned of {'; '.join([guards, *fixes, log])}")
     return ", ".join(figures)
 
 
 def _about_shards(result: Result) -> Iterator[str]:
-    """What shards hold, what was left out and not read, and what is not new."""
     made = ShardsResult.of(result)
-    yield f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out {counted(made.heldout.rows, 'row')}"
+    yield (
+        f"{counted(made.train.rows, 'row')}, {made.train.tokens:,} tokens; held out "
+        f"{counted(made.heldout.rows, 'row')}"
+    )
     for role, tally in row_tallies(result).items():
         if lost := lost_rows(tally):
             yield f"left out of {role}: {lost}"
@@ -151,14 +170,15 @@ def _about_shards(result: Result) -> Iterator[str]:
     contamination = made.contamination
     if contamination and not contamination["removed"]:
         tasks = contamination["tasks"].values()
-        overlapping, items = (
-            sum(task[name] for task in tasks) for name in ("overlapping", "items")
+        overlapping = sum(task["overlapping"] for task in tasks)
+        items = sum(task["items"] for task in tasks)
+        yield (
+            f"{overlapping:,} of {items:,} evaluation items are in "
+            f"{contamination['documents']:,} training rows"
         )
-        yield f"{overlapping:,} of {items:,} evaluation items are in {contamination['documents']:,} training rows"
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
-    """A Markdown table."""
     lines = [
         header,
         ["---"] * len(header),
@@ -168,13 +188,11 @@ def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
 
 
 def run_json(run: RecordedRun) -> dict[str, Any]:
-    """The object that `status --json` prints for one run."""
     names = "run pipeline outcome note tags started seconds stages metrics error equals tracking"
     return {name: run[name] for name in names.split() if name in run}
 
 
 def labels(run: RecordedRun) -> list[str]:
-    """The user's note and tags of a recorded run, as lines for a person."""
     tags = "  ".join(f"{key}={value}" for key, value in run.get("tags", {}).items())
     return [line for line in (*str(run.get("note", "")).split("\n"), tags) if line]
 
@@ -186,8 +204,10 @@ def _figure(value: Any) -> str:
 
 
 def shown_stages(run: RecordedRun) -> list[Result]:
-    """The stages of a recorded run that tell something: none where all were cached, and after a night that found nothing new
-    those that it came to."""
+    """The stages of a recorded run worth listing.
+
+    None if all were cached; of a night without new data, those that it reached.
+    """
     if run["outcome"] == "cached":
         return []
     return [
@@ -198,64 +218,52 @@ def shown_stages(run: RecordedRun) -> list[Result]:
 
 
 def status_row(stage: Result) -> tuple[str, str, str, str, str]:
-    """(stage, outcome, time, figures or error, log) of a recorded stage; the log relative to the working directory."""
+    """(stage, outcome, time, metrics or error, log) of a recorded stage."""
     log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
-    figures = stage.get("error") or stage.get("metric") or ""
-    return stage["name"], stage["outcome"], format_duration(stage.get("seconds")), figures, log
+    time = format_duration(stage.get("seconds"))
+    return (
+        stage["name"],
+        stage["outcome"],
+        time,
+        stage.get("error") or stage.get("metric") or "",
+        log,
+    )
 
 
-BASELINES = {
-    "xz": "xz -9e",
-    "zlib": "zlib -9",
-    "order0": "order-0 bytes",
-    "order3": "order-3 bytes",
-}
-# Of held-out records: one of them, and what is counted in them
-SCORED = {
-    "documents": ("document", "document_bytes", "byte"),
-    "chats": ("chat", "chat_tokens", "scored token"),
-    "domain": ("chat", "domain_tokens", "scored token"),
-    "pairs": ("pair", "", ""),
-}
-# A metric of an evaluation that is shown: its name, label, number of records (0 where it has no champion), remark
+# A metric of an evaluation that is shown: its name, label, number of records (0 where it has no
+# champion), remark
 Shown = tuple[str, str, int, str]
 
 
 def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[EvaluationRow]:
-    """(metric, value, remark) of each evaluated metric of the run and of a night's champion; with the results of its
-    stages, also the metrics' intervals and the tasks of its suites."""
+    """(metric, value, remark) of each metric of the run and of a night's champion.
+
+    With the results of stages also intervals, and tasks of suites.
+    """
     from ttrain.evaluate.task_result import not_judged
 
     evaluation = EvaluationResult.of(results.get("evaluate", {}))
     champion = EvaluationResult.of(results.get("evaluate-champion", {}))
     table: list[EvaluationRow] = []
     for name, label, records, remark in (*_heldout(metrics, evaluation), *_suites(evaluation)):
-        value, of_champion = metrics.get(f"eval/{name}"), metrics.get(f"champion/{name}")
+        value = metrics.get(f"eval/{name}")
+        of_champion = metrics.get(f"champion/{name}")
         if value is not None:
             table.append((label, _with_interval(value, evaluation.intervals.get(name)), remark))
         if of_champion is not None and records:
             difference = metrics.get(f"eval/{name}", of_champion) - of_champion
             remark = not_judged(records) or f"the challenger: {difference:+.3f}"
-            table.append(
-                (
-                    f"{label}, champion",
-                    _with_interval(of_champion, champion.intervals.get(name)),
-                    remark,
-                )
-            )
+            text = _with_interval(of_champion, champion.intervals.get(name))
+            table.append((f"{label}, champion", text, remark))
     return table
 
 
 def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iterator[Shown]:
-    """The metrics on held-out records: each model compared with the one before, and of documents also the base model on
-    each group, and what compressors need."""
-    from ttrain.config.training import (
-        BITS_PER_BYTE,
-        MODELS,
-        PRIMARY_METRICS,
-    )  # here: `status` needs no settings, 0.1 s
+    """Rows for held-out records: each model against the one before, groups, compressors."""
+    # Imported here: `status` does without the settings, which take 0.1 s.
+    from ttrain.config.training import BITS_PER_BYTE, MODELS, PRIMARY_METRICS
     from ttrain.evaluate.task_result import not_judged
 
     for metric in PRIMARY_METRICS.values():
@@ -289,7 +297,6 @@ def _heldout(metrics: Mapping[str, float], evaluation: EvaluationResult) -> Iter
 
 
 def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
-    """The main metric of each task for each model, and its comparison with the first model."""
     verdicts = {
         (versus["task"], versus["second"]): versus for versus in evaluation.suites["comparisons"]
     }
