@@ -94,7 +94,7 @@ class Trainer:
         self.counters, self._buffers = Counters(), SnapshotBuffers()
         self._totals, self._votes = ReducedSums(self.ranks), Votes()
         defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
-        self._deferred = (
+        self.deferred = (
             DeferredSteps(self.ranks.device, task.config)
             if defers and self.model.can_defer
             else None
@@ -208,9 +208,9 @@ class Trainer:
         with self.ranks.exchanging():
             sums = self.model.backward(step, micro_batches)
             if (
-                self._deferred is not None and step > self.first and sums.only_parts
+                self.deferred is not None and step > self.first and sums.only_parts
             ):  # the first one names the parts
-                self._defer_step(self._deferred, step, sums, began, data_seconds)
+                self._defer_step(self.deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
             figures = [math.fsum(losses), *self._totals.flat(sums.read())]
@@ -220,7 +220,7 @@ class Trainer:
         if math.isfinite(total) and math.isfinite(whole_norm):
             # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
             prevented = (
-                None if self._deferred is None else torch.zeros((), device=self.ranks.device)
+                None if self.deferred is None else torch.zeros((), device=self.ranks.device)
             )
             self.model.update(factor, norm, prevented)
         self.optimizers.zero_grad()
