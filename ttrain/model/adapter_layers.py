@@ -1,4 +1,4 @@
-"""A linear layer with a low-rank adapter as one node of the autograd graph: PEFT's layer, names and files, fewer passes."""
+"""A linear layer with a low-rank adapter as one autograd node, and prefixes."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from ttrain.errors import UsageError
 class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
     """y = x W' + s (x A') B' in three products; all other cases are left to PEFT.
 
-    PEFT casts the input twice (to the adapter's fp32 and back), autocast casts the frozen W in every pass, and the sum, its
-    scale and their gradients are passes of their own over [tokens, out].
+    PEFT casts the input twice, autocast the frozen W in every pass, and the sum, its scale and
+    their gradients are passes over [tokens, out].
     """
 
     _narrow: tuple[Any, Tensor] | None = None
@@ -38,7 +38,7 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
         return output
 
     def is_plain(self, name: str) -> bool:
-        """Whether the fused computation gives what PEFT gives: one active adapter, without dropout, variant or bias."""
+        """Whether this equals PEFT's result: one active adapter, no dropout, variant or bias."""
         return (
             name in self.lora_A
             and not torch.compiler.is_compiling()  # it fuses by itself, and cannot trace a cached copy
@@ -51,7 +51,6 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
         )
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
-        """The frozen weight in `dtype`. Cached on a CPU only: a GPU casts fast, and has less room for a copy."""
         weight: Tensor = self.base_layer.weight.detach()
         if weight.dtype == dtype or weight.device.type != "cpu":
             return weight.to(dtype)
@@ -101,9 +100,9 @@ class LowRank(torch.autograd.Function):
 
 
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
-    """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
+    """PEFT's model, which can also be called token by token with its cache.
 
-    Callers do not count virtual tokens: a mask and positions that they pass are those of the text.
+    Callers do not count virtual tokens: their mask and positions are those of the text.
     """
 
     def forward(self, *arguments: Any, past_key_values: Any = None, **options: Any) -> Any:
@@ -121,9 +120,9 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
-    """Add a prefix of random keys and values, as PEFT draws them, to a model and freeze the base.
+    """Add a prefix of random keys and values to a model and freeze the base.
 
-    Raises UsageError if there are too few positions, or if the architecture caches other things than keys and values.
+    Raises UsageError if positions are too few, or the architecture caches other things.
     """
     _check_positions(model, config)
     was_training = model.training

@@ -1,6 +1,6 @@
-"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes; the base is not changed.
+"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes.
 
-Only the adapter's weights are trained and saved, with the digest of the base's weights beside them.
+Only the adapter's weights are trained and saved, with the digest of the base's weights.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ log = logging.getLogger("ttrain")
 def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     """Add a new adapter to a model and freeze everything else.
 
-    LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
-    keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
+    LoRA and DoRA begin with A random under the seed and B zero, a prefix with random keys and
+    values. Raises UsageError for unknown targets, or some that cannot be adapted so.
     """
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
@@ -76,7 +76,7 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
 
 @contextlib.contextmanager
 def without_warnings_of_peft() -> Iterator[None]:
-    """Hide what PEFT warns of while it wraps a model, and no user can change."""
+    """Hide PEFT's warnings that no user can change."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="fan_in_fan_out is set to"
@@ -89,7 +89,6 @@ def without_warnings_of_peft() -> Iterator[None]:
 
 
 def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
-    """Raise UsageError if weights that are not layers, mostly stacked experts, would need more than plain LoRA."""
     weight_names = ", ".join(
         sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters})
     )
@@ -112,7 +111,7 @@ def state(model: PeftModel) -> dict[str, torch.Tensor]:
 def files(
     model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None
 ) -> dict[str, bytes]:
-    """`adapter_config.json`: rank, alpha, targets, the base's name; `base.json`: the digest of the base's weights.
+    """`adapter_config.json`, PEFT's, and `base.json`, with the digest of the base's weights.
 
     `held_in`: the base's quantization during training; None: not quantized.
     """
@@ -130,9 +129,9 @@ def files(
 
 # --- existing adapters ------------------------------------------------------------------------------------------------
 def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
-    """The base with the adapter of `directory`, frozen. `base_digest`: `store.model_files.weights_digest` of the base.
+    """The base with the adapter of `directory`, frozen. `base_digest`: of the base's weights.
 
-    Raises ArtifactError if it was trained on another base, or if its weights do not fit.
+    Raises ArtifactError if it was trained on another base, or its weights do not fit.
     """
     _check_base(directory, base_digest)
     try:
@@ -156,7 +155,7 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """Merge the adapter into the base's weights permanently; the logits stay the same up to rounding.
+    """Merge the adapter into the base's weights; logits stay the same up to rounding.
 
     Raises UsageError for a prefix, which does not change weights.
     """
@@ -170,7 +169,6 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def _check_base(directory: Path, base_digest: str) -> None:
-    """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     if (expected_digest := base_digest_of(directory)) is None:
         log.warning(
             "the adapter %s does not say on which base it was trained; only names and shapes are checked",
@@ -242,7 +240,7 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by its full name, the output head among them."""
+    """Every linear layer by its full name, with the output head."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -251,7 +249,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
-    """Full names of weights in three dimensions, [experts, out, in], that belong to no layer of torch (convolutions do)."""
+    """Full names of weights [experts, out, in] that belong to no layer of torch."""
     return [
         f"{name}.{parameter}"
         for name, module in model.named_modules()
@@ -262,18 +260,12 @@ def expert_stacks(model: nn.Module) -> list[str]:
 
 
 def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Names that PEFT takes for the experts' names of transformers 4.
-
-    It adapts the stacked experts instead, at twice the rank, so that shared experts and dense layers of a mixture of
-    experts would get no adapter. Given the parameter instead of the layer, it adapts them.
-    """
     probe = LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(probe, model, None)
     return names - {*(probe.target_modules or ())}
 
 
 def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
-    """Layers inside a module whose class name contains "attention", as in every architecture of transformers."""
     inside = [
         f"{name}."
         for name, module in model.named_modules()
@@ -283,7 +275,6 @@ def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
 
 
 def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[str, ...]:
-    """The shortest suffixes that match the targets and no other name: q_proj, but attn.c_proj if there is an mlp.c_proj."""
     others = {*everything} - targets
     suffixes = set()
     for name in targets:
@@ -294,7 +285,6 @@ def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[st
 
 
 def _matching(names: Iterable[str], suffix: str) -> list[str]:
-    """The names that match as in PEFT: as a whole, or by their last parts."""
     return [name for name in names if name == suffix or name.endswith(f".{suffix}")]
 
 
@@ -302,10 +292,10 @@ COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float
 
 
 def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
-    """Load the base model as `lora.quantize` says: fp32, or its linear layers in NF4 (double-quantized) or int8.
+    """Load the base model as `lora.quantize` says: fp32, or linear layers in NF4 or int8.
 
-    Embeddings, norms and the output head stay in fp32, and so do stacked experts, which bitsandbytes does not support.
-    Raises UsageError, with the command to install it, if bitsandbytes is missing.
+    Embeddings, norms, output head and stacked experts stay in fp32. Raises UsageError without
+    bitsandbytes.
     """
     if config.quantize == "none":
         return factory.load(directory)

@@ -1,7 +1,7 @@
-"""Converts model settings to the config of a transformers architecture, checking every name and type.
+"""Converts model settings to the config of a transformers architecture, with checks.
 
-transformers uses the same names for most sizes in all its configs (`attribute_map`); exceptions are listed here. A changed
-setting that the architecture does not have is refused, never ignored.
+Most sizes have the same names in all configs (`attribute_map`); exceptions are listed here. A
+changed setting that the architecture does not have is refused.
 """
 
 import contextlib
@@ -76,7 +76,10 @@ OURS = frozenset(
 
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
-    """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
+    """The architecture's config. Raises UsageError naming a setting.
+
+    `ids`: bos_token_id, eos_token_id, pad_token_id.
+    """
     names, mixture = FieldNames(config.kind), Fields()
     if config.moe:
         names, mixture = _mixture(config, config.moe)
@@ -106,7 +109,7 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
 
 
 class FieldNames:
-    """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
+    """Field names of an architecture's config. Raises UsageError if it is no plain decoder."""
 
     def __init__(self, kind: str) -> None:
         kinds.check_kind(kind)
@@ -132,12 +135,12 @@ class FieldNames:
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
-        """The field that holds one of our settings; None if there is none."""
+        """The field that holds one of our settings, or None."""
         candidates = (self.aliases.get(name, name) for name in NAMES[setting])
         return next((name for name in candidates if name in self.fields), None)
 
     def decoder(self) -> Fields:
-        """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
+        """Fields of a decoder to train: causal, with a cache, all its own dropouts 0."""
         fields: Fields = {
             name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields
         }
@@ -152,7 +155,6 @@ class FieldNames:
 
 
 def _unsuitable(config_class: Any, kind: str) -> str:
-    """Why an architecture with a causal head cannot be trained here; "" if it can."""
     if config_class.sub_configs:
         return "is made of several models"
     if config_class.is_encoder_decoder:
@@ -163,12 +165,10 @@ def _unsuitable(config_class: Any, kind: str) -> str:
 
 
 def _dense_size(config: Model) -> int:
-    """Inner width of a layer without experts."""
     return config.intermediate_size or usual_intermediate_size(config.hidden_size)
 
 
 def _sizes(config: Model, names: FieldNames) -> Fields:
-    """The sizes under the architecture's own names."""
     values = {setting: getattr(config, setting) for setting in NAMES}
     values |= {
         "kv_heads": config.kv_heads or config.heads,
@@ -207,7 +207,6 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
 
 
 def _fields(config: Model, names: FieldNames) -> Fields:
-    """`model.fields`, checked against the config's own fields."""
     reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(
         OURS, "tokenizer"
     )
@@ -237,7 +236,6 @@ def _fields(config: Model, names: FieldNames) -> Fields:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Convert a number to the field's type: 1 to float, and 1e-6, which YAML reads as a string."""
     types = get_args(kind) or (kind,)
     is_number = isinstance(value, str) or (isinstance(value, int) and int not in types)
     if float not in types or str in types or isinstance(value, bool) or not is_number:
@@ -248,7 +246,6 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:
-    """Set base, type and factor of the rotary positions, keeping the architecture's own settings (arXiv:2104.09864)."""
     present = getattr(hf_config, "rope_parameters", None) or {}
     if "rope_type" not in present:
         for setting in ROPE:
@@ -295,11 +292,10 @@ AS_QWEN3 = {
 
 
 def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
-    """(architecture, fields of its config) that `model.kind` with `model.moe` stands for.
+    """(architecture, fields of its config) for `model.kind` with `model.moe`.
 
-    The fields go over those that `_sizes` gives. They hold the weights of the balance as well, by the names in
-    `Moe.IN_CONFIG`, so that a stage which starts from these weights balances them in the same way.
-    Raises UsageError if no architecture has the requested features.
+    The fields override those of `_sizes`. They hold the weights of the balance, too, so that a
+    stage that starts from these weights balances them in the same way.
     """
     if moe.dense_layers >= model.layers:
         raise UsageError(
@@ -327,7 +323,6 @@ def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
 
 
 def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
-    """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
     experts = _name(EXPERTS, names)
     if experts is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Models from settings: architectures of transformers and our own, initialised under a seed, loaded strictly."""
+"""Models from settings: initialised under a seed, or loaded strictly."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,9 +30,9 @@ BUILD_ERRORS = (
 def build(
     config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int
 ) -> PreTrainedModel:
-    """Build a freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
+    """Build a new causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
 
-    Raises UsageError, naming the setting, if the architecture cannot have these sizes.
+    Raises UsageError if the architecture cannot have these sizes.
     """
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
     torch.manual_seed(seed)
@@ -49,15 +49,15 @@ def build(
 
 
 def _reason(error: Exception) -> str:
-    """The message in one line; of a key that is missing it is the key alone."""
     text = " ".join(str(error).split())
     return f"there is no {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def load(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a model from its Hugging Face directory, in fp32; one file of weights or several with an index.
+    """Load a model from its Hugging Face directory, in fp32.
 
-    `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
+    `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and
+    mis-shaped tensor.
     """
     if (
         not (directory / MODEL).is_file()
@@ -102,7 +102,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 
 def need_finite(weights: Tensors, place: str) -> None:
-    """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
+    """Raise ArtifactError if weights hold NaN or infinite numbers, which spoil every result."""
     wrong = [
         name
         for name, tensor in weights.items()
@@ -119,7 +119,7 @@ def need_finite(weights: Tensors, place: str) -> None:
 
 
 def files(model: PreTrainedModel) -> dict[str, bytes]:
-    """The JSON files beside the weights that make a directory open with `from_pretrained`."""
+    """The JSON files, apart from the weights, with which `from_pretrained` opens a directory."""
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
     config.pop("_name_or_path", None)  # the base's local path: not content, and private
@@ -133,13 +133,13 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights by their Hugging Face names; tied tensors once, under the name of the embedding."""
+    """Weights by their Hugging Face names; tied tensors once, as the embedding."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
-    """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
+    """Overwrite a model's own tensors by name. Raises ArtifactError if names or shapes differ."""
     own, given = _shapes(own_tensors), _shapes(weights)
     missing = {name: own[name] for name in own.keys() - given}
     reshaped = [
@@ -163,7 +163,7 @@ def _misfits(
     unexpected: Iterable[str],
     reshaped: Iterable[tuple[str, Shape, Shape]],
 ) -> list[str]:
-    """A line for each weight that does not fit. `reshaped`: (name, its shape, the model's shape)."""
+    """A line per weight that does not fit. `reshaped`: (name, its shape, the model's)."""
     return [
         *(f"missing: {name} {missing[name]}" for name in sorted(missing)),
         *(f"unexpected: {name}" for name in sorted(unexpected)),
@@ -208,7 +208,7 @@ ELSEWHERE = frozenset(
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """The number of parameters, or of those alone that are trained."""
+    """The number of parameters, or only of trained ones."""
     return sum(
         parameter.numel()
         for parameter in model.parameters()
@@ -217,10 +217,10 @@ def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
 
 
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:
-    """If set, redraw the weights that write into the residual stream with a deviation of init_std / sqrt(2 layers).
+    """If set, redraw weights that write into the residual stream: init_std / sqrt(2 layers).
 
-    So the stream's variance does not grow with depth: GPT-2 (Radford et al. 2019, section 2.3). Every layer adds twice.
-    Raises UsageError if the architecture has no weight with a known name of this kind.
+    So its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Raises
+    UsageError if the architecture has no weight with a known name of this kind.
     """
     if not config.scaled_residuals:
         return
@@ -235,7 +235,7 @@ def scale_residuals(model: PreTrainedModel, config: Model) -> None:
 
 
 def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights that write into the residual stream, by name; those of experts stacked, with three dimensions."""
+    """Weights that write into the residual stream, by name; experts' are stacked."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -1,9 +1,11 @@
-"""Lingmao Moyun's architecture: a post-norm transformer with sinusoidal positions, and the causal mask that it lacked.
+"""Lingmao Moyun's architecture: a post-norm transformer with sinusoidal positions.
 
-This file and `modeling_shared.py` need only transformers. They are saved beside the weights of such a model, so that
-`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
+This file and `modeling_shared.py` need only transformers. They are saved with the weights of such a
+model, so that `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it
+without ttrain.
 
-Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a head, V vocabulary.
+Letters in names: B rows, T positions, S visible positions, D width, H heads, K width of a head, V
+vocabulary.
 """
 
 # No `from __future__ import annotations`: transformers checks the types of a config's fields, which must not be strings.
@@ -44,7 +46,7 @@ class MoyunConfig(OwnConfig):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """[length, width] of sin(p / 10000^(2i/width)) at 2i and the cosine at 2i+1; arXiv:1706.03762, section 3.5."""
+    """[length, width]: sin(p / 10000^(2i/width)) at 2i, the cosine at 2i+1; arXiv:1706.03762."""
     positions_T1 = torch.arange(length, dtype=torch.float32, device="cpu")[:, None]
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
     angles = positions_T1 * torch.exp(pairs * (-math.log(WAVELENGTH) / width))
@@ -55,7 +57,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class MoyunPositions(nn.Module):
-    """Adds the position to each embedding; the table is not a parameter, and is recomputed instead of saved."""
+    """Adds the position to each embedding; the table is recomputed instead of saved."""
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class MoyunPreTrainedModel(OwnPreTrainedModel):
 
 
 class MoyunModel(OwnModel, MoyunPreTrainedModel):
-    """Embeddings times the root of the width, positions, layers; nothing is normalised after the last of them."""
+    """Embeddings times the root of the width, positions, layers; no norm after the last one."""
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__(config)

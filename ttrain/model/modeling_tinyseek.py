@@ -1,10 +1,12 @@
-"""TinySeek's architecture: latent attention with one rotated part for all heads, experts with biases, post-norm layers.
+"""TinySeek's architecture: latent attention, experts with biases, post-norm layers.
 
-This file and `modeling_shared.py` need only transformers. They are saved beside the weights of such a model, so that
-`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
+This file and `modeling_shared.py` need only transformers. They are saved with the weights of such a
+model, so that `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it
+without ttrain.
 
-Letters in names: B rows, T positions, S positions that can be seen, D width, C width of the latent, H heads, K width of a
-head, R width of the rotated part, N positions of all rows, E experts, F inner width of an expert, V vocabulary.
+Letters in names: B rows, T positions, S positions that can be seen, D width, C width of the latent,
+H heads, K width of a head, R width of the rotated part, N positions of all rows, E experts, F inner
+width of an expert, V vocabulary.
 """
 
 # No `from __future__ import annotations`: transformers checks the types of a config's fields, which must not be strings.
@@ -35,14 +37,16 @@ ALIGNED = 8  # what sizes must be a multiple of for grouped products: rows of 16
 
 @strict
 class TinySeekConfig(OwnConfig):
-    """Sizes; in brackets what TinySeek's own `model_config.json` calls them.
+    """Sizes; in brackets their names in TinySeek's own `model_config.json`.
 
-    latent_size             what queries, and keys with values, are made from (d_c)
+    latent_size             width of the latent of queries, and of keys with values (d_c)
     rope_head_dim           the rotated part of queries and keys, one for all heads (d_r)
     moe_intermediate_size   inner width of an expert (hidden)
-    num_local_experts       routed experts (other_experts), of which each token visits num_experts_per_tok (keep)
-    n_shared_experts        experts that every token visits besides (shared_experts)
-    router_noise            normal noise of a learnt size on the router's logits, in training only (arXiv:1701.06538, eq. 4)
+    num_local_experts       routed experts (other_experts)
+    num_experts_per_tok     routed experts that a token visits (keep)
+    n_shared_experts        experts that every token visits (shared_experts)
+    router_noise            normal noise of a learned size on logits in training
+                            (arXiv:1701.06538, eq. 4)
     router_aux_loss_coef    weight of the balance loss, which the training code computes (alpha)
     dropout                 on what attention and experts add
     share_layers            one layer, passed num_hidden_layers times
@@ -94,7 +98,7 @@ class TinySeekConfig(OwnConfig):
 
 
 def rotated(x_BTR: Tensor, position_ids_BT: Tensor, theta: float) -> Tensor:
-    """RoPE (arXiv:2104.09864) of neighbouring pairs: dimensions 2i and 2i+1 turn by position / theta^(2i/R)."""
+    """RoPE (arXiv:2104.09864) of pairs: dimensions 2i, 2i+1 turn by position / theta^(2i/R)."""
     R = x_BTR.shape[-1]
     rates = theta ** (-torch.arange(0, R, 2, dtype=torch.float32, device=x_BTR.device) / R)
     angles = position_ids_BT[..., None].float() * rates
@@ -104,7 +108,7 @@ def rotated(x_BTR: Tensor, position_ids_BT: Tensor, theta: float) -> Tensor:
 
 
 class TinySeekAttention(nn.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1), with biases and a rotated query that heads share."""
+    """Latent attention (arXiv:2405.04434, section 2.1), with biases and a shared rotated query."""
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Figures at a logging step: means over the tokens since the last one, over all ranks."""
+    """Metrics at a logging step: means over the tokens since the last one, over all ranks."""
 
     step: int
     steps: int
@@ -58,14 +58,14 @@ class LogRecord:
 
 
 class Callback:
-    """Hooks, called on rank 0 only: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    """Hooks that rank 0 calls; the base class does nothing.
 
-    On CUDA the figures of a step are read at the next logging step, and `step_end` is called for all steps since the last.
+    Order: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    After an error `failed` is the last call on every callback. On CUDA `step_end` is called at
+    logging steps, for all steps since the last one.
 
-    After an error anywhere, `failed` is the last call on every callback.
-
-    A callback may add figures to the log, ask for a stop, and keep a state of its own in the checkpoint. One that raises
-    ends the run with an error that names it.
+    A callback may add metrics to the log, ask for a stop, and keep a state in the checkpoint. One
+    that raises ends the run with an error that names it.
     """
 
     saved_attributes: ClassVar[
@@ -80,23 +80,23 @@ class Callback:
         """The loop begins at `step`; above 0, it continues."""
 
     def epoch_start(self, epoch: int) -> None:
-        """The next step holds the first row of an epoch, counted from 0; also where a run continues within it."""
+        """The next step holds the first row of an epoch (from 0), or the run continues in one."""
 
     def step_start(self, step: int) -> None:
-        """The loop begins to wait for the rows of a step, which will be number `step`."""
+        """The loop begins to wait for the rows of step number `step`."""
 
     def step_end(self, record: StepRecord) -> None:
         """The weights were updated."""
 
     def figures(self, record: StepRecord) -> Mapping[str, float]:
-        """Figures that this callback adds to the log, asked for at a logging step before `log`."""
+        """Metrics to add to the log, requested before `log`."""
         return {}
 
     def log(self, record: LogRecord) -> None:
-        """A logging step, or the figures of a validation."""
+        """A logging step, or the metrics of a validation."""
 
     def validation_figures(self, loss: float) -> Mapping[str, float]:
-        """Figures that this callback adds beside the loss of a validation, asked for before `log`."""
+        """Metrics to add to a validation loss, requested before `log`."""
         return {}
 
     def validated(self, step: int, loss: float) -> None:
@@ -109,9 +109,10 @@ class Callback:
         """The last step held the last row of an epoch."""
 
     def stop_reason(self) -> str | None:
-        """Reason to stop the run here and save its state, else None. Asked after each step and each validation.
+        """Reason to stop the run and save its state, else None; called after steps and validations.
 
-        After a step the answer travels with the next step's collective, so that the run ends one step later.
+        After a step the answer travels with the next step's collective: the run ends one step
+        later.
         """
         return None
 
@@ -135,9 +136,10 @@ GROUP = "ttrain.callbacks"
 
 
 def installed_callbacks(*, may_stop: bool) -> list[Callback]:
-    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments.
+    """New callbacks of the installed packages, sorted by name.
 
-    Raises UsageError for one that cannot be imported or made, or makes something else.
+    Entry points are called without arguments. Raises UsageError for one that cannot be imported or
+    made, or makes something else.
     """
     callbacks = []
     for point in sorted(entry_points(group=GROUP)):
@@ -158,8 +160,7 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Truncate a file of JSON lines for a run that continues at `step`: drop lines of later steps and torn lines; all
-    lines if step is 0."""
+    """Drop the torn lines of a JSON lines file and those after `step`; all lines if step is 0."""
     kept_lines = []
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
@@ -170,7 +171,6 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for what a power cut made of one."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ def _step_of(line: bytes) -> float:
 
 
 class MetricsFile(Callback):
-    """Writes metrics as JSON lines, the source from which trackers are fed. Resuming drops lines after the checkpoint."""
+    """Writes metrics as JSON lines for trackers. Resuming drops lines after the checkpoint."""
 
     keeps_metrics = True
 
@@ -278,14 +278,14 @@ class CallbackList:
             _call(callback, event, *arguments)
 
     def epoch_start(self, step: int, *, continued: bool) -> None:
-        """Dispatch `epoch_start` for epochs whose first row is in this step, or in which the run begins."""
+        """Dispatch `epoch_start` for epochs that begin in this step, or in which the run begins."""
         start, end = self._rows(step)
         first = start // self._order.rows if continued else -(-start // self._order.rows)
         for epoch in range(first, -(-end // self._order.rows)):
             self.dispatch("epoch_start", epoch)
 
     def epoch_end(self, step: int) -> None:
-        """Dispatch `epoch_end` for epochs whose last row is in this step, or with which the run ends."""
+        """Dispatch `epoch_end` for epochs that end in this step, or with the run."""
         start, end = self._rows(step)
         begun, ended = -(-end // self._order.rows), end // self._order.rows
         for epoch in range(
@@ -314,7 +314,7 @@ class CallbackList:
         return False
 
     def failed(self, error: BaseException) -> None:
-        """Call `failed` on every callback; an error raised by one of them is logged and does not hide `error`."""
+        """Call `failed` on every callback; errors raised there are logged only."""
         for callback in self.callbacks:
             try:
                 callback.failed(error)
@@ -322,7 +322,7 @@ class CallbackList:
                 log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
 
     def state(self) -> list[JsonDict]:
-        """Callback states for the checkpoint; callbacks with an empty state are left out."""
+        """Callback states for the checkpoint, without empty ones."""
         entries = [
             {"name": type(callback).__name__, "state": _call(callback, "state")}
             for callback in self.callbacks
@@ -337,7 +337,6 @@ class CallbackList:
                 callback.load_state(states[type(callback).__name__])
 
     def _rows(self, step: int) -> tuple[int, int]:
-        """Index of the first row of a step, and after its last one."""
         start = step * self._order.rows_per_step
         return start, min(start + self._order.rows_per_step, self._order.total_rows)
 

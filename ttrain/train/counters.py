@@ -8,7 +8,7 @@ from typing import Any, Self
 
 @dataclass
 class LogWindow:
-    """Sums since the last logging step; saved too, so that a resumed run logs the same curve."""
+    """Sums since the last logging step; saved, so that a resumed run logs the same curve."""
 
     loss: float = 0.0
     live_tokens: float = 0.0
@@ -20,7 +20,7 @@ class LogWindow:
 
 @dataclass
 class Counters:
-    """Sums and last figures of a run."""
+    """Sums and latest metrics of a run."""
 
     window: LogWindow = field(default_factory=LogWindow)
     live_tokens: int = 0

@@ -1,6 +1,6 @@
 """End a training whose validation loss no longer falls; the trainer then keeps the best weights.
 
-A module of its own, because it shapes the result of a stage, unlike the guards, which only observe.
+Apart from the guards, which only observe, because it shapes the result of a stage.
 """
 
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("ttrain")
 
 
 class EarlyStopping(Callback):
-    """Asks for a stop after `patience` validations in a row without a loss that is lower by more than `min_delta`."""
+    """Asks for a stop after `patience` validations in a row not better by over `min_delta`."""
 
     saved_attributes = ("best", "waited")
 
@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
 
 
 def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:
-    """The callback for the settings, or none. Raises UsageError if there is no held-out data to validate on."""
+    """The callback for the settings, or none. Raises UsageError without rows to validate on."""
     settings = config.early_stopping
     if settings is None:
         return []

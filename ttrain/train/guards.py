@@ -1,6 +1,6 @@
-"""Guards: warn about signs of a mistake in the data or the settings, naming the rows; they never stop a run.
+"""Guards: warn about signs of a mistake in data or settings, naming the rows; they stop nothing.
 
-The warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
+Warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}.
 """
 
 import json
@@ -23,13 +23,13 @@ log = logging.getLogger("ttrain")
 
 
 def counts(path: Path) -> dict[str, int]:
-    """{guard: number of warnings} in a file of warnings; empty if there is no file."""
+    """{guard: number of warnings} in a file of warnings."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(Counter(json.loads(line)["guard"] for line in lines))
 
 
 class Guard(Callback):
-    """Base class of guards: a named callback that warns."""
+    """Base class of guards."""
 
     name: str
 
@@ -40,7 +40,6 @@ class Guard(Callback):
         truncate_after(self._path, step)
 
     def _warn(self, step: int, message: str, record: StepRecord) -> None:
-        """Write a warning; the log gets the first rows only."""
         rows = record.rows().tolist()
         log.warning(
             "guard %s: step %d: %s; rows %s", self.name, step, message, first_of(rows, ROWS_SHOWN)
@@ -57,10 +56,10 @@ class Guard(Callback):
 
 
 class LossSpike(Guard):
-    """A loss far above those of the steps before it: broken rows, or a learning rate that is too high.
+    """A loss far above those of the steps before it: broken rows, or too high a learning rate.
 
-    Far is `DEVIATIONS` standard deviations, of at least `LEAST_DEVIATION` of the mean each. A loss that stays high is
-    reported once, and enters the statistics of later steps.
+    Far is `DEVIATIONS` standard deviations, each at least `LEAST_DEVIATION` of the mean. A loss
+    that stays high is reported once, and enters the statistics of later steps.
     """
 
     name = "loss-spike"
@@ -89,7 +88,7 @@ class LossSpike(Guard):
 
 
 class Overfit(Guard):
-    """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
+    """The training loss falls while the validation loss rises three times in a row, by over 1 %."""
 
     name = "overfit"
     saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "warned", "quick")

@@ -1,4 +1,4 @@
-"""Layers with a forward and backward pass of their own: norms, gated feed-forward layers, attention up to its output.
+"""Layers with their own forward and backward passes: norms, gated layers, rotary attention.
 
 Letters in names: B rows, T positions, H heads, K width of a head.
 """
@@ -34,8 +34,8 @@ SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
 def fuse(model: nn.Module) -> None:
     """Replace the forward pass of these layers; results are the same up to rounding.
 
-    Norms and gated layers stay unchanged without gradients, where nothing is kept; attention where native kernels do not
-    take it; and all under a compiler, which fuses by itself.
+    Norms and gated layers stay unchanged without gradients, attention where native kernels do not
+    take it, and all under a compiler, which fuses by itself.
     """
     for module in model.modules():
         name = type(module).__name__
@@ -98,7 +98,7 @@ def _activated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_activated` again, and the gradients of gate and up from that of it."""
+    """Activation and the gradients of gate and up."""
     if native.takes(grad, gate, up):
         return native.gated_slopes(grad, gate, up)
     activated = F.silu(gate)
@@ -106,7 +106,7 @@ def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 class _GatedProduct(torch.autograd.Function):
-    """y = (silu(gate) up) D (arXiv:2002.05202). What D multiplies is computed again for its gradient, and not kept."""
+    """y = (silu(gate) up) D (arXiv:2002.05202). The input of D is recomputed, not kept."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -179,13 +179,12 @@ def _rotary_attention(
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
-    """1 / rms(x) over the last dimension, which is kept."""
     squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
 def _rms_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight of weight x scale, where scale is the inverse RMS of x."""
+    """Gradients of x and weight, where `scale` is the inverse RMS of x."""
     normed = x * scale
     product = grad * normed
     mean = (product @ weight).unsqueeze(-1).div_(x.shape[-1])

@@ -1,4 +1,4 @@
-"""Whether a model keeps apart what shares a row: the past from the future, records, and the two answers of a pair.
+"""Whether a model keeps apart what shares a row: the future, records, answers of a pair.
 
 Letters in names: B rows, T positions.
 """
@@ -18,10 +18,10 @@ SLACK = 3e-6  # relative change of the loss: 0 with masks; at least 9e-6 in elev
 
 
 def check(objective: nn.Module, config: Training, *, branches: bool = False) -> None:
-    """Raise UsageError if the model cannot be trained on packed rows. `objective`: a language model with its loss.
+    """Raise UsageError if a language model with its loss cannot be trained on packed rows.
 
-    With `branches` also where it does not keep the answers of a pair apart. A few forward passes of twelve tokens without
-    dropout. The model is unchanged, and no random number is drawn.
+    With `branches` also where it mixes the answers of a pair. Takes a few forward passes of twelve
+    tokens without dropout; changes nothing and draws no random number.
     """
     was_training = objective.training
     name = type(_causal(objective)).__name__
@@ -57,10 +57,7 @@ def check(objective: nn.Module, config: Training, *, branches: bool = False) -> 
 
 
 def _shifts(objective: nn.Module, *, branches: bool) -> tuple[float, float, float]:
-    """Relative changes of the loss when a later token, another record of the row, and the other answer of a pair change.
-
-    The last is 0 without `branches`.
-    """
+    """Relative changes of the loss by a later token, another record, and the other answer."""
     embedding = _causal(objective).get_input_embeddings()
     place_T = torch.arange(2 * RECORD, device=embedding.weight.device)
     ids_BT = (place_T * 7 % (embedding.num_embeddings - 1))[None] + 1

@@ -1,4 +1,4 @@
-"""Performance metrics of a training: speed and memory; they do not influence the training."""
+"""Performance metrics of a training: speed and memory."""
 
 import contextlib
 import math
@@ -24,13 +24,13 @@ TRIMMED = 0.05  # share of them left out at either end: a stall, a first step th
 class PerformanceMonitor(Callback):
     """Adds to the log, for the time since the last one:
 
-    tokens_per_second     by the wall clock, so validations, checkpoints and samples count
+    tokens_per_second     by the wall clock, with validations, checkpoints and samples
     step_seconds          mean of the steps' own time
     data_wait_fraction    share of that time that waited for rows
     mfu                   the model's FLOP/s as a share of `peak_flops`, if known
-    memory_bytes          the most so far, of the process, or of tensors on CUDA and MPS
+    memory_bytes          peak, of the process, or of tensors on CUDA and MPS
     eta_seconds           until the last step
-    epoch_time            seconds that all rows take once at this pace, validations and the like counted
+    epoch_time            seconds for all rows once at this pace, with validations and the like
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class PerformanceMonitor(Callback):
 
 
 def trimmed_mean(values: deque[float]) -> float:
-    """The mean without the least and the greatest twentieth, at least one of each where there are more than two.
+    """The mean without the lowest and highest 5 %, at least one of each of three values or more.
 
-    Unlike the median it is right when steps are of two kinds, as with rows grouped by length.
+    Unlike the median it is right for steps of two kinds, as with rows grouped by length.
     """
     ordered = sorted(values)
     cut = math.ceil(TRIMMED * len(ordered)) if len(ordered) > 2 else 0
@@ -94,7 +94,7 @@ def trimmed_mean(values: deque[float]) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that this process held in memory so far; on CUDA the most that tensors took, on MPS what they take."""
+    """Peak bytes of this process, on CUDA of tensors; on MPS what tensors take now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -139,7 +139,7 @@ OTHER_BOARDS = frozenset(
 
 
 def peak_flops(precision: Precision) -> float:
-    """Peak FLOP/s of a rank's device in matrix products, by the table; 0 where it is not listed, such as a CPU."""
+    """Peak FLOP/s of a rank's device in matrix products, by the table; 0 if it is not listed."""
     if precision.device.type != "cuda":
         return 0.0
     return datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word) or 0.0
@@ -159,11 +159,11 @@ def datasheet_flops(name: str, word: str) -> float | None:
 
 
 def flops_per_token(model: nn.Module, positions: float) -> float:
-    """FLOPs of the forward and backward pass per token of a row of `positions` (PaLM, arXiv:2204.02311, appendix B).
+    """FLOPs of forward and backward pass per token (PaLM, arXiv:2204.02311, appendix B).
 
-    6 for each weight that multiplies, 4 for a frozen one, which needs no gradient of its own; 12 for each layer, head
-    width and position in attention. An embedding is looked up, not multiplied, and of the experts count those that a token
-    visits. What gradient checkpointing computes twice does not count.
+    6 for each weight that multiplies, 4 if it is frozen; 12 for each layer, head width and position
+    in attention. Embeddings are looked up; of experts those count that a token visits.
+    Recomputation by gradient checkpointing does not count.
     """
     looked_up = looked_up_weights(model)
     shares = visited_shares(model)
@@ -181,7 +181,7 @@ def flops_per_token(model: nn.Module, positions: float) -> float:
 
 
 def looked_up_weights(model: Any) -> set[str]:
-    """Names of the embeddings, of tokens or positions, that are not the output head's weight as well."""
+    """Names of embeddings that are not the output head's weight as well."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = None if head is None else head.weight
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -189,7 +189,7 @@ def looked_up_weights(model: Any) -> set[str]:
 
 
 def visited_shares(model: nn.Module) -> dict[str, float]:
-    """Share of each routed expert weight that a token uses, k of E, by name; {} if there are no experts.
+    """Share of each routed expert weight that a token uses, k of E, by name.
 
     transformers stacks the experts of a layer in tensors [E, ...] named `experts`.
     """

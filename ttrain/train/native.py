@@ -1,7 +1,7 @@
-"""The native kernels of `native.c`: layers of a training step on CPUs, in bf16 (AVX512-BF16) and in fp32 (AVX2, AVX-512).
+"""The native kernels of `native.c`: layers on CPUs, in bf16 (AVX512-BF16) and fp32 (AVX2, AVX-512).
 
-Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D width of a token, C
-positions of a chunk, V entries of the vocabulary, E matrices [A, B].
+Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
+width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 """
 
 import ctypes
@@ -91,8 +91,10 @@ def suits_machine() -> bool:
 
 @functools.cache
 def kernels() -> dict[torch.dtype, dict[str, Any]]:
-    """The kernels by the kind of number that they take, as far as this CPU has instructions for them; none where
-    installation found no compiler, or compiled another version."""
+    """The kernels that this CPU can run, by number format.
+
+    None if installation found no compiler, or compiled another version.
+    """
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
     try:
@@ -117,7 +119,7 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
 
 @functools.cache
 def warn_if_missing() -> None:
-    """Warn once per process where they could be used and are not there."""
+    """Warn once per process if they could be used and are not compiled."""
     if not kernels() and suits_machine():
         log.warning(
             "native kernels are not compiled, so training takes up to twice as long: %s", ADVICE
@@ -125,8 +127,10 @@ def warn_if_missing() -> None:
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
-    """Whether the kernels take these tensors: plain, contiguous, of a width of whole registers, and of a type that has
-    kernels on this CPU; or of `dtype`, as what stands beside those."""
+    """Whether the kernels take these tensors, or tensors of `dtype` that accompany theirs.
+
+    They must be plain, contiguous, as wide as whole registers, and of a type with kernels.
+    """
     kind = dtype or tensors[0].dtype
     return (kind is dtype or kind in kernels()) and all(
         type(tensor) in (Tensor, nn.Parameter)
@@ -172,19 +176,19 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) up, and the gradients of gate and up from that of it."""
+    """silu(gate) up, and the gradients of gate and up."""
     outs = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
     _call(gate.dtype, "gated_slopes", grad, gate, up, *outs, gate.numel(), torch.get_num_threads())
     return outs
 
 
 def takes_norm(dtype: torch.dtype, x: Tensor, weight: Tensor) -> bool:
-    """Whether `norm` takes these, which are in fp32, and returns this type."""
+    """Whether `norm` takes these fp32 tensors and returns this type."""
     return dtype in kernels() and takes(x, weight, dtype=torch.float32)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """weight x scale in this type, and the scale, which is 1 / rms(x)."""
+    """weight x scale in this type, and the scale, 1 / rms(x)."""
     out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
     scale = x.new_empty(*x.shape[:-1], 1)
     _call(
@@ -225,7 +229,7 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
 
 
 def takes_matrices(matrices_EAB: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `orthogonal` takes them: in fp32, and of such a size that torch is not faster."""
+    """Whether `orthogonal` takes these fp32 matrices and is faster than torch."""
     A, B = matrices_EAB.shape[1:]
     has_tiles = dtype == torch.bfloat16 and INSTRUCTIONS["AMX"] in cpu_flags()
     fits = A % LANES == 0 and (A * B <= MOST_NUMBERS or not has_tiles)
@@ -239,10 +243,7 @@ def orthogonal(
     epsilon: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Newton-Schulz steps of each matrix in this number format; see `optim.orthogonal`.
-
-    Of products that are symmetric half is computed.
-    """
+    """Newton-Schulz steps of each matrix; see `optim.orthogonal`. Symmetric products are halved."""
     out = torch.empty_like(matrices_EAB)
     _call(
         dtype,
@@ -268,11 +269,10 @@ def takes_heads(dtype: torch.dtype, width: int, hidden: Tensor) -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention within records, of queries and keys after their norms and the rotation of their positions, if they
-    have such.
+    """Causal attention within records, with optional norms and rotation of queries and keys.
 
-    Of scores no more than a block is in memory; weights and rotated states are computed again for the gradients
-    (arXiv:2205.14135).
+    No more than a block of scores is in memory; weights and rotated states are recomputed for the
+    gradients (arXiv:2205.14135).
     """
 
     @staticmethod
@@ -289,8 +289,7 @@ class Attention(torch.autograd.Function):
         places: tuple[Tensor, Tensor, Tensor | None],
         scale: float,
     ) -> Tensor:
-        """`places`: the starts of the records and their lengths, longest first, and the branches of all tokens. `angles`:
-        cosines and sines, [B, T, K]."""
+        """`angles`: cosines and sines, [B, T, K]. `places`: as in `attention.Records`."""
         out = torch.empty_like(query_BTHK)
         tops, logs = (
             query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2)

@@ -19,7 +19,7 @@ SHOWN_NAMES = 3
 
 
 class Optimizers:
-    """One or two torch optimizers that step together; each group keeps its own peak learning rate."""
+    """One or two torch optimizers that step together; each group has its own peak rate."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
@@ -29,7 +29,7 @@ class Optimizers:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that are trained."""
+        """All trained parameters."""
         return [parameter for _, group in self._groups() for parameter in group["params"]]
 
     def set_factor(self, factor: float) -> None:
@@ -38,9 +38,7 @@ class Optimizers:
             group["lr"] = group["initial_lr"] * factor
 
     def learning_rates(self) -> dict[str, float]:
-        """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
-        `optim.lr`, if an optimizer has it.
-        """
+        """Current rate by optimizer, {"muon": 0.02, "adamw": 0.004}, that of `optim.lr` last."""
         return {
             type(each).__name__.lower(): float(each.param_groups[0]["lr"])
             for each in self.optimizers
@@ -55,10 +53,10 @@ class Optimizers:
         )
 
     def prepare(self, dtype: torch.dtype, ranks: Ranks | None) -> None:
-        """Set the number format of Muon's products, and let the ranks divide among them what each of them would compute.
+        """Set the number format of Muon's products, and let the ranks divide them.
 
-        They must then step together. Without ranks, and where they are on several machines, each computes everything:
-        through a network the results would take longer than computing them does on a GPU.
+        They must then step together. Ranks on several machines divide nothing: through a network
+        results take longer than computing them on a GPU.
         """
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
@@ -72,7 +70,7 @@ class Optimizers:
             optimizer.step()
 
     def step_unless(self, prevented: Tensor) -> None:
-        """Update; where `prevented` is 1.0, on the device, weights and state stay as they are."""
+        """Update, except where `prevented` (on the device) is 1.0."""
         for optimizer in self.optimizers:
             optimizer.found_inf = prevented  # type: ignore[attr-defined]  # as torch's GradScaler does
         self.step()
@@ -107,7 +105,7 @@ class Optimizers:
         return tensors
 
     def load_state(self, tensors: Tensors) -> None:
-        """Restore what `state()` returned. Raises ArtifactError if a name is unknown."""
+        """Restore what `state()` returned. Raises ArtifactError for an unknown name."""
         owners = {
             self.names[p]: (p, optimizer)
             for optimizer, group in self._groups()
@@ -126,7 +124,6 @@ class Optimizers:
             optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """All parameter groups, each with its optimizer."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield optimizer, group
@@ -135,15 +132,14 @@ class Optimizers:
 def build(model: nn.Module, config: Optim) -> Optimizers:
     """Build the optimizers of a model's trainable parameters.
 
-    `adamw` decouples weight decay from the gradient (arXiv:1711.05101); `adam` (arXiv:1412.6980) adds it there, as L2.
-    `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden matrices and leaves the rest to AdamW; its
-    rate is scaled by sqrt(max(1, rows/columns)). Stacked experts are matrices too, each for itself: 8 of them, 2 a token,
-    on 0.6 M bytes of text in 300 steps: 1.18 nats a byte held out, where AdamW took them 1.30.
+    `adamw` decouples weight decay from the gradient (arXiv:1711.05101), `adam` (arXiv:1412.6980)
+    adds it there, as L2. `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden
+    matrices, with a rate scaled by sqrt(max(1, rows/columns)), and leaves the rest to AdamW.
+    Stacked experts are matrices too: 8 of them, 2 a token, on 0.6 M bytes of text in 300 steps, end
+    at 1.18 nats a byte held out, with AdamW at 1.30.
 
-    The embedding and the output head may have rates of their own; a weight that is both takes the head's.
-
-    Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases (also those of
-    experts, stacked in two dimensions) and embeddings.
+    Embedding and output head may have rates of their own; a tied weight takes the head's. Weight
+    decay falls on matrices only, also stacked ones: never on norms, biases and embeddings.
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
@@ -191,11 +187,11 @@ COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.
 class Muon(torch.optim.Optimizer):
     """Momentum whose matrices are made orthogonal (Jordan 2024, kellerjordan.github.io/posts/muon).
 
-    For matrices [A, B] and stacks of them [E, A, B], the experts of a layer. All matrices of one shape are one batch of
-    products: 12 ms a step of the quickstart, where torch.optim.Muon, one matrix after the other, takes 22. An expert that no
-    token visited is updated by its momentum only. A sharded matrix is gathered. With `ranks` each makes its share of all
-    matrices orthogonal, and has the others' from them. `dtype` is that of the products: on a CPU that only
-    emulates bf16 a step of the quickstart, in fp32, takes 514 ms of CPU, and took 1,372 with these products in bf16.
+    For matrices [A, B] and stacks [E, A, B], all of one shape in one batch of products: 12 ms a
+    step of the quickstart, where torch.optim.Muon takes 22. An expert that no token visited is
+    updated by its momentum only. A sharded matrix is gathered. With `ranks` each makes its share
+    orthogonal. `dtype` is that of the products: on a CPU that emulates bf16 a step takes 514 ms of
+    CPU in fp32, 1,372 in bf16.
     """
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
@@ -230,7 +226,6 @@ class Muon(torch.optim.Optimizer):
                 self._update(parameters, directions_EAB, group["lr"], group["weight_decay"])
 
     def _own_share(self, parameters: list[Tensor], *, shared: bool) -> Tensor:
-        """Orthogonal directions of matrices of one shape: all of them, or where they are shared, of this rank's of them."""
         matrices = [
             matrix
             for direction in self._momenta(parameters)
@@ -244,7 +239,6 @@ class Muon(torch.optim.Optimizer):
         return orthogonal(torch.stack([*mine, *absent]), self.dtype)
 
     def _exchanged(self, shares: list[Tensor]) -> list[Tensor]:
-        """The shares of all ranks, one after the other, in one message."""
         if self.ranks is None or self.ranks.world == 1 or not shares:
             return shares
         gathered = self.ranks.gather(torch.cat([share.flatten() for share in shares]))
@@ -274,7 +268,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, directions, alpha=-rate)
 
     def _momenta(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The gradients with Nesterov momentum: of matrices whole, of sharded experts those of this rank."""
+        """The gradients with Nesterov momentum; of sharded experts those of this rank."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -296,9 +290,10 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
     """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format.
 
-    A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x, three and then two steps
-    are made of G alone, G <- p(G) G p(G), before the product of their p(G) multiplies x: of a matrix [512, 1376] 0.65 of
-    the work. With all five so, errors of bf16 end at several times x.
+    A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x,
+    three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
+    multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
+    times x.
     """
     if native.takes_matrices(matrices_EAB, dtype):
         return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)

@@ -1,7 +1,7 @@
 """Precision and device of a stage. Master weights, gradients and optimizer state stay fp32.
 
-`precision` changes the weights, so it is part of a stage's key: also `tf32`, which is fp32 but for matrix products on CUDA,
-whose factors are rounded to 10 bits of mantissa. There is no other switch.
+`precision` changes the weights, so it is part of a stage's key; also `tf32`, which is fp32 but for
+matrix products on CUDA, whose factors are rounded to 10 bits of mantissa.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ log = logging.getLogger("ttrain")
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling (arXiv:1710.03740): halved when a gradient overflows, doubled after 2000 steps that did not.
+    """Loss scaling (arXiv:1710.03740): halved when a gradient overflows, doubled after 2000 steps.
 
-    torch's GradScaler unscales one optimizer at a time, and on some devices only; here the factor joins the division by
-    targets. All of it is saved in the checkpoint.
+    Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
+    the factor joins the division by targets. Saved in the checkpoint.
     """
 
     scale: float
@@ -85,7 +85,7 @@ class Precision:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Number format of products outside a forward pass, where no scale keeps fp16 from underflow."""
+        """Number format of products outside a forward pass, where no loss scale protects fp16."""
         return torch.bfloat16 if self.word == "bf16" else torch.float32
 
     def loss_scale(self) -> LossScale:
@@ -94,10 +94,9 @@ class Precision:
 
 
 def resolve_precision(word: str, device: torch.device) -> Precision:
-    """Resolve a precision setting on a device: `auto` is bf16 if the chip has it, else fp16 on CUDA, else fp32.
+    """Resolve a precision: `auto` is bf16 if the chip has it, else fp16 on CUDA, else fp32.
 
-    Sets how this process multiplies fp32 matrices, for the forward and the backward pass alike. Raises UsageError if
-    tf32 is requested and the device has none.
+    Sets how this process multiplies fp32 matrices. Raises UsageError if the device lacks tf32.
     """
     requested = word
     if word == "auto":
@@ -117,7 +116,7 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes bf16 in hardware; emulated, it is slower than fp32. Not on MPS: Apple's M1 has none."""
+    """Whether the device computes bf16 in hardware; not MPS, since Apple's M1 does not."""
     if device.type == "cuda":
         return is_ampere(device)
     if device.type == "cpu":
@@ -126,19 +125,21 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The number format of products with a tensor: that of autocast, where it is on, else its own."""
+    """The number format of products with a tensor: that of autocast if on, else its own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def is_ampere(device: torch.device) -> bool:
-    """Whether it is a GPU of compute capability 8.0 or newer: with bf16, tf32, grouped products and flash attention."""
+    """Whether it is a GPU with bf16, tf32, grouped products and flash attention."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device") -> torch.device:
-    """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist; it was set by
-    the setting or option `name`."""
+    """`auto`: cuda, then mps, then cpu. `name`: the setting or option, for messages.
+
+    Raises UsageError if the device, or one for this rank, does not exist.
+    """
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -165,9 +166,9 @@ def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device")
 def set_deterministic(on: bool) -> None:
     """Use deterministic kernels; call before the first one runs. Operations without one warn.
 
-    Eager code on a CPU is deterministic as it is. Compiled code is not: on two threads it gave six results in six runs,
-    and with this setting one. On CUDA cuBLAS also needs a fixed workspace (docs.nvidia.com/cuda/cublas,
-    "Results reproducibility").
+    Eager CPU code is deterministic anyway. Compiled code gave six results in six runs on two
+    threads, and with this one. On CUDA cuBLAS also needs a fixed workspace
+    (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     """
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,7 +1,7 @@
-"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers that its reference is made of.
+"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers.
 
-Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are the chosen and the rejected
-one of a pair.
+Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are the
+chosen and the rejected one of a pair.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ Scores = tuple[Tensor, Tensor]  # log-probability and number of the tokens of ea
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a batch: log-probabilities, summed over their tokens, under the model and under the reference."""
+    """The answers of a batch: summed log-probabilities under the model and the reference."""
 
     log_probs_A: Tensor
     reference_A: Tensor  # zeros where the loss has no reference
@@ -44,7 +44,7 @@ class Answers:
 def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     """The loss of a batch, summed over its pairs, with kto over its answers.
 
-    `reference_point`: of kto, in units of a log-ratio; the same for all micro-batches and ranks of a step.
+    `reference_point`: of kto, a log-ratio; the same on all ranks in a step.
     """
     losses = (
         kto(config, answers, reference_point)
@@ -62,19 +62,19 @@ def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 
 
 def loss_count(config: Dpo, answers: Count) -> Count:
-    """The number of losses of so many answers, by which their sum is divided."""
+    """The number of losses of so many answers, which divides their sum."""
     return answers if config.loss == "kto" else answers // 2
 
 
 def log_ratios(config: Dpo, answers: Answers) -> Tensor:
-    """Log-ratio of each answer to the reference, [A]; divided by its tokens where the loss or the settings say so."""
+    """Log-ratio of each answer to the reference, [A]; per token for some losses and settings."""
     if config.length_normalized or config.loss in ("ipo", "simpo", "orpo"):
         return answers.ratios_A / answers.tokens_A.clamp(min=1)
     return answers.ratios_A
 
 
 def pair_losses(config: Dpo, answers: Answers) -> Tensor:
-    """The loss of each pair, [P], without the cross entropy of the chosen answers."""
+    """The loss of each pair, [P], without the cross entropy of chosen answers."""
     chosen_P, rejected_P = log_ratios(config, answers).view(-1, 2).unbind(1)
     lead_P = chosen_P - rejected_P
     if config.loss == "ipo":
@@ -89,7 +89,7 @@ def pair_losses(config: Dpo, answers: Answers) -> Tensor:
 
 
 def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid of the lead in reward (arXiv:2305.18290); smoothed, as if that share of pairs were swapped."""
+    """-log sigmoid of the lead in reward (arXiv:2305.18290); smoothed for swapped pairs."""
     losses_P = -F.logsigmoid(lead_P)
     if not label_smoothing:
         return losses_P
@@ -105,7 +105,7 @@ def log_odds(log_prob: Tensor) -> Tensor:
 
 
 def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
-    """The loss of each answer, [A] (arXiv:2402.01306): how far its reward is on the wrong side of the reference point."""
+    """The loss of each answer, [A] (arXiv:2402.01306): its reward against the reference point."""
     gains_A = config.beta * (log_ratios(config, answers) - reference_point) * answers.ratings_A
     weights_A = torch.where(
         answers.ratings_A > 0, config.desirable_weight, config.undesirable_weight
@@ -117,9 +117,9 @@ def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 
 
 def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> Scores:
-    """The scores of the answers, in one forward pass. `model`: NextTokenLoss.
+    """The scores of the answers, in one forward pass of a NextTokenLoss.
 
-    In fp64 where the device has it: the sums of two passes then differ by the rounding of their terms alone.
+    In fp64 if the device has it: two passes then differ by the rounding of their terms alone.
     """
     return _scored(model, batch, device, next_only=True)[0]
 
@@ -127,7 +127,6 @@ def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> S
 def _scored(
     model: nn.Module, batch: PairBatch, device: torch.device, **options: Any
 ) -> tuple[Scores, Tensors, Tensors]:
-    """The scores of the answers, the balance terms of routers, and sums over their choices; options of NextTokenLoss."""
     arrays = (
         batch.input_ids_BT,
         batch.positions_BT,
@@ -147,17 +146,17 @@ def _scored(
 
 
 def is_paired(answer_ids_A: Array) -> bool:
-    """Whether all answers are in pairs, none of them rated alone."""
+    """Whether all answers are in pairs, none rated alone."""
     chosen_P, rejected_P = answer_ids_A[::2], answer_ids_A[1::2]
     return len(chosen_P) == len(rejected_P) and bool((chosen_P + 1 == rejected_P).all())
 
 
 @final
 class PreferenceTuning(CausalTask):
-    """Learns to prefer one answer to another. The pairs bring the log-probabilities of the reference with them.
+    """Learns to prefer one answer to another; rows bring the reference's log-probabilities.
 
-    The reference point of kto is the mean log-ratio of all answers of the step before, at least 0; 0 in the first step,
-    in which model and reference are equal. So it is the same for all micro-batches and ranks.
+    The reference point of kto is the mean log-ratio of all answers of the step before, at least 0;
+    0 in the first step. So it is the same for all micro-batches and ranks.
     """
 
     config: Dpo
@@ -167,7 +166,7 @@ class PreferenceTuning(CausalTask):
         self._reference_point = 0.0
 
     def train_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
-        """As in other trainings routers add their balance terms, of which each row brings as many as it has losses."""
+        """Routers add their balance terms, weighted by the losses of each row."""
         [weights_B] = on_device([loss_count(self.config, batch.answers_B)], device)
         scores, balance, router_sums = _scored(model, batch, device, weights_B=weights_B)
         loss = self._loss(scores, batch, device)
@@ -204,7 +203,7 @@ class PreferenceTuning(CausalTask):
         self._reference_point = float(state.get("reference_point", 0.0))
 
     def figures(self, sums: Sums) -> Metrics:
-        """Means over answers and pairs: log-probabilities, rewards, tokens, share of pairs in which the chosen one leads."""
+        """Means over answers and pairs: log-probabilities, rewards, tokens, leads."""
         means = dict(super().figures(sums))
         for name in (CHOSEN, REJECTED):
             number, *totals = sums[name]

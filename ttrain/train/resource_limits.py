@@ -41,12 +41,11 @@ def limit_bytes(runtime: Runtime) -> float | None:
 
 
 def limit_memory(limit: float | None, device: torch.device) -> None:
-    """Limit this process to `limit` bytes of the memory that it computes in; larger allocations fail at once.
+    """Limit this process to `limit` bytes of computing memory; larger allocations fail at once.
 
-    On CUDA that is what torch's allocator takes of the GPU (the context's half gigabyte comes on top). On a CPU it is what
-    the process, and each child of it, has that no file backs (RLIMIT_DATA, which unlike RLIMIT_AS counts neither mapped
-    shards nor libraries). macOS enforces no such limit, so there it is a warning. Raises UsageError where the process has
-    more already.
+    On CUDA: of torch's allocator (the context takes half a gigabyte more). On Linux: of what no
+    file backs (RLIMIT_DATA, without mapped shards and libraries), also in children. Elsewhere a
+    warning. Raises UsageError if the process has more already.
     """
     if limit is None:
         return
@@ -72,7 +71,7 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> float:
-    """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
+    """Free memory of the GPU, else of the machine within the container's limit."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     free, file = (
@@ -95,7 +94,7 @@ def data_bytes() -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator[None]:
-    """Turn an out-of-memory error of Python, numpy, torch or CUDA into a TTrainError that says how to fix it."""
+    """Turn an out-of-memory error into a TTrainError that says how to fix it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -115,14 +114,16 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, numpy, torch or CUDA says that memory is out; torch.OutOfMemoryError is a RuntimeError."""
+    """Whether an error of Python, numpy, torch or CUDA says that memory is out."""
     return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in PHRASES)
 
 
 @contextlib.contextmanager
 def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
-    """Let an allocation fail that is larger than this rank's share of the memory that is free, before the system ends the
-    process; on a CPU with Linux. A limit of its own that is lower stays."""
+    """Limit allocations to this rank's share of free memory, so that the system kills nothing.
+
+    On a CPU with Linux; a lower limit stays.
+    """
     if device.type != "cpu" or sys.platform != "linux":
         yield
         return
@@ -137,7 +138,7 @@ def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
 
 
 class NightThrottle:
-    """Switches between day and night settings by the clock; by night half of the day's `rows_per_device` and threads."""
+    """Switches settings by the clock; by night half of the rows of a micro-batch and threads."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class NightThrottle:
         self._clock = clock or (lambda: datetime.now(zone))
 
     def is_night(self) -> bool:
-        """Whether it is night now; the window holds its start and not its end, and may span midnight."""
+        """Whether it is night now; the window has its start but not its end."""
         return is_in_window(
             self._clock().time(),
             time.fromisoformat(self.settings.start),
@@ -167,7 +168,7 @@ class NightThrottle:
         )
 
     def set(self, on: bool) -> int:
-        """Switch night settings on or off; returns the rows of a micro-batch from now on."""
+        """Switch night settings on or off; returns the rows of a micro-batch."""
         self.on = on
         rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
         threads = max(1, self._threads // 2) if on else self._threads
@@ -178,7 +179,6 @@ class NightThrottle:
         return rows
 
     def _gpu_limit(self, on: bool, share: float) -> float:
-        """Bytes that this process may have of the GPU, infinite without a limit."""
         day = self._memory_limit or math.inf
         most = share * torch.cuda.get_device_properties(self._device).total_memory
         used = torch.cuda.max_memory_reserved(self._device)  # less would end what fits by day
@@ -186,5 +186,5 @@ class NightThrottle:
 
 
 def is_in_window(now: time, start: time, end: time) -> bool:
-    """Whether a time of day lies in a window that may span midnight; if start and end are equal, always."""
+    """Whether a time lies in a window that may span midnight; always if start and end are equal."""
     return start <= now < end if start < end else now >= start or now < end

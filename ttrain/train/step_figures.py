@@ -1,8 +1,8 @@
-"""The figures of optimizer steps and validations: summed over micro-batches and ranks, and read at once or later.
+"""Metrics of steps and validations: summed over micro-batches and ranks, read at once or later.
 
-Figures of a step may stay on the device until a logging step, so that the host does not wait for a GPU in between. It
-cannot see then whether a gradient is finite before it asks for the update. So the device decides: the update of a step that
-is not finite changes nothing, as if it had been skipped, and the host learns of it when it reads the figures.
+They may stay on the device until a logging step, so that the host does not wait for a GPU. Then the
+device decides whether a gradient is finite: the update of a step that is not changes nothing, and
+the host learns of it when it reads the metrics.
 """
 
 import math
@@ -28,7 +28,7 @@ PART = "part/"  # before the name of a part of the loss, among the names of sums
 
 @dataclass
 class MicroBatchSums:
-    """Sums over the micro-batches of a step on one rank: of their targets, their losses, and vectors by name."""
+    """Sums over the micro-batches of a step on one rank: targets, losses, vectors by name."""
 
     live: int = 0
     losses: dict[int, Tensor] = field(
@@ -52,7 +52,7 @@ class MicroBatchSums:
         return all(name.startswith(PART) for name in self.vectors)
 
     def read(self) -> dict[str, list[float]]:
-        """The vectors as numbers, for which the host waits for the device."""
+        """The vectors as numbers; waits for the device."""
         return {name: vector.tolist() for name, vector in self.vectors.items()}
 
 
@@ -64,7 +64,7 @@ class ReducedSums:
         self._lengths: dict[str, int] | None = None
 
     def flat(self, vectors: Mapping[str, Any]) -> list[Any]:
-        """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
+        """All numbers in the agreed order, 0 if missing. Raises TTrainError for a new part."""
         if self._lengths is None:
             agreed = self._ranks.union(
                 [f"{name}|{len(vector)}" for name, vector in vectors.items()]
@@ -98,7 +98,7 @@ class ReducedSums:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that was done or skipped; sums are over all ranks, the losses those of this rank's micro-batches."""
+    """A step that was done or skipped: sums over all ranks, losses of this rank's micro-batches."""
 
     step: int
     live: float
@@ -121,7 +121,7 @@ class FinishedStep:
 
 
 class DeferredSteps:
-    """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
+    """The steps since the last reading. After too many skips in a row nothing is updated."""
 
     def __init__(self, device: torch.device, config: Loop) -> None:
         self._steps: list[tuple[Callable[..., FinishedStep], Tensor, float]] = []
@@ -138,7 +138,7 @@ class DeferredSteps:
         )
 
     def prevents(self, total: Tensor, norm: Tensor, skips: int) -> Tensor:
-        """1.0 where the step may not be applied, else 0.0, on the device. `skips`: in a row before the first of all."""
+        """1.0 if the step may not be applied, else 0.0. `skips`: in a row before the first step."""
         if self._skips is None:
             self._skips = torch.full((), float(skips), device=self._device)
         bad = (~(torch.isfinite(total) & torch.isfinite(norm))).float()
@@ -154,13 +154,13 @@ class DeferredSteps:
         data_seconds: float,
         began: float,
     ) -> None:
-        """Add a step that began at this time of `time.monotonic`; `finish`: FinishedStep with its first three fields."""
+        """Add a step; `finish`: FinishedStep with its first three fields."""
         if not self._steps:
             self._began = began
         self._steps.append((finish, torch.cat([norm.double().view(1), figures]), data_seconds))
 
     def read(self) -> Iterator[FinishedStep]:
-        """Wait for the device; the steps since the last reading, each with its share of the seconds."""
+        """Wait for the device; yields the steps since the last reading."""
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -173,7 +173,7 @@ class DeferredSteps:
 def measure(
     task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
 ) -> tuple[float, Metrics]:
-    """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
+    """Mean loss per target over the batches, NaN without any, and the metrics of the task."""
     was_training, total, sums = model.training, 0.0, MicroBatchSums()
     model.eval()
     for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
@@ -200,7 +200,7 @@ SKIPS_IN_A_ROW = (
 
 
 class NonFinite(TTrainError):
-    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
+    """The loss or the gradient of a step is not finite; `rows` are those to blame."""
 
     def __init__(
         self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int
@@ -224,7 +224,7 @@ class NonFinite(TTrainError):
 
 
 def rows_to_blame(parts: Sequence[Array], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
-    """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
+    """Rows of micro-batches with a non-finite loss on any rank; all rows if there are none."""
     bad = [
         float(number in losses and not math.isfinite(float(losses[number])))
         for number in range(len(parts))

@@ -1,7 +1,7 @@
-"""The training loop of every stage.
+"""The training loop of every stage: draws rows, takes steps, validates, logs and saves.
 
-It draws the rows, takes the steps, validates, logs and saves. Position and rows are functions of (seed, step), so that a run
-continues bit for bit from any checkpoint; what a step does to the weights is in `placed_model`.
+Position and rows are functions of (seed, step), so that a run continues bit for bit from any
+checkpoint; what a step does to the weights is in `placed_model`.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ log = logging.getLogger("ttrain")
 
 
 class Votes(NamedTuple):
-    """How many ranks ask to stop by a signal, to stop by a callback, and to work as in the night."""
+    """How many ranks vote for a stop by a signal, a stop by a callback, and night settings."""
 
     signal: float = 0.0
     callback: float = 0.0
@@ -57,7 +57,7 @@ class Trainer:
         options: TrainerOptions,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
+        """Build the model and restore the newest checkpoint. Raises UsageError."""
         self.task, self.loader = task, loader
         self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
         self.checkpoints, self.validation, self.cadence = (
@@ -173,7 +173,6 @@ class Trainer:
         return COMPLETED
 
     def _votes_of_rank(self) -> Votes:
-        """What this rank asks for. Whether it is night is decided by the clock of rank 0."""
         is_night = self.night is not None and self.ranks.first and self.night.is_night()
         wants_stop = (
             self.step > 0 and self.callback_list.wants_stop()
@@ -181,11 +180,9 @@ class Trainer:
         return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
 
     def _vote(self) -> None:
-        """Let the ranks vote between two steps; those of the last step still count."""
         self._votes = Votes(*map(max, self._votes, self.ranks.sum([*self._votes_of_rank()])))
 
     def _stop_reason(self) -> str | None:
-        """Why the run ends here; a signal in the last step changes nothing."""
         if self._votes.signal and self.step < self.steps:
             return INTERRUPTED
         return STOPPED if self._votes.callback else None
@@ -193,14 +190,12 @@ class Trainer:
     def _apply_night_throttle(
         self, batches: Iterator[list[MicroBatch]]
     ) -> Iterator[list[MicroBatch]]:
-        """Switch the micro-batch size when night begins or ends; batches prefetched in the old size are made again."""
         if self.night is None or self.night.on == bool(self._votes.night):
             return batches
         self.loader.rows_per_device = self.night.set(bool(self._votes.night))
         return iter(self.loader)
 
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
-        """Do one optimizer step, which began to wait for its rows at this time of `time.monotonic`."""
         data_seconds = time.monotonic() - began
         self.optimizers.set_factor(
             self.factor(step)
@@ -237,7 +232,6 @@ class Trainer:
         began: float,
         data_seconds: float,
     ) -> None:
-        """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
         live, _ = self._agree(step, sums.live)
         figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.vectors)))
         factor, norm = self.model.norm(live)
@@ -254,7 +248,7 @@ class Trainer:
     def _agree(
         self, step: int, live: int, figures: Sequence[float] = ()
     ) -> tuple[float, list[float]]:
-        """The targets and figures of a step, summed over all ranks, which vote with the same message."""
+        """Sum targets and metrics of a step over all ranks; votes travel in the same message."""
         live_sum, signal, callback, night, *summed = self.ranks.sum(
             [float(live), *self._votes_of_rank(), *figures]
         )
@@ -267,12 +261,10 @@ class Trainer:
         return live_sum, summed
 
     def _reads(self, done: int) -> bool:
-        """Whether figures, or the weights as they are after them, are needed after so many steps."""
         due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
         return due or done == self.steps or done in self._quick_steps
 
     def _account(self, finished: FinishedStep) -> None:
-        """Count a step that is done, or was skipped, and pass it to the callbacks."""
         if finished.finite:
             parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
@@ -308,7 +300,6 @@ class Trainer:
             self._log_window(record)
 
     def _not_finite(self, finished: FinishedStep) -> None:
-        """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         step = finished.step
         rows = rows_to_blame(self.loader.parts(step), finished.losses, self.ranks)
         error = NonFinite(finished, rows, self.task.config, self.counters.skipped_in_a_row)
@@ -324,11 +315,9 @@ class Trainer:
         raise error
 
     def _validate_quickly(self) -> None:
-        """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
         self._log(self.step, _quick_metrics(*self.model.measure(self.validation.quick)))
 
     def _validated(self, loss: float, figures: Metrics) -> bool:
-        """Record and log a validation loss; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
         self.callback_list.dispatch("validated", self.step, loss)
         of_task = {f"validation_{name}": value for name, value in figures.items()}
@@ -435,7 +424,7 @@ class Trainer:
     def _resume_step(self, snapshot: Snapshot, allow: frozenset[str]) -> int:
         """The step at which this run continues from the snapshot: consumed rows are not read again.
 
-        Raises UsageError with the differences if it was made under other settings that may not change.
+        Raises UsageError with the differences if settings changed that may not.
         """
         state, order = snapshot.state, self.loader.order
         old, new = state["identity"], self.identity
@@ -468,7 +457,6 @@ class Trainer:
         return -(-rows // order.rows_per_step)
 
     def _check_ranks(self, snapshot: Snapshot | None) -> None:
-        """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
         state = (
             json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True)
             if snapshot
@@ -481,7 +469,6 @@ class Trainer:
             )
 
     def _drop_outdated_checkpoints(self) -> None:
-        """Remove checkpoints with a higher step count after the step size grew: they would pass for later ones."""
         if self.checkpoints is None:
             return
         self.checkpoints.keep(self.first)
@@ -490,7 +477,7 @@ class Trainer:
             self.checkpoints.forget_after(self.first)
 
     def _restore_best(self) -> tuple[int, Counters]:
-        """Load the checkpoint with the lowest validation loss on all ranks; its step, and its losses among its counters."""
+        """Load the checkpoint with the lowest validation loss; returns its step and counters."""
         if self.checkpoints and self.ranks.first:
             self.checkpoints.wait()
         self.ranks.barrier()
@@ -503,6 +490,5 @@ class Trainer:
 
 
 def _quick_metrics(loss: float, figures: Metrics) -> Metrics:
-    """A validation under the names of the quick one."""
     accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
     return {QUICK: loss, **accuracy}
