@@ -40,15 +40,18 @@ from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_
 
 NAME = "default"  # PEFT's, of the only adapter
 
+COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
+
 log = logging.getLogger("ttrain")
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     """Add a new adapter to a model and freeze everything else.
 
-    LoRA and DoRA begin with A random under the seed and B zero, a prefix with random keys and
-    values. Raises UsageError for unknown targets, or some that cannot be adapted so.
+    Raises UsageError for unknown targets, or some that cannot be adapted so.
     """
+    # LoRA and DoRA begin with A random under the seed and B zero, a prefix with random keys and
+    # values.
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
         with without_warnings_of_peft():
@@ -95,8 +98,9 @@ def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
     for key, value in (("kind", config.kind), ("dropout", config.dropout)):
         if targets.parameters and value not in ("lora", 0):
             raise UsageError(
-                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of experts ({weight_names}); "
-                f"set lora.{key}={'lora' if key == 'kind' else 0}, or lora.targets=attention"
+                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of "
+                f"experts ({weight_names}); set lora.{key}={'lora' if key == 'kind' else 0}, or "
+                "lora.targets=attention"
             )
 
 
@@ -127,7 +131,7 @@ def files(
     }
 
 
-# --- existing adapters ------------------------------------------------------------------------------------------------
+# --- existing adapters ---
 def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
     """The base with the adapter of `directory`, frozen. `base_digest`: of the base's weights.
 
@@ -161,8 +165,8 @@ def merge(model: PeftModel) -> PreTrainedModel:
     """
     if model.active_peft_config.is_prompt_learning:
         raise UsageError(
-            "a prefix cannot be merged: it does not change the base's weights but adds keys and values before every "
-            "text; keep it as an adapter, or train one with lora.kind=lora"
+            "a prefix cannot be merged: it does not change the base's weights but adds keys and "
+            "values before every text; keep it as an adapter, or train one with lora.kind=lora"
         )
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     return merged
@@ -171,12 +175,14 @@ def merge(model: PeftModel) -> PreTrainedModel:
 def _check_base(directory: Path, base_digest: str) -> None:
     if (expected_digest := base_digest_of(directory)) is None:
         log.warning(
-            "the adapter %s does not say on which base it was trained; only names and shapes are checked",
+            "the adapter %s does not say on which base it was trained; only names and shapes are "
+            "checked",
             directory,
         )
     elif expected_digest != base_digest:
         raise ArtifactError(
-            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
+            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on "
+            f"{base_digest[:12]}"
         )
 
 
@@ -185,9 +191,9 @@ ALL_LINEAR, ATTENTION = PRESETS
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """Targets for PEFT: suffixes of layers and of parameters, which match `layers` and `parameters` and nothing else.
+    """Suffixes for PEFT that match exactly the weights in `layers` and `parameters`.
 
-    `parameters` are weights that are adapted directly, without a layer: mostly experts stacked in three dimensions.
+    `parameters` are adapted directly, without a layer: mostly stacked experts.
     """
 
     layers: frozenset[str]
@@ -198,19 +204,22 @@ class AdapterTargets:
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:
-    """The targets that `lora.targets` names. Raises UsageError, with all possible names, for an unknown one.
+    """The targets that `lora.targets` names. Raises UsageError for an unknown one.
 
-    `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
-    `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
+    `all-linear`: every linear layer and stack of experts but the output head (arXiv:2305.14314,
+    section 4); `attention`: the linear layers within attention; else the last parts of a name, such
+    as q_proj or mlp.down_proj.
     """
-    linear, stacked, head_layer = (
-        linear_layers(model),
-        expert_stacks(model),
-        model.get_output_embeddings(),
-    )
+    linear = linear_layers(model)
+    stacked = expert_stacks(model)
+    head_layer = model.get_output_embeddings()
     head = next((name for name, layer in linear.items() if layer is head_layer), None)
     body = [name for name in linear if name != head]
-    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: _within_attention(model, body)}
+    # Every architecture of transformers has "attention" in the names of such classes.
+    modules = model.named_modules()
+    blocks = [f"{n}." for n, module in modules if "attention" in type(module).__name__.lower()]
+    attention = [name for name in body if name.startswith(tuple(blocks))]
+    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: attention}
     matches = {
         name: presets[name] if name in presets else _matching([*linear, *stacked], name)
         for name in names
@@ -219,15 +228,21 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
     if unknown := [name for name in names if not matches[name]]:
         choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
         raise UsageError(
-            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(choices)}; "
-            f"name some of them, or write {' or '.join(PRESETS)}"
+            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are "
+            f"{', '.join(choices)}; name some of them, or write {' or '.join(PRESETS)}"
         )
     if head in targets and model.config.get_text_config().tie_word_embeddings:
         raise UsageError(
-            f"lora.targets names the output head {head}, but model.tie_embeddings makes it the embedding too, which an "
-            f"adapter must not change; remove it from lora.targets"
+            f"lora.targets names the output head {head}, but model.tie_embeddings makes it the "
+            "embedding too, which an adapter must not change; remove it from lora.targets"
         )
-    renamed = _renamed_by_peft(model, {name.rpartition(".")[2] for name in linear})
+    # PEFT takes some names for the experts' names of transformers 4, and would adapt the stacked
+    # experts at twice the rank, so that shared experts and dense layers would get no adapter. Given
+    # the parameter instead of the layer, it adapts them.
+    names_of_layers = {name.rpartition(".")[2] for name in linear}
+    probe = LoraConfig(target_modules=sorted(names_of_layers))
+    convert_peft_config_for_transformers(probe, model, None)
+    renamed = names_of_layers - {*(probe.target_modules or ())}
     layers = {name for name in targets - {*stacked} if name.rpartition(".")[2] not in renamed}
     parameters = {f"{name}.weight" if name in linear else name for name in targets - layers}
     return AdapterTargets(
@@ -259,21 +274,6 @@ def expert_stacks(model: nn.Module) -> list[str]:
     ]
 
 
-def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
-    probe = LoraConfig(target_modules=sorted(names))
-    convert_peft_config_for_transformers(probe, model, None)
-    return names - {*(probe.target_modules or ())}
-
-
-def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
-    inside = [
-        f"{name}."
-        for name, module in model.named_modules()
-        if "attention" in type(module).__name__.lower()
-    ]
-    return [name for name in linear if name.startswith(tuple(inside))]
-
-
 def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[str, ...]:
     others = {*everything} - targets
     suffixes = set()
@@ -288,9 +288,6 @@ def _matching(names: Iterable[str], suffix: str) -> list[str]:
     return [name for name in names if name == suffix or name.endswith(f".{suffix}")]
 
 
-COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
-
-
 def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
     """Load the base model as `lora.quantize` says: fp32, or linear layers in NF4 or int8.
 
@@ -301,8 +298,8 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
         return factory.load(directory)
     if find_spec("bitsandbytes") is None:
         raise UsageError(
-            f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
-            f"or set lora.quantize=none"
+            f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip "
+            "install bitsandbytes, or set lora.quantize=none"
         )
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(
         logging.ERROR
@@ -317,11 +314,12 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
     model = factory.load(directory, quantization_config=settings)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Otherwise the first validation packs the weights for inference, and later steps get no gradient through them.
+            # Otherwise the first validation packs the weights for inference, and later steps get no
+            # gradient through them.
             module.support_avx512bf16_for_cpu = False
     if all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(
-            f"lora.quantize is {config.quantize}, but the model {model.config.model_type} has no linear layer that "
-            f"bitsandbytes can quantize so; set lora.quantize=none"
+            f"lora.quantize is {config.quantize}, but the model {model.config.model_type} has no "
+            "linear layer that bitsandbytes can quantize so; set lora.quantize=none"
         )
     return model

@@ -1,8 +1,6 @@
-"""Converts model settings to the config of a transformers architecture, with checks.
-
-Most sizes have the same names in all configs (`attribute_map`); exceptions are listed here. A
-changed setting that the architecture does not have is refused.
-"""
+"""Converts model settings to the config of a transformers architecture, with checks."""
+# Most sizes have the same names in all configs (`attribute_map`); exceptions are listed here. A
+# changed setting that the architecture does not have is refused.
 
 import contextlib
 import copy
@@ -23,7 +21,8 @@ from ttrain.model import kinds
 
 Fields = dict[str, Any]  # of a config of transformers
 
-# Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
+# Our setting, transformers' name for it, and other names that configs have where `attribute_map`
+# does not say so.
 NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
     "layers": ("num_hidden_layers", "num_layers"),
@@ -75,12 +74,30 @@ OURS = frozenset(
 )  # come from the tokenizer
 
 
+SIZE_MULTIPLE = (
+    8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
+)
+# Field names of the same setting; the first one that a config class has is used.
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+# What makes glm4_moe a qwen3 with shared experts.
+AS_QWEN3 = {
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "partial_rotary_factor": 1.0,
+}
+
+
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
     """The architecture's config. Raises UsageError naming a setting.
 
     `ids`: bos_token_id, eos_token_id, pad_token_id.
     """
-    names, mixture = FieldNames(config.kind), Fields()
+    names = FieldNames(config.kind)
+    mixture = Fields()
     if config.moe:
         names, mixture = _mixture(config, config.moe)
     values = {
@@ -103,7 +120,8 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
         AttributeError,
     ) as error:
         raise UsageError(
-            f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error), most=1000)}"
+            f"model.kind is {names.kind}, whose config refuses these settings: "
+            f"{one_line(str(error), most=1000)}"
         ) from None
     return hf_config
 
@@ -193,7 +211,8 @@ def _sizes(config: Model, names: FieldNames) -> Fields:
 
 
 def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
-    value, default = getattr(config, setting), Model.model_fields[setting].default
+    value = getattr(config, setting)
+    default = Model.model_fields[setting].default
     if value == default or setting == "max_length":  # without such a field any length is allowed
         return
     near = difflib.get_close_matches(
@@ -270,53 +289,34 @@ def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> 
     hf_config.validate()
 
 
-SIZE_MULTIPLE = (
-    8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
-)
-# Field names of the same setting; the first one that a config class has is used.
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-
-TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-
-DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-
-# What makes glm4_moe a qwen3 with shared experts.
-AS_QWEN3 = {
-    "norm_topk_prob": True,
-    "use_qk_norm": True,
-    "num_mtp_layers": 0,
-    "partial_rotary_factor": 1.0,
-}
-
-
 def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
-    """(architecture, fields of its config) for `model.kind` with `model.moe`.
-
-    The fields override those of `_sizes`. They hold the weights of the balance, too, so that a
-    stage that starts from these weights balances them in the same way.
-    """
+    """(architecture, fields of its config) for `model.kind` with `model.moe`."""
+    # The fields override those of `_sizes`. They hold the weights of the balance, too, so that a
+    # stage that starts from these weights balances them in the same way.
     if moe.dense_layers >= model.layers:
         raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
-            f"experts; set model.moe.dense_layers={model.layers - 1} at most"
+            f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, "
+            f"which leaves no layer with experts; set model.moe.dense_layers={model.layers - 1} "
+            "at most"
         )
-    kind, added = model.kind, Fields()
+    kind = model.kind
+    added = Fields()
     if kind == "llama":
         kind = (
             "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
         )
     elif kind == "qwen3" and moe.shared_experts:
-        kind, added = "glm4_moe", AS_QWEN3
+        kind = "glm4_moe"
+        added = AS_QWEN3
     elif kind == "qwen3":
         if moe.bias_rate:
             raise UsageError(
-                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
-                f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or "
-                f"model.kind=llama"
+                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but "
+                "with model.kind=qwen3 no architecture has routers with a bias and no shared "
+                "expert; set model.moe.shared_experts=1, or model.kind=llama"
             )
-        kind, added = "qwen3_moe", {"norm_topk_prob": True}
+        kind = "qwen3_moe"
+        added = {"norm_topk_prob": True}
     names = FieldNames(kind)
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
     return names, {**_expert_fields(names, model, moe), **added, **balance}
@@ -326,8 +326,9 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
     experts = _name(EXPERTS, names)
     if experts is None:
         raise UsageError(
-            f"model.moe is set but model.kind is {names.kind}, which has no experts; set model.kind=llama or qwen3, or one "
-            f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
+            f"model.moe is set but model.kind is {names.kind}, which has no experts; set "
+            "model.kind=llama or qwen3, or one that has them, such as mixtral, qwen3_moe, olmoe, "
+            "deepseek_v3; or leave model.moe empty"
         )
     fields: Fields = {experts: moe.experts}
     for setting, candidates, value in (
@@ -338,9 +339,11 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
             fields[name] = value
         elif value:
             raise UsageError(
-                f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; leave it out"
+                f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; "
+                "leave it out"
             )
-    dense, visited = _dense_size(model), moe.top_k + moe.shared_experts
+    dense = _dense_size(model)
+    visited = moe.top_k + moe.shared_experts
     # By default, a token's experts together are as wide as a dense layer
     width = moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
     fields["intermediate_size"] = width
@@ -359,7 +362,8 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
         )
     elif moe.dense_layers:
         raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have experts; set it to 0"
+            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have "
+            "experts; set it to 0"
         )
     return fields
 

@@ -20,10 +20,46 @@ from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = Sequence[int]
-# What architectures raise where their config contradicts itself; transformers checks it by such dataclasses.
+# What architectures raise where their config contradicts itself; transformers checks it by such
+# dataclasses.
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError),
     *(LookupError, StrictDataclassError),
+)
+
+
+# Last name parts of weights that write into the residual stream: outputs of attention and of the
+# feed-forward layer.
+RESIDUAL = frozenset(
+    {
+        "o_proj",
+        "down_proj",
+        "c_proj",
+        "out_proj",
+        "dense",
+        "dense_4h_to_h",
+        "fc2",
+        "fc_out",
+        "w2",
+        "wo",
+        "Wo",
+        "linear_out",
+        "proj_down",
+    }
+)
+# Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router,
+# a norm.
+ELSEWHERE = frozenset(
+    {
+        "intermediate",
+        "transform",
+        "lm_head",
+        "predictions",
+        "generator_predictions",
+        "gate",
+        "router_mlp",
+        "input_layernorm",
+    }
 )
 
 
@@ -40,8 +76,8 @@ def build(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     except BUILD_ERRORS as error:
         raise UsageError(
-            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {_reason(error)}; set other sizes of it "
-            f"with model.fields.NAME=value"
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: "
+            f"{_reason(error)}; set other sizes of it with model.fields.NAME=value"
         ) from error
     scale_residuals(model, config)
     model.generation_config.eos_token_id = stop_ids
@@ -68,7 +104,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
         directory / "adapter_config.json"
     ).exists():  # which transformers loads too, also from a pickle
         raise ArtifactError(
-            f"{directory} holds a model and an adapter; move the adapter_config.json to another directory"
+            f"{directory} holds a model and an adapter; move the adapter_config.json to another "
+            "directory"
         )
     try:
         if read_object(directory / "config.json").get("model_type") in kinds.OWN_KINDS:
@@ -80,7 +117,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
             use_safetensors=True,  # never a pickle
-            trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
+            # Unset, transformers asks, and takes the first line of a pipe for the answer.
+            trust_remote_code=False,
             **options,
         )
     except (OSError, SafetensorError, *BUILD_ERRORS) as error:
@@ -113,8 +151,9 @@ def need_finite(weights: Tensors, place: str) -> None:
     ]
     if wrong:
         raise ArtifactError(
-            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
-            f"({first_of(wrong, 3)}), so that the model can answer nothing; train it again, or use another one"
+            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not "
+            f"finite ({first_of(wrong, 3)}), so that the model can answer nothing; train it "
+            "again, or use another one"
         )
 
 
@@ -140,7 +179,8 @@ def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
     """Overwrite a model's own tensors by name. Raises ArtifactError if names or shapes differ."""
-    own, given = _shapes(own_tensors), _shapes(weights)
+    own = _shapes(own_tensors)
+    given = _shapes(weights)
     missing = {name: own[name] for name in own.keys() - given}
     reshaped = [
         (name, given[name], own[name]) for name in own.keys() & given if own[name] != given[name]
@@ -174,39 +214,6 @@ def _misfits(
     ]
 
 
-# Last name parts of weights that write into the residual stream: outputs of attention and of the feed-forward layer.
-RESIDUAL = frozenset(
-    {
-        "o_proj",
-        "down_proj",
-        "c_proj",
-        "out_proj",
-        "dense",
-        "dense_4h_to_h",
-        "fc2",
-        "fc_out",
-        "w2",
-        "wo",
-        "Wo",
-        "linear_out",
-        "proj_down",
-    }
-)
-# Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router, a norm.
-ELSEWHERE = frozenset(
-    {
-        "intermediate",
-        "transform",
-        "lm_head",
-        "predictions",
-        "generator_predictions",
-        "gate",
-        "router_mlp",
-        "input_layernorm",
-    }
-)
-
-
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
     """The number of parameters, or only of trained ones."""
     return sum(
@@ -219,16 +226,16 @@ def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:
     """If set, redraw weights that write into the residual stream: init_std / sqrt(2 layers).
 
-    So its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Raises
-    UsageError if the architecture has no weight with a known name of this kind.
+    Raises UsageError if the architecture has no weight with a known name of this kind.
     """
+    # So its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
     if not config.scaled_residuals:
         return
     weights = residual_weights(model)
     if not weights:
         raise UsageError(
-            f"model.scaled_residuals is set, but it is not known which weights of {model.config.model_type} write into the "
-            f"residual stream; remove the setting"
+            "model.scaled_residuals is set, but it is not known which weights of "
+            f"{model.config.model_type} write into the residual stream; remove the setting"
         )
     for weight in weights.values():
         torch.nn.init.normal_(weight, std=config.init_std / (2 * config.layers) ** 0.5)

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
 
 OWN_KINDS = ("moyun", "tinyseek")  # architectures that transformers lacks
 
-# transformers' table of causal architectures. Importing that module takes seconds, reading it 26 ms.
-MODULE, TABLE = ("auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+# transformers' table of causal architectures. Importing that module takes seconds, reading it 26
+# ms.
+MODULE = ("auto", "modeling_auto.py")
+TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+RULED_KINDS = ("llama", "qwen3")  # new models of these kinds have the layers below
+RULED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PRESETS = ("all-linear", "attention")
 
 
 def check_kind(kind: str) -> None:
@@ -50,11 +57,6 @@ def names() -> frozenset[str]:
     return frozenset(dict(ast.literal_eval(table.strip()))) | frozenset(OWN_KINDS)
 
 
-RULED_KINDS = ("llama", "qwen3")  # new models of these kinds have the layers below
-RULED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PRESETS = ("all-linear", "attention")
-
-
 def check_targets(section: str, adapter: Lora, model: Model) -> None:
     """Raise UsageError for an adapter's targets that a new llama or qwen3 does not have.
 
@@ -68,8 +70,8 @@ def check_targets(section: str, adapter: Lora, model: Model) -> None:
     ]
     if unknown:
         raise UsageError(
-            f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted are {', '.join(layers)}; "
-            f"name some of them, or write {' or '.join(PRESETS)}"
+            f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted "
+            f"are {', '.join(layers)}; name some of them, or write {' or '.join(PRESETS)}"
         )
 
 

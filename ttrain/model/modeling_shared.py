@@ -1,11 +1,8 @@
-"""What ttrain's own architectures share: config, post-norm layers, attention, passes.
-
-This file needs only transformers. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py`
-and the weights of such a model.
-
-Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a
-head, V vocabulary.
-"""
+"""What ttrain's own architectures share: config, post-norm layers, attention, passes."""
+# This file needs only transformers. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py`
+# and the weights of such a model.
+# Letters in names: B rows, T positions, S visible positions, D width, H heads, K width of a head, V
+# vocabulary.
 
 import math
 from typing import Any, ClassVar
@@ -54,7 +51,8 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no 
         heads = self.num_attention_heads
         if self.hidden_size % heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}"
+                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads "
+                f"{heads}"
             )
 
 
@@ -86,7 +84,8 @@ class ReluMLP(nn.Module):
 
     def __init__(self, width: int, inner: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.up_proj = nn.Linear(width, inner)
+        self.down_proj = nn.Linear(inner, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +98,8 @@ class PostNormLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     def __init__(self, config: OwnConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
+        self.self_attn = self_attn
+        self.mlp = mlp
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.post_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)

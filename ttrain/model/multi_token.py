@@ -1,9 +1,7 @@
-"""A second output head for the token after the next one (arXiv:2404.19737), as in TinySeek.
-
-It is trained with the model and saved in a file of its own, `multi_token.safetensors` ("weight" [V,
-D], maybe "bias" [V]). The model's config records how, so that a stage that starts from these files
-continues it.
-"""
+"""A second output head for the token after the next one (arXiv:2404.19737), as in TinySeek."""
+# It is trained with the model and saved in a file of its own, `multi_token.safetensors` ("weight"
+# [V, D], maybe "bias" [V]). The model's config records how, so that a stage that starts from these
+# files continues it.
 
 from pathlib import Path
 
@@ -19,7 +17,8 @@ from ttrain.model import factory
 from ttrain.store.model_files import SECOND_HEAD
 
 NAME = "multi_token"  # of the head among the model's modules, where the loss looks for it
-WEIGHT, KEEP = "multi_token_loss_weight", "multi_token_keep_head"  # in the model's config
+WEIGHT = "multi_token_loss_weight"
+KEEP = "multi_token_keep_head"  # in the model's config
 SEED_OFFSET = (
     0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
 )

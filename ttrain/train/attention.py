@@ -1,11 +1,10 @@
 """Causal attention within the records of packed rows: masks, and native kernels on CPUs.
 
-The native kernels compute records one by one, without a mask; what they do not take, torch's
-attention computes with one. `varlen` has the attention of CUDA. A record may branch: a prefix, and
-branches that see it and themselves alone, such as two answers to one prompt.
-
-Letters in names: B rows, T and S positions, H heads, G heads of keys and values, K width of a head.
+A record may branch: a prefix, and branches that see it and themselves alone, such as two answers to
+one prompt.
 """
+# Letters in names: B rows, T and S positions, H heads, G heads of keys and values, K width of a
+# head.
 
 from functools import cached_property
 from typing import Any, final
@@ -22,7 +21,8 @@ Inputs = dict[str, Any]  # of a model of transformers
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
-SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # kinds of layers, as configs name them
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"  # kinds of layers, as configs name them
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
@@ -42,11 +42,13 @@ def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tens
 
 
 def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
-    """Convert the mask of `segment_mask` in a model's inputs to the form that its attention needs.
-
-    Layers with a sliding window get a mask of their own: transformers adds no window to a given
-    mask. `eager` attention adds the mask to the scores, so it gets 0 and the smallest number.
-    """
+    """Convert the mask of `segment_mask` in a model's inputs to the form of its attention."""
+    # Layers with a sliding window get a mask of their own: transformers adds no window to a given
+    # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
+    # (gemma2 and gpt_oss have no other).
+    # Layers with a sliding window get a mask of their own: transformers adds no window to a given
+    # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
+    # (gemma2 and gpt_oss have no other).
     mask_B1TS: Tensor = inputs["attention_mask"]
     windows = {
         kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]
@@ -59,10 +61,8 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
     virtual_positions = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(
         B, -1
     )  # of virtual tokens
-    q_B1T1, k_B11S = (
-        queries_BT[:, None, :, None],
-        torch.cat([virtual_positions, queries_BT], 1)[:, None, None],
-    )
+    q_B1T1 = queries_BT[:, None, :, None]
+    k_B11S = torch.cat([virtual_positions, queries_BT], 1)[:, None, None]
     masks = {}
     for kind in dict.fromkeys(getattr(model.config, "layer_types", None) or windows):
         size = windows.get(kind)
@@ -92,7 +92,8 @@ class Records:
     """The records of a batch, as the native kernels take them or as a mask; each made on demand."""
 
     def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
-        self._segments, self._branches = segments_BT, branches_BT
+        self._segments = segments_BT
+        self._branches = branches_BT
 
     @cached_property
     def mask(self) -> Tensor:
@@ -109,10 +110,8 @@ class Records:
 
 
 def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None = None) -> Inputs:
-    """Extra arguments that make a transformers model compute attention here; {} where it cannot.
-
-    Only on a CPU and for `sdpa`. A compiler would make a graph for every batch.
-    """
+    """Extra arguments that make a transformers model compute attention here; {} where it cannot."""
+    # Only on a CPU and for `sdpa`. A compiler would make a graph for every batch.
     if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
     native.warn_if_missing()

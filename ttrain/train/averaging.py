@@ -1,8 +1,6 @@
-"""An exponential moving average of the weights, which is the model that is saved.
-
-With it a training at a constant rate ends as low as one that decays (arXiv:2405.18392), and a model
-trained on one kind of text after another forgets less (arXiv:2203.05482).
-"""
+"""An exponential moving average of the weights, which is the model that is saved."""
+# With it a training at a constant rate ends as low as one that decays (arXiv:2405.18392), and a
+# model trained on one kind of text after another forgets less (arXiv:2203.05482).
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,11 +10,11 @@ from torch import Tensor
 
 from ttrain.train.distributed import Tensors, local_part, shard_like
 
-ITERATE, COUNT = (
-    "iterate",
-    "averaged",
-)  # names of its state: weights as the optimizer left them, and averaged steps
-FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights stay;
+ITERATE = "iterate"
+COUNT = "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
+# The average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights
+# stay
+FIRST_STEPS = 9
 # a training from the start is bound by it alone, and ends as one that was extended
 
 
@@ -95,7 +93,8 @@ class MovingAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         if self._averages:
-            weights, averages = _parts(self._names), _parts(self._averages)
+            weights = _parts(self._names)
+            averages = _parts(self._averages)
             held = [tensor.clone() for tensor in weights]
             torch._foreach_copy_(weights, averages)
             torch._foreach_copy_(averages, held)

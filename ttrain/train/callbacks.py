@@ -27,6 +27,8 @@ LOGGED_PREFIXES = (
 
 LARGEST_EXPONENT = 709.0  # exp of more than 709.78 overflows a float
 
+GROUP = "ttrain.callbacks"
+
 log = logging.getLogger("ttrain")
 
 
@@ -60,13 +62,13 @@ class LogRecord:
 class Callback:
     """Hooks that rank 0 calls; the base class does nothing.
 
-    Order: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
-    After an error `failed` is the last call on every callback. On CUDA `step_end` is called at
-    logging steps, for all steps since the last one.
-
     A callback may add metrics to the log, ask for a stop, and keep a state in the checkpoint. One
     that raises ends the run with an error that names it.
     """
+
+    # Order: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    # After an error `failed` is the last call on every callback. On CUDA `step_end` is called at
+    # logging steps, for all steps since the last one.
 
     saved_attributes: ClassVar[
         tuple[str, ...]
@@ -74,7 +76,9 @@ class Callback:
     keeps_metrics = (
         False  # whether `log` keeps what it is given, so that later metrics are given to it too
     )
-    may_stop = True  # False: an error where it asks for a stop, since what it watches has a key that does not hold it
+    # False: an error where it asks for a stop, since what it watches has a key that does not hold
+    # it.
+    may_stop = True
 
     def start(self, step: int, steps: int) -> None:
         """The loop begins at `step`; above 0, it continues."""
@@ -109,11 +113,11 @@ class Callback:
         """The last step held the last row of an epoch."""
 
     def stop_reason(self) -> str | None:
-        """Reason to stop the run and save its state, else None; called after steps and validations.
-
-        After a step the answer travels with the next step's collective: the run ends one step
-        later.
-        """
+        """Reason to stop the run and save its state, or None; called after steps, validations."""
+        # After a step the answer travels with the next step's collective: the run ends one step
+        # later.
+        # After a step the answer travels with the next step's collective: the run ends one step
+        # later.
         return None
 
     def state(self) -> JsonDict:
@@ -132,9 +136,6 @@ class Callback:
         """The loop raised `error`, which is raised again afterwards."""
 
 
-GROUP = "ttrain.callbacks"
-
-
 def installed_callbacks(*, may_stop: bool) -> list[Callback]:
     """New callbacks of the installed packages, sorted by name.
 
@@ -151,8 +152,8 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
                 )
         except Exception as error:
             raise UsageError(
-                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
-                f"uninstall its package"
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised "
+                f"{error!r}; fix or uninstall its package"
             ) from error
         callback.may_stop = may_stop
         callbacks.append(callback)
@@ -211,7 +212,9 @@ class ProgressBar(Callback):
     def __init__(
         self, progress: ProgressWriter, tokens_per_step: int, unit: str = "tokens"
     ) -> None:
-        self._progress, self._tokens_per_step, self._unit = progress, tokens_per_step, unit
+        self._progress = progress
+        self._tokens_per_step = tokens_per_step
+        self._unit = unit
 
     def start(self, step: int, steps: int) -> None:
         self._progress.update(
@@ -226,7 +229,8 @@ class ProgressBar(Callback):
         }
         if not shown:  # a quick validation: the bar goes on showing the loss
             return
-        done, total = record.step * self._tokens_per_step, record.steps * self._tokens_per_step
+        done = record.step * self._tokens_per_step
+        total = record.steps * self._tokens_per_step
         self._progress.update(done, total, self._unit, start=False, **shown)
 
 
@@ -245,7 +249,8 @@ class LogLines(Callback):
 
     def step_end(self, record: StepRecord) -> None:
         log.debug(
-            "step %d/%d  loss %.6g  grad_norm %.4g  %d targets in %.3f s, %.3f s of them waiting for rows",
+            "step %d/%d  loss %.6g  grad_norm %.4g  %d targets in %.3f s, %.3f s of them waiting "
+            "for rows",
             *(record.step, record.steps, record.loss, record.grad_norm),
             *(record.live_tokens, record.seconds, record.data_seconds),
         )
@@ -270,7 +275,8 @@ class CallbackList:
     """Dispatches events to the callbacks of rank 0, the only rank with any."""
 
     def __init__(self, callbacks: Sequence[Callback], order: Order) -> None:
-        self.callbacks, self._order = callbacks, order
+        self.callbacks = callbacks
+        self._order = order
 
     def dispatch(self, event: str, *arguments: Any) -> None:
         """Call the hook of this name on every callback."""
@@ -287,7 +293,8 @@ class CallbackList:
     def epoch_end(self, step: int) -> None:
         """Dispatch `epoch_end` for epochs that end in this step, or with the run."""
         start, end = self._rows(step)
-        begun, ended = -(-end // self._order.rows), end // self._order.rows
+        begun = -(-end // self._order.rows)
+        ended = end // self._order.rows
         for epoch in range(
             start // self._order.rows, begun if end == self._order.total_rows else ended
         ):
@@ -306,8 +313,9 @@ class CallbackList:
             reason = _call(callback, "stop_reason")
             if reason and not callback.may_stop:
                 raise TTrainError(
-                    f"the callback {type(callback).__name__}.stop_reason returned {reason!r}, but in a stage of a pipeline "
-                    f"a callback of another package only watches: no key holds it; set early_stopping.patience of the stage"
+                    f"the callback {type(callback).__name__}.stop_reason returned {reason!r}, but "
+                    "in a stage of a pipeline a callback of another package only watches: no key "
+                    "holds it; set early_stopping.patience of the stage"
                 )
             if reason:
                 return True

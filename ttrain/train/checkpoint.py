@@ -1,11 +1,9 @@
-"""Checkpoints: Hugging Face directories that also hold what a run needs to continue bit for bit.
-
-`checkpoints/step-00000100/` has the weights (safetensors, fp32), the files that `from_pretrained`
-needs, `optimizer.safetensors`, and `state.json`, written last, with position, counters, validation
-loss and the digests of itself and of every file. A background thread writes it from a snapshot in
-memory, under a temporary name, with fsync and a rename. The files `latest`, `best` and, after
-training, `final` name a step for people and tools; nothing here relies on them.
-"""
+"""Checkpoints: Hugging Face directories that also hold what a run needs to continue bit for bit."""
+# `checkpoints/step-00000100/` has the weights (safetensors, fp32), the files that `from_pretrained`
+# needs, `optimizer.safetensors`, and `state.json`, written last, with position, counters,
+# validation loss and the digests of itself and of every file. A background thread writes it from a
+# snapshot in memory, under a temporary name, with fsync and a rename. The files `latest`, `best`
+# and, after training, `final` name a step for people and tools; nothing here relies on them.
 
 import contextlib
 import errno
@@ -43,9 +41,13 @@ from ttrain.train.snapshots import Snapshot, SnapshotBuffers, needed_bytes
 
 __all__ = ["WEIGHTS", "Checkpoints", "Snapshot", "SnapshotBuffers", "read"]
 
-LATEST, BEST, FINAL = "latest", "best", "final"
+LATEST = "latest"
+BEST = "best"
+FINAL = "final"
 
 UNDER_WAY = 2  # snapshots that may exist at once: one being written, one that waits
+
+NICENESS = 10  # of 19
 
 log = logging.getLogger("ttrain")
 
@@ -68,8 +70,11 @@ class Checkpoints:
         permanent: frozenset[int] = frozenset(),
     ) -> None:
         self.directory = directory
-        self.files, self._weights_file = files, weights_file
-        self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
+        self.files = files
+        self._weights_file = weights_file
+        self._keep = keep
+        self._keep_every = keep_every
+        self._permanent = permanent
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
@@ -81,7 +86,7 @@ class Checkpoints:
         """Write a checkpoint in the background, then release the snapshot.
 
         `metric`: the validation loss; None or a non-finite number is never the best. Waits while
-        two snapshots are being written. Raises ArtifactError if an earlier write failed.
+        two snapshots are written. Raises ArtifactError if an earlier write failed.
         """
         try:
             self.wait(but=UNDER_WAY - 1)
@@ -175,7 +180,7 @@ class Checkpoints:
             if step_of(path) > step:
                 remove_tree(path)
 
-    # --- in the writer thread ---------------------------------------------------------------------------------------------
+    # --- in the writer thread ---
 
     def _save(self, snapshot: Snapshot, metric: float | None) -> None:
         try:
@@ -223,8 +228,8 @@ class Checkpoints:
 
     def _failure_message(self, snapshot: Snapshot, error: OSError) -> str:
         message = (
-            f"cannot write the checkpoint of step {snapshot.step}: {error.filename or self.directory}: "
-            f"{error.strerror or error}; "
+            f"cannot write the checkpoint of step {snapshot.step}: "
+            f"{error.filename or self.directory}: {error.strerror or error}; "
         )
         intact = self._newest_other(snapshot.step)
         if intact is None:
@@ -236,10 +241,13 @@ class Checkpoints:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = format_size(shutil.disk_usage(self.directory).free)
             return (
-                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: make room, set "
-                f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
+                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: "
+                "make room, set runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
             )
-        return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
+        return (
+            f"{message}. Check whether the disk is failing (see `dmesg`), "
+            f"or set TTRAIN_HOME to another one"
+        )
 
     def _update_pointers(self, step: int, metric: float | None) -> None:
         write_json(self.directory / LATEST, {"step": step, "metric": metric})
@@ -261,7 +269,7 @@ class Checkpoints:
                 remove_tree(path)
         remove_trash(self.directory)
 
-    # --- lookup ----------------------------------------------------------------------------------------------------------
+    # --- lookup ---
 
     def _intact(self) -> list[Path]:
         return [path for path in list_checkpoints(self.directory) if path not in self._damaged]
@@ -289,9 +297,6 @@ class Checkpoints:
         return step
 
 
-NICENESS = 10  # of 19
-
-
 def remove_trash(directory: Path) -> None:
     """Finish interrupted removals."""
     for trash in directory.glob(".trash-*"):
@@ -311,6 +316,7 @@ def lower_priority() -> None:
 
 
 def _publish(temporary: Path) -> None:
+    # Only now, when the new checkpoint is complete, an older one of its step becomes trash.
     final = temporary.with_name(f"step-{step_of(temporary):08d}")
     if final.exists():
         final.rename(final.with_name(f".trash-{final.name}-{time.time_ns()}"))

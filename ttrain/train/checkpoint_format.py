@@ -28,6 +28,12 @@ WEIGHTS = "model.safetensors"
 SAFETENSORS = ".safetensors"
 
 
+# Digest and copy to the page cache read the same bytes one after the other. 300 MB on two EPYC
+# cores: 0.84 s by 256 KiB, 0.52 s by 1 MiB, 0.41 s by 4 MiB.
+CHUNK_BYTES = 4 << 20
+ALIGNMENT = 8
+
+
 def read(path: Path, weights_file: str = WEIGHTS) -> Snapshot:
     """Read a verified checkpoint. Raises ArtifactError naming a damaged file."""
     state = _read_state(path)
@@ -134,19 +140,8 @@ def load_tensors(file: Path) -> JsonDict:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
+    # Unlike a stage's key the state may hold an infinite number.
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-# Digest and copy to the page cache read the same bytes one after the other. 300 MB on two EPYC cores: 0.84 s by 256 KiB,
-# 0.52 s by 1 MiB, 0.41 s by 4 MiB.
-CHUNK_BYTES = 4 << 20
-
-ALIGNMENT = 8
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.").removesuffix("fn").upper()
-    return name.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I")
 
 
 def tensor_parts(
@@ -161,9 +156,12 @@ def tensor_parts(
     for name in names:
         tensor = tensors[name]
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
-        begin, end = end, end + tensor.nbytes
+        begin = end
+        end = end + tensor.nbytes
+        # As safetensors names types: F32, BF16, I64, U8, BOOL.
+        kind = str(tensor.dtype).removeprefix("torch.").removesuffix("fn").upper()
         header[name] = {
-            "dtype": _type_name(tensor.dtype),
+            "dtype": kind.replace("FLOAT", "F").replace("UINT", "U").replace("INT", "I"),
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -42,7 +42,7 @@ class Ranks:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             file = os.environ.get(RENDEZVOUS)
-            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
+            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 timeout = timedelta(seconds=timeout_seconds)
@@ -113,8 +113,9 @@ class Ranks:
             if self.world == 1 or not any(word in str(error).lower() for word in words):
                 raise
             raise RankLost(
-                f"another rank ended while rank {self.rank} was {activity}, or it hangs: {first_line(error)}; "
-                f"run the same command again, which continues at the last checkpoint"
+                f"another rank ended while rank {self.rank} was {activity}, or it hangs: "
+                f"{first_line(error)}; run the same command again, which continues at the last "
+                "checkpoint"
             ) from error
 
     def leave(self) -> None:
@@ -125,10 +126,8 @@ class Ranks:
 
 def share_cores(threads: int | None) -> int:
     """Set the threads, by default this process's share; returns its rank on this machine."""
-    local_world_size, local_rank = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        int(os.environ.get("LOCAL_RANK", "0")),
-    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
     return local_rank
 

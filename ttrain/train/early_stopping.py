@@ -1,7 +1,5 @@
-"""End a training whose validation loss no longer falls; the trainer then keeps the best weights.
-
-Apart from the guards, which only observe, because it shapes the result of a stage.
-"""
+"""End a training whose validation loss no longer falls; the trainer then keeps the best weights."""
+# Apart from the guards, which only observe, because it shapes the result of a stage.
 
 import logging
 from collections.abc import Sequence
@@ -20,14 +18,16 @@ class EarlyStopping(Callback):
     saved_attributes = ("best", "waited")
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
-        self.patience, self.min_delta = patience, min_delta
+        self.patience = patience
+        self.min_delta = min_delta
         self._best: float | None = None
         self._waited = 0
 
     def validated(self, step: int, loss: float) -> None:
         """Count validations without improvement; a NaN loss is never the best."""
         if loss == loss and (self._best is None or loss < self._best - self.min_delta):
-            self._best, self._waited = loss, 0
+            self._best = loss
+            self._waited = 0
             return
         self._waited += 1
         if self._waited == self.patience:
@@ -48,7 +48,8 @@ def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:
         return []
     if not validation:
         raise UsageError(
-            f"{config.prefix}early_stopping is set, but there are no held-out rows to validate on; hold some out "
-            f"(reading.heldout_fraction, or held-out data), or set {config.prefix}early_stopping to null"
+            f"{config.prefix}early_stopping is set, but there are no held-out rows to validate "
+            "on; hold some out (reading.heldout_fraction, or held-out data), or set "
+            f"{config.prefix}early_stopping to null"
         )
     return [EarlyStopping(settings.patience, settings.min_delta)]

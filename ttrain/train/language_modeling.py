@@ -1,7 +1,5 @@
-"""Language modelling: next tokens of packed rows, in pretraining, SFT and LoRA alike.
-
-Letters in names: B rows, T positions.
-"""
+"""Language modelling: next tokens of packed rows, in pretraining, SFT and LoRA alike."""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -49,6 +47,9 @@ PLAIN_HEADS = frozenset(
 LossTerms = tuple[Tensor, Tensors, Tensors]  # total, its parts, other sums
 
 
+HITS = "hits"  # among the sums of a validation: the labels with the largest logit, and all labels
+
+
 class PackedTensors(NamedTuple):
     """Packed rows on the device, with the spans and branches of their records."""
 
@@ -59,8 +60,6 @@ class PackedTensors(NamedTuple):
     spans: Spans | None
     branches_BT: Tensor | None
 
-
-HITS = "hits"  # among the sums of a validation: the labels with the largest logit, and all labels
 
 log = logging.getLogger("ttrain")
 
@@ -86,8 +85,9 @@ class CausalTask(TrainingTask):
         if gradient_checkpointing:
             if count(model):
                 raise UsageError(
-                    "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed "
-                    "layer does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
+                    "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys "
+                    "and values a recomputed layer does not see; set "
+                    "runtime.gradient_checkpointing=false, or lora.kind=lora"
                 )
             self._model.causal.activation_checkpointing_enable({"use_reentrant": False})
 
@@ -156,12 +156,15 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
 
 @final
 class NextTokenLoss(nn.Module):
-    """A causal model of transformers or PEFT with its loss: compiled, replicated or sharded as one.
+    """A causal model of transformers or PEFT with its loss, compiled or sharded as one."""
 
-    The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
-    targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
-    two those of trained routers.
-    """
+    # The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
+    # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
+    # two those of trained routers.
+
+    # The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
+    # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
+    # two those of trained routers.
 
     def __init__(
         self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto"
@@ -173,11 +176,13 @@ class NextTokenLoss(nn.Module):
         """
         super().__init__()
         self.model = model
-        causal, head = self.causal, self.get_output_embeddings()
+        causal = self.causal
+        head = self.get_output_embeddings()
         self._plain = (
             type(causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         )
-        self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
+        self._chunk_tokens = chunk_tokens
+        self._by_records = attention != "masked"
         self._chunked = self._plain and chunk_tokens != 0
         if self._plain:
             fuse(causal)
@@ -276,7 +281,8 @@ class NextTokenLoss(nn.Module):
 
     def _first_head(self, rows: PackedTensors, hits: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states, [B, T, D], and the next-token loss, its terms with branches."""
-        model, inputs = self.causal, self._inputs(rows)
+        model = self.causal
+        inputs = self._inputs(rows)
         if not self._chunked:
             return self._head_as_it_is(inputs, rows, hits)
         hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
@@ -295,7 +301,8 @@ class NextTokenLoss(nn.Module):
             self._chunked and rows.spans is None and self._by_records and not count(self.model)
         ):  # which cover no prefix
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
-        if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
+        if arguments:
+            # transformers takes a mask of four dimensions as it is, and else would make one.
             return inputs | {
                 "attention_mask": rows.segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool),
                 **arguments,
@@ -361,11 +368,9 @@ def count(model: nn.Module) -> int:
 
 
 def prepend(model: Any, inputs: Inputs) -> Inputs:
-    """Add the prefix of a PEFT model, if any, to inputs, as if each record stood alone.
-
-    The keys and values of P virtual tokens stand once before the row; the mask is widened from [B,
-    1, T, T] to [B, 1, T, P + T], and every record begins at position P.
-    """
+    """Add the prefix of a PEFT model, if any, to inputs, as if each record stood alone."""
+    # The keys and values of P virtual tokens stand once before the row; the mask is widened from
+    # [B, 1, T, T] to [B, 1, T, P + T], and every record begins at position P.
     virtual = count(model)
     if not virtual:
         return dict(inputs)

@@ -1,8 +1,6 @@
-"""Next-token cross entropy: from logits, and from hidden states in chunks of tokens.
-
-Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the hidden
-states, V entries of the vocabulary.
-"""
+"""Next-token cross entropy: from logits, and from hidden states in chunks of tokens."""
+# Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the
+# hidden states, V entries of the vocabulary.
 
 import functools
 from collections.abc import Callable
@@ -27,10 +25,8 @@ FP16_GRADIENT_SCALE = (
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """Tokens whose logits are in memory at once.
-
-    Large chunks accumulate the weight's gradient less often, small ones hold fewer logits.
-    """
+    """Tokens whose logits are in memory at once."""
+    # Large chunks accumulate the weight's gradient less often, small ones hold fewer logits.
     return 512 if device.type == "cpu" else 2048
 
 
@@ -50,11 +46,9 @@ def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Targets of a head that predicts the token after the next one (arXiv:2404.19737).
-
-    Position t gets the label of position t+1 if that is in the same record, so a token that is not
-    a target of the first head is not one of the second. The last position of a row has none.
-    """
+    """Targets of a head that predicts the token after the next one (arXiv:2404.19737)."""
+    # Position t gets the label of position t+1 if that is in the same record, so a token that is
+    # not a target of the first head is not one of the second. The last position of a row has none.
     found_BT = torch.full_like(labels_BT, IGNORE)
     same_BT = segments_BT[:, 1:] == segments_BT[:, :-1]
     found_BT[:, :-1] = torch.where(same_BT, labels_BT[:, 1:], IGNORE)
@@ -73,14 +67,16 @@ def linear_token_loss_sum(
 ) -> Tensor:
     """`token_loss_sum(hidden @ weight.T, labels)`, with the logits of `chunk_tokens` at a time.
 
-    The forward pass computes both gradients chunk by chunk, the backward pass only multiplies them
-    (fused linear cross entropy, arXiv:2410.10989, section 3.2); gradients that nobody needs are
-    skipped. Products are in the type of autocast; softmax, loss and the weight's gradient in fp32.
     `compiled`: use compiled softmax kernels on CUDA. `hits`: a counter of the labels with the
     largest logit.
     """
+    # The forward pass computes both gradients chunk by chunk, the backward pass only multiplies
+    # them (fused linear cross entropy, arXiv:2410.10989, section 3.2); gradients that nobody needs
+    # are skipped. Products are in the type of autocast; softmax, loss and the weight's gradient in
+    # fp32. Not torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows
+    # no autocast, and is slower on a CPU than the plain way (247 ms against 205 ms).
     arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled, hits)  # type: ignore[no-untyped-call]  # torch's
+    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled, hits)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -178,7 +174,7 @@ def linear_token_losses(
             gradients,
         )
         if keeps_slopes:
-            losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+            losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             losses_C = checkpoint(
                 _ChunkLosses.apply, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -217,11 +213,9 @@ class _ChunkLosses(torch.autograd.Function):
 
 
 def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
-    """The losses of a chunk, [C]; with a scale, overwrites logits by scale times their gradient.
-
-    The gradient is softmax minus one-hot, 0 without a target. The loss is max(logits) - logit of
-    the target - ln max(softmax): one pass of exponentials, none of which underflows.
-    """
+    """The losses of a chunk, [C]; with a scale, overwrites logits by scale times their gradient."""
+    # The gradient is softmax minus one-hot, 0 without a target. The loss is max(logits) - logit of
+    # the target - ln max(softmax): one pass of exponentials, none of which underflows.
     if wide == torch.float32 and native.takes(logits_CV, lanes=1):
         return native.score(logits_CV, labels_C, scale)
     dead_C1 = labels_C[:, None] == IGNORE
@@ -263,11 +257,9 @@ def fused_score(
 
 
 def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """How many labels are the argmax of their logits; IGNORE never is.
-
-    On a CPU argmax takes three times as long as head and loss together, the maximum a tenth of
-    that: so argmax decides only between equal logits, which occur in bf16.
-    """
+    """How many labels are the argmax of their logits; IGNORE never is."""
+    # On a CPU argmax takes three times as long as head and loss together, the maximum a tenth of
+    # that: so argmax decides only between equal logits, which occur in bf16.
     if logits_CV.device.type != "cpu":
         return (logits_CV.argmax(1) == labels_C).sum()
     of_labels_C1 = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])
@@ -282,11 +274,11 @@ def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def live_rows(labels_N: Tensor) -> Tensor:
-    """Positions to compute: on a CPU those with a target, up to a multiple of `FEW_ROWS`; else all.
-
-    Counting would synchronise with other devices. oneDNN compiles a product for each number of
-    rows.
-    """
+    """Positions to compute: on a CPU those with a target and up to `FEW_ROWS` others, or all."""
+    # Counting would synchronise with other devices. oneDNN compiles a product for each number of
+    # rows, hence multiples.
+    # Counting would synchronise with other devices. oneDNN compiles a product for each number of
+    # rows.
     if labels_N.device.type != "cpu":
         return torch.arange(len(labels_N), device=labels_N.device)
     order = (labels_N == IGNORE).to(torch.uint8).argsort(stable=True)
@@ -295,7 +287,7 @@ def live_rows(labels_N: Tensor) -> Tensor:
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    if first.dtype != torch.float16:
+    if first.dtype != torch.float16:  # whose range a sum can exceed
         return first @ second
     if first.device.type == "cuda":
         return torch.mm(first, second, out_dtype=torch.float32)

@@ -1,11 +1,8 @@
-"""Mixture-of-experts layers with torch's grouped products, over tokens sorted by expert.
-
-In the type of autocast, which transformers' grouped products do not know. Forward and backward of
-2048 tokens, width 512, 4 of 32 experts 352 wide, one EPYC core: 260 ms in bf16, 400 in fp32.
-
-Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D
-width, F inner width.
-"""
+"""Mixture-of-experts layers with torch's grouped products, over tokens sorted by expert."""
+# In the type of autocast, which transformers' grouped products do not know. Forward and backward of
+# 2048 tokens, width 512, 4 of 32 experts 352 wide, one EPYC core: 260 ms in bf16, 400 in fp32.
+# Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D
+# width, F inner width.
 
 import contextlib
 import inspect
@@ -33,6 +30,18 @@ ALIGNED = (
 )
 
 
+SHOWN_LOADS = (
+    256  # with more experts than this in all layers together, loads are summarised, not listed
+)
+# Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's
+# neither experts nor weights.
+UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
+BIAS = "e_score_correction_bias"
+LOAD = "moe_load"
+ENTROPY = "moe_entropy"
+TOKENS = "moe_tokens"  # names of sums
+
+
 def group(model: Any) -> None:
     """Compute the experts of a transformers model here; results are the same up to rounding."""
     experts: list[Any] = [module for module in model.modules() if _is_plain(module)]
@@ -48,6 +57,7 @@ def group(model: Any) -> None:
 
 
 def _is_plain(module: Any) -> bool:
+    # SwiGLU experts (arXiv:2002.05202) in two tensors, [E, 2F, D] and [E, D, F], and nothing more.
     others = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
     return (
         getattr(module, "has_gate", False)
@@ -109,17 +119,6 @@ def grouped_products(
     return y_NkD.sum(1)
 
 
-SHOWN_LOADS = (
-    256  # with more experts than this in all layers together, loads are summarised, not listed
-)
-# Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's neither experts nor weights.
-UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
-
-BIAS = "e_score_correction_bias"
-
-LOAD, ENTROPY, TOKENS = "moe_load", "moe_entropy", "moe_tokens"  # names of sums
-
-
 class RouterCall(NamedTuple):
     """One call of a router."""
 
@@ -129,11 +128,10 @@ class RouterCall(NamedTuple):
 
 
 class Routers:
-    """The routers of a model, with their choices recorded, and computed in fp32 under autocast.
+    """The routers of a model, with their choices recorded, and computed in fp32 under autocast."""
 
-    A router decides by its logits between few experts, and bf16 has three digits (arXiv:2101.03961,
-    section 2.4).
-    """
+    # A router decides by its logits between few experts, and bf16 has three digits
+    # (arXiv:2101.03961, section 2.4).
 
     def __init__(self, model: nn.Module) -> None:
         names = {module: type(module).__name__ for module in model.modules()}
@@ -158,13 +156,11 @@ class Routers:
     @property
     def biases(self) -> list[Tensor | None]:
         """The balancing bias of each router, which no gradient trains."""
-        named_tensors = (
-            (*module.named_buffers(), *module.named_parameters()) for module in self.modules
-        )
-        return [
-            next((tensor for name, tensor in named if name.endswith(BIAS)), None)
-            for named in named_tensors
-        ]
+        biases: list[Tensor | None] = []
+        for module in self.modules:
+            named = (*module.named_buffers(), *module.named_parameters())
+            biases.append(next((tensor for name, tensor in named if name.endswith(BIAS)), None))
+        return biases
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[RouterCall]]:
@@ -194,6 +190,8 @@ class Routers:
 
 
 def _scores_apart(router: nn.Module) -> bool:
+    # Over twenty architectures of transformers score each expert by a sigmoid, as DeepSeek-V3 does,
+    # with no setting or base class in common; hence the look at their code.
     names = inspect.unwrap(type(router).forward).__code__.co_names
     return "sigmoid" in names and "softmax" not in names
 
@@ -230,16 +228,18 @@ class Balancing:
                 and "router_z_loss_coef" in vars(config)
             ):
                 raise UsageError(
-                    f"model.moe asks for load balancing, but {type(model).__name__} has no router that can be observed; set "
-                    f"model.moe.balance=0, model.moe.z_loss=0 and model.moe.bias_rate=0, or another model.kind"
+                    f"model.moe asks for load balancing, but {type(model).__name__} has no router "
+                    "that can be observed; set model.moe.balance=0, model.moe.z_loss=0 and "
+                    "model.moe.bias_rate=0, or another model.kind"
                 )
             return cls()
         if not routers.trained:
             return cls()
         if balancing.bias_rate and None in routers.biases:
             raise UsageError(
-                f"model.moe.bias_rate is {balancing.bias_rate} but the routers of {type(model).__name__} have no bias; set "
-                f"model.kind=llama or qwen3, or model.moe.bias_rate=0"
+                f"model.moe.bias_rate is {balancing.bias_rate} but the routers of "
+                f"{type(model).__name__} have no bias; set model.kind=llama or qwen3, or "
+                "model.moe.bias_rate=0"
             )
         return balancing
 
@@ -254,11 +254,12 @@ def row_losses(
 ) -> tuple[Tensor, Tensor]:
     """Balance loss and router z-loss, summed over calls and rows, a row times its targets `live_B`.
 
-    The balance of a row of T tokens is sum_e f_e P_e (arXiv:2412.19437, eq. 17 to 20): f_e is E
-    times the share of choices that fell on expert e, P_e, which carries the gradient, its mean
-    score; even loads give 1. The z-loss is the mean of logsumexp(logits)^2 (arXiv:2202.08906, eq.
-    5). `tokens_BT`: False at padding, which counts in neither.
+    `tokens_BT`: False at padding, which counts in neither.
     """
+    # The balance of a row of T tokens is sum_e f_e P_e (arXiv:2412.19437, eq. 17 to 20): f_e is E
+    # times the share of choices that fell on expert e, P_e, which carries the gradient, its mean
+    # score; even loads give 1. The z-loss is the mean of logsumexp(logits)^2 (arXiv:2202.08906, eq.
+    # 5).
     with torch.autocast(tokens_BT.device.type, enabled=False):  # autocast would count in bf16
         B, T = tokens_BT.shape
         inside_BT = tokens_BT.to(choices[0].logits_NE.dtype)
@@ -266,7 +267,8 @@ def row_losses(
         balance = z = inside_BT.new_zeros(())
         for choice in choices:
             scores_NE = routers.scores(choice)
-            E, k = scores_NE.shape[1], choice.experts_Nk.shape[1]
+            E = scores_NE.shape[1]
+            k = choice.experts_Nk.shape[1]
             with torch.no_grad():  # by the scores alone: eq. 18 leaves out the balancing bias
                 wanted_Nk = scores_NE.topk(k, sorted=False).indices
                 chosen_BTE = torch.zeros_like(scores_NE).scatter_(1, wanted_Nk, 1.0).view(B, T, E)
@@ -282,11 +284,9 @@ def row_losses(
 
 @torch.no_grad()
 def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> Tensors:
-    """Sums over the tokens marked True: their number, each expert's load, entropies in nats.
-
-    Names of loads hold the number of the call and of its router. Loads and tokens are whole
-    numbers, the same in any order of summation.
-    """
+    """Sums over the tokens marked True: their number, each expert's load, entropies in nats."""
+    # Names of loads hold the number of the call and of its router. Loads and tokens are whole
+    # numbers, the same in any order of summation.
     inside_N = tokens_BT.flatten()
     loads = dict[str, Tensor]()
     entropies = []
@@ -319,20 +319,20 @@ def move_biases(routers: Routers, step_sums: Sums, rate: float) -> None:
 
 
 def figures(window_sums: Sums) -> Metrics:
-    """Metrics for the log from the sums since the last line; {} if nothing was counted.
-
-    moe_max_load                     the fullest expert of any layer, as a multiple of the mean
-    moe_max_load/layer_l             the same of one layer
-    moe_load/layer_l/expert_e        share of the layer's choices; left out for over 256 experts
-    moe_router_entropy, .../layer_l  mean over tokens, of the maximum: 0 is certain, 1 is uniform
-    """
+    """Metrics for the log from the sums since the last line; {} if nothing was counted."""
+    # moe_max_load: the fullest expert of any layer, as a multiple of the mean; /layer_l: of one
+    # layer. moe_load/layer_l/expert_e: share of the layer's choices; left out for over 256 experts.
+    # moe_router_entropy, /layer_l: mean over tokens, of the maximum: 0 is certain, 1 is uniform.
     loads = _loads(window_sums)
     if not loads or not window_sums[TOKENS][0]:
         return {}
     shown = sum(len(load) for _, _, load in loads) <= SHOWN_LOADS
-    fullest, entropy, shares = dict[str, float](), dict[str, float](), dict[str, float]()
+    fullest = dict[str, float]()
+    entropy = dict[str, float]()
+    shares = dict[str, float]()
     for layer, _, load in loads:
-        total, experts = max(1.0, sum(load)), len(load)
+        total = max(1.0, sum(load))
+        experts = len(load)
         fullest[f"moe_max_load/layer_{layer}"] = max(load) * experts / total
         most = window_sums[TOKENS][0] * math.log(experts)
         entropy[f"moe_router_entropy/layer_{layer}"] = window_sums[ENTROPY][layer] / most

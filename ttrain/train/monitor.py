@@ -21,6 +21,35 @@ RECENT_STEPS = 200  # from which the time of later steps is estimated
 TRIMMED = 0.05  # share of them left out at either end: a stall, a first step that compiles
 
 
+TERA = 1e12
+# Dense TFLOP/s in fp16, tf32 and fp32, accumulated in fp32, by a word of the name that
+# torch.cuda.get_device_name gives. Chips with tf32 have bf16 too, as fast as fp16. Sources:
+#   T4     nvidia.com, Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+#   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of
+#          the figures with sparsity. GH200 holds the same chip as H100 SXM.
+#   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A
+#   4090   "NVIDIA Ada GPU Architecture", appendix A
+# Boards of the same name that are slower (PCIe, NVL) have lines of their own, or none.
+TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    "T4": (65, None, 8.1),
+    "A10": (125, 62.5, 31.2),
+    "A100": (312, 156, 19.5),
+    "A100 PCIe": (312, 156, 19.5),
+    "L4": (121, 60, 30.3),
+    "L40S": (362, 183, 91.6),
+    "3090": (71, 35.6, 35.6),
+    "4090": (165.2, 82.6, 82.6),
+    "H100": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756, 378, 51.2),
+    "H200": (989.4, 494.7, 66.9),
+    "GH200": (989.4, 494.7, 66.9),
+    "B200": (2250, 1125, 75),
+}
+OTHER_BOARDS = frozenset(
+    {"PCIe", "NVL", "Laptop", "D", "MIG"}
+)  # not covered by the line of the plain chip
+
+
 class PerformanceMonitor(Callback):
     """Adds to the log, for the time since the last one:
 
@@ -43,12 +72,15 @@ class PerformanceMonitor(Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`peak_flops`: of all ranks together; 0: unknown."""
-        self._device, self._clock = device, clock
+        self._device = device
+        self._clock = clock
         self._steps_per_epoch = steps_per_epoch
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._window: list[StepRecord] = []  # since the last log
-        self._all_steps, self._all_seconds = 0, 0.0
+        self._all_steps = 0
+        self._all_seconds = 0.0
         self._began = self._logged = 0.0
 
     def start(self, step: int, steps: int) -> None:
@@ -61,8 +93,10 @@ class PerformanceMonitor(Callback):
         self._all_seconds += record.seconds
 
     def figures(self, record: StepRecord) -> Mapping[str, float]:
-        now, window = self._clock(), self._window
-        seconds, steps = sum(step.seconds for step in window), max(1, len(window))
+        now = self._clock()
+        window = self._window
+        seconds = sum(step.seconds for step in window)
+        steps = max(1, len(window))
         rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
         between_steps = max(0.0, now - self._began - self._all_seconds) / max(
             1, self._all_steps
@@ -78,15 +112,14 @@ class PerformanceMonitor(Callback):
         }
         if self._peak_flops:
             metrics["mfu"] = rate * self._flops_per_token / self._peak_flops
-        self._logged, self._window = now, []
+        self._logged = now
+        self._window = []
         return metrics
 
 
 def trimmed_mean(values: deque[float]) -> float:
-    """The mean without the lowest and highest 5 %, at least one of each of three values or more.
-
-    Unlike the median it is right for steps of two kinds, as with rows grouped by length.
-    """
+    """The mean without the lowest and highest 5 %, at least one of each of three values or more."""
+    # Unlike the median it is right for steps of two kinds, as with rows grouped by length.
     ordered = sorted(values)
     cut = math.ceil(TRIMMED * len(ordered)) if len(ordered) > 2 else 0
     middle = ordered[cut : len(ordered) - cut]
@@ -107,35 +140,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-
-
-TERA = 1e12
-# Dense TFLOP/s in fp16, tf32 and fp32, accumulated in fp32, by a word of the name that torch.cuda.get_device_name gives.
-# Chips with tf32 have bf16 too, as fast as fp16. Sources:
-#   T4     nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
-#   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of the figures with
-#          sparsity. GH200 holds the same chip as H100 SXM.
-#   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A; 4090: "NVIDIA Ada GPU Architecture", appendix A
-# Boards of the same name that are slower (PCIe, NVL) have lines of their own, or none.
-TFLOPS: dict[str, tuple[float, float | None, float]] = {
-    "T4": (65, None, 8.1),
-    "A10": (125, 62.5, 31.2),
-    "A100": (312, 156, 19.5),
-    "A100 PCIe": (312, 156, 19.5),
-    "L4": (121, 60, 30.3),
-    "L40S": (362, 183, 91.6),
-    "3090": (71, 35.6, 35.6),
-    "4090": (165.2, 82.6, 82.6),
-    "H100": (989.4, 494.7, 66.9),
-    "H100 PCIe": (756, 378, 51.2),
-    "H200": (989.4, 494.7, 66.9),
-    "GH200": (989.4, 494.7, 66.9),
-    "B200": (2250, 1125, 75),
-}
-
-OTHER_BOARDS = frozenset(
-    {"PCIe", "NVL", "Laptop", "D", "MIG"}
-)  # not covered by the line of the plain chip
 
 
 def peak_flops(precision: Precision) -> float:
@@ -159,12 +163,10 @@ def datasheet_flops(name: str, word: str) -> float | None:
 
 
 def flops_per_token(model: nn.Module, positions: float) -> float:
-    """FLOPs of forward and backward pass per token (PaLM, arXiv:2204.02311, appendix B).
-
-    6 for each weight that multiplies, 4 if it is frozen; 12 for each layer, head width and position
-    in attention. Embeddings are looked up; of experts those count that a token visits.
-    Recomputation by gradient checkpointing does not count.
-    """
+    """FLOPs of forward and backward pass per token (PaLM, arXiv:2204.02311, appendix B)."""
+    # 6 for each weight that multiplies, 4 if it is frozen; 12 for each layer, head width and
+    # position in attention. Embeddings are looked up; of experts those count that a token visits.
+    # Recomputation by gradient checkpointing does not count.
     looked_up = looked_up_weights(model)
     shares = visited_shares(model)
     weights = sum(

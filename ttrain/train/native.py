@@ -1,8 +1,8 @@
-"""The native kernels of `native.c`: layers on CPUs, in bf16 (AVX512-BF16) and fp32 (AVX2, AVX-512).
-
-Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
-width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
-"""
+"""The native kernels of `native.c`, for CPUs: bf16 (AVX512-BF16) and fp32 (AVX2, AVX-512)."""
+# Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
+# width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
+# Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
+# width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 
 import ctypes
 import functools
@@ -21,21 +21,9 @@ from ttrain.core.machine import INSTRUCTIONS, cpu_flags
 VERSION = 5  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
-# Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of larger ones are faster.
+# Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of
+# larger ones are faster.
 MOST_NUMBERS = 1 << 16
-
-
-class _States(ctypes.Structure):
-    _fields_ = [("states", c_void_p), ("weight", c_void_p), ("epsilon", c_float), ("heads", c_long)]
-
-
-class _Records(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
-        *((name, c_long) for name in ("records", "longest", "K")),
-        ("scale", c_float),
-        ("threads", c_int),
-    ]
 
 
 ARGUMENTS: dict[str, list[Any]] = {
@@ -60,26 +48,35 @@ ARGUMENTS: dict[str, list[Any]] = {
     "attention": [c_void_p] * 7,
     "attention_slopes": [c_void_p] * 12,
 }
-
-
 RETURNING = (
     "score",
     "orthogonal",
     "attention",
     "attention_slopes",
 )  # whether there was memory for them
-
 NO_MEMORY = -1
-
-# Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has counts.
+# Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has
+# counts.
 KINDS = (
     (torch.float32, 1, "fp32_avx2"),
     (torch.float32, 2, "fp32_avx512"),
     (torch.bfloat16, 4, "bf16"),
 )
-
-
 ADVICE = "with gcc 10 or newer, install ttrain again"
+
+
+class _States(ctypes.Structure):
+    _fields_ = [("states", c_void_p), ("weight", c_void_p), ("epsilon", c_float), ("heads", c_long)]
+
+
+class _Records(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
+        *((name, c_long) for name in ("records", "longest", "K")),
+        ("scale", c_float),
+        ("threads", c_int),
+    ]
+
 
 log = logging.getLogger("ttrain")
 
@@ -98,7 +95,8 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
     try:
-        # Before the system's OpenMP, which is another one beside torch's where that has a name of its own.
+        # Before the system's OpenMP, which is another one beside torch's where that has a name of
+        # its own.
         for path in (*packages.glob("torch/lib/libgomp*"), *packages.glob("torch.libs/libgomp*")):
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(next(path for path in files if path.exists())))
@@ -110,10 +108,8 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
         if kinds & kind:
             found[dtype] = {name: getattr(library, f"native_{name}_{suffix}") for name in ARGUMENTS}
             for name, function in found[dtype].items():
-                function.argtypes, function.restype = (
-                    ARGUMENTS[name],
-                    c_long if name in RETURNING else None,
-                )
+                function.argtypes = ARGUMENTS[name]
+                function.restype = c_long if name in RETURNING else None
     return found
 
 
@@ -163,7 +159,8 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     bad = _call(logits_CV.dtype, "score", logits_CV, labels_C, *arguments)
     if bad:
         raise IndexError(
-            f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} entries"
+            f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} "
+            "entries"
         )
     return losses_C
 
@@ -189,7 +186,8 @@ def takes_norm(dtype: torch.dtype, x: Tensor, weight: Tensor) -> bool:
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """weight x scale in this type, and the scale, 1 / rms(x)."""
-    out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
+    out = torch.empty_like(x, dtype=dtype)
+    D = x.shape[-1]
     scale = x.new_empty(*x.shape[:-1], 1)
     _call(
         dtype,
@@ -209,7 +207,8 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple
 
 def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight of `norm`."""
-    of_x, D = torch.empty_like(x), x.shape[-1]
+    of_x = torch.empty_like(x)
+    D = x.shape[-1]
     rows = x.numel() // D
     of_weight = x.new_empty(-(-rows // NORM_ROWS), D)
     _call(

@@ -18,6 +18,11 @@ MOMENTUM = 0.9  # of Muon; at 0.95 the quickstart ends 0.025 bits per byte highe
 SHOWN_NAMES = 3
 
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+EPS = 1e-7  # those of torch.optim.Muon
+
+
 class Optimizers:
     """One or two torch optimizers that step together; each group has its own peak rate."""
 
@@ -53,17 +58,15 @@ class Optimizers:
         )
 
     def prepare(self, dtype: torch.dtype, ranks: Ranks | None) -> None:
-        """Set the number format of Muon's products, and let the ranks divide them.
-
-        They must then step together. Ranks on several machines divide nothing: through a network
-        results take longer than computing them on a GPU.
-        """
+        """Set the number format of Muon's products, which ranks that step together divide."""
+        # Ranks on several machines divide nothing: through a network results take longer than
+        # computing them on a GPU.
+        # Ranks on several machines divide nothing: through a network results take longer than
+        # computing them on a GPU.
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.dtype, optimizer.ranks = (
-                    dtype,
-                    ranks if ranks is not None and ranks.on_one_machine else None,
-                )
+                optimizer.dtype = dtype
+                optimizer.ranks = ranks if ranks is not None and ranks.on_one_machine else None
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -72,7 +75,7 @@ class Optimizers:
     def step_unless(self, prevented: Tensor) -> None:
         """Update, except where `prevented` (on the device) is 1.0."""
         for optimizer in self.optimizers:
-            optimizer.found_inf = prevented  # type: ignore[attr-defined]  # as torch's GradScaler does
+            optimizer.found_inf = prevented  # type: ignore[attr-defined]
         self.step()
 
     def zero_grad(self) -> None:
@@ -81,17 +84,20 @@ class Optimizers:
 
     def groups(self) -> list[dict[str, Any]]:
         """Description of each parameter group for the log."""
-        return [
-            {
-                "optimizer": type(optimizer).__name__,
-                "lr": group["initial_lr"],
-                "weight_decay": group["weight_decay"],
-                "tensors": len(group["params"]),
-                "parameters": sum(p.numel() for p in group["params"]),
-                "names": [self.names[p] for p in group["params"][:SHOWN_NAMES]],
-            }
-            for optimizer, group in self._groups()
-        ]
+        groups = []
+        for optimizer, group in self._groups():
+            parameters = group["params"]
+            groups.append(
+                {
+                    "optimizer": type(optimizer).__name__,
+                    "lr": group["initial_lr"],
+                    "weight_decay": group["weight_decay"],
+                    "tensors": len(parameters),
+                    "parameters": sum(p.numel() for p in parameters),
+                    "names": [self.names[p] for p in parameters[:SHOWN_NAMES]],
+                }
+            )
+        return groups
 
     def state(self) -> Tensors:
         """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}."""
@@ -115,7 +121,8 @@ class Optimizers:
             key, _, parameter_name = name.partition("|")
             if parameter_name not in owners:
                 raise ArtifactError(
-                    f"the checkpoint has optimizer state for {parameter_name}, which is not trained here"
+                    f"the checkpoint has optimizer state for {parameter_name}, which is not "
+                    "trained here"
                 )
             parameter, optimizer = owners[parameter_name]
             stays = key == "step" and not optimizer.defaults.get(
@@ -130,17 +137,14 @@ class Optimizers:
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """Build the optimizers of a model's trainable parameters.
-
-    `adamw` decouples weight decay from the gradient (arXiv:1711.05101), `adam` (arXiv:1412.6980)
-    adds it there, as L2. `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden
-    matrices, with a rate scaled by sqrt(max(1, rows/columns)), and leaves the rest to AdamW.
-    Stacked experts are matrices too: 8 of them, 2 a token, on 0.6 M bytes of text in 300 steps, end
-    at 1.18 nats a byte held out, with AdamW at 1.30.
-
-    Embedding and output head may have rates of their own; a tied weight takes the head's. Weight
-    decay falls on matrices only, also stacked ones: never on norms, biases and embeddings.
-    """
+    """Build the optimizers of a model's trainable parameters."""
+    # `adamw` decouples weight decay from the gradient (arXiv:1711.05101), `adam` (arXiv:1412.6980)
+    # adds it there, as L2. `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden
+    # matrices and leaves the rest to AdamW. Stacked experts are matrices too: 8 of them, 2 a token,
+    # on 0.6 M bytes of text in 300 steps, end at 1.18 nats a byte held out, with AdamW at 1.30.
+    # Embedding and output head may have rates of their own; a tied weight takes the head's. Weight
+    # decay falls on matrices only: never on norms, biases (also those of stacked experts, which
+    # have two dimensions) and embeddings.
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -151,7 +155,8 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     muon: list[Tensor] = []
     groups: dict[tuple[float, float], list[Tensor]] = {}  # by rate and decay
     for name, p in trained:
-        lr, decay = config.lr, 0.0
+        lr = config.lr
+        decay = 0.0
         if id(p) in heads:
             lr = config.head_lr or lr
         elif id(p) in embeddings:
@@ -180,19 +185,18 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     return Optimizers(optimizers, {p: name for name, p in trained})
 
 
-COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
-
-
 @final
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are made orthogonal (Jordan 2024, kellerjordan.github.io/posts/muon).
+    """Momentum whose matrices are made orthogonal (Jordan 2024).
 
-    For matrices [A, B] and stacks [E, A, B], all of one shape in one batch of products: 12 ms a
-    step of the quickstart, where torch.optim.Muon takes 22. An expert that no token visited is
-    updated by its momentum only. A sharded matrix is gathered. With `ranks` each makes its share
-    orthogonal. `dtype` is that of the products: on a CPU that emulates bf16 a step takes 514 ms of
-    CPU in fp32, 1,372 in bf16.
+    kellerjordan.github.io/posts/muon, for matrices [A, B] and stacks of experts [E, A, B]. A
+    sharded matrix is gathered; with `ranks` each makes its share orthogonal. `dtype`: of the
+    products.
     """
+
+    # All matrices of one shape are one batch of products: 12 ms a step of the quickstart, where
+    # torch.optim.Muon takes 22. On a CPU that emulates bf16 a step takes 514 ms of CPU in fp32,
+    # 1,372 in bf16. An expert that no token visited is updated by its momentum only.
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -203,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = torch.float32
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             alike: dict[tuple[bool, torch.Size], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -251,11 +255,13 @@ class Muon(torch.optim.Optimizer):
         self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float
     ) -> None:
         A, B = parameters[0].shape[-2:]
-        rate, kept = lr * math.sqrt(max(1, A / B)), cast(Any, 1 - lr * weight_decay)
+        rate = lr * math.sqrt(max(1, A / B))
+        kept = cast(Any, 1 - lr * weight_decay)
         if self.found_inf is not None:
             applied = 1 - self.found_inf
             directions_EAB = directions_EAB.to(parameters[0].dtype) * (applied * rate)
-            rate, kept = 1.0, 1 - applied * (lr * weight_decay)
+            rate = 1.0
+            kept = 1 - applied * (lr * weight_decay)
         weights = [local_part(parameter) for parameter in parameters]
         counts = [1 if part.ndim == 2 else len(part) for part in weights]
         directions = [
@@ -288,13 +294,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format.
-
-    A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x,
-    three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
-    multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
-    times x.
-    """
+    """Each matrix with singular values near 1, by five Newton-Schulz steps in this format."""
+    # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
+    # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
+    # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
+    # times x.
+    # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
+    # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
+    # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
+    # times x.
     if native.takes_matrices(matrices_EAB, dtype):
         return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)
     a, b, c = COEFFICIENTS
@@ -304,7 +312,8 @@ def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
     for count in (3, 2) if 2 * x.shape[2] >= 3 * x.shape[1] else (1,) * STEPS:
         gram = torch.bmm(x, x.transpose(1, 2))
         single = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # p(G) - a
-        combined, factor = single, a  # the product of all p(G) so far, without `factor` times 1
+        combined = single
+        factor = a  # the product of all p(G) so far, without `factor` times 1
         for _ in range(1, count):
             mixed = torch.baddbmm(gram, single, gram, beta=a)
             gram = torch.baddbmm(mixed, single, mixed, beta=a)

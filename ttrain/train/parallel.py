@@ -15,7 +15,9 @@ from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 class Parallel:
     """The module that training calls, with hooks for its backward passes; here of one rank."""
 
-    loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
+    # The loss is multiplied by it, so that gradients end as sums over ranks where the method
+    # averages.
+    loss_factor = 1.0
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -42,7 +44,8 @@ class Replicated(Parallel):
     """Every rank has the whole model; DDP sums gradients during the last backward pass."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
+        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the
+        # CPU.
         super().__init__(
             nn.parallel.DistributedDataParallel(
                 module, gradient_as_bucket_view=True, forward_sync_buffers=False
@@ -59,7 +62,8 @@ class Replicated(Parallel):
 
     @torch.no_grad()
     def finish(self) -> None:
-        # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
+        # Running statistics are those of rank 0, which are saved in checkpoints. A module may
+        # replace its buffers.
         for buffer in map(self._bare.get_buffer, self._saved_buffers):
             contiguous = (
                 buffer.detach().contiguous()
@@ -73,9 +77,10 @@ def place(
 ) -> tuple[Parallel, CompiledLayers]:
     """Distribute a module over the ranks; returns it with its compiled layers.
 
-    `attempt` is a pass to try whether they can be compiled; None: do not compile. It runs before
-    the module is replicated: a pass that ends within DDP leaves a reduction open.
+    `attempt` is a pass to try whether they can be compiled; None: do not compile.
     """
+    # It is tried before the module is replicated: a pass that ends within DDP leaves a reduction
+    # open. Sharded layers can be tried only where they are.
     layers = CompiledLayers(module if attempt else None)
     if parallel == "fsdp" and ranks.world > 1:
         placed: Parallel = Sharded(module, ranks)

@@ -39,7 +39,10 @@ class PeriodicEvaluation(Callback):
         *,
         every: int,
     ) -> None:
-        self._model, self._measure, self._writers, self._every = model, measure, writers, every
+        self._model = model
+        self._measure = measure
+        self._writers = writers
+        self._every = every
         self._began = self._spent = 0.0
 
     def start(self, step: int, steps: int) -> None:
@@ -73,7 +76,10 @@ class PeriodicSamples(Callback):
         *,
         every: int,
     ) -> None:
-        self._directory, self._model, self._write, self._every = directory, model, write, every
+        self._directory = directory
+        self._model = model
+        self._write = write
+        self._every = every
 
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every:
@@ -94,8 +100,9 @@ def _as_text(sample: Mapping[str, str]) -> str:
 def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
     """Disable gradients inside; afterwards restore random state and training modes."""
     modes = [(module, module.training) for module in model.modules()]
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield

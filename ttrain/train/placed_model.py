@@ -1,9 +1,7 @@
-"""A model on its devices, with its optimizers: the gradient of a step, and the update.
-
-The gradient is the sum over all targets of the step, divided once by their number over all ranks
-and micro-batches. Dropout is a function of (seed, step, micro-batch), so that a run continues bit
-for bit.
-"""
+"""A model on its devices, with its optimizers: the gradient of a step, and the update."""
+# The gradient is the sum over all targets of the step, divided once by their number over all ranks
+# and micro-batches. Dropout is a function of (seed, step, micro-batch), so that a run continues bit
+# for bit.
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +31,10 @@ class PlacedModel:
         precision: Precision,
         speed: Speed,
     ) -> None:
-        self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
+        self.task = task
+        self.loader = loader
+        self.ranks = ranks
+        self.precision = precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1
         self.bare = (
             module.to(ranks.device) if is_whole else module
@@ -50,7 +51,8 @@ class PlacedModel:
         self.can_defer = (
             is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
         )
-        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
+        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of
+        # a sum do not overflow.
         self._scale = 1.0 / task.config.step_tokens
 
     @property
@@ -74,7 +76,8 @@ class PlacedModel:
                 + step * 0xBF58476D1CE4E5B9
                 + micro.number * 0x94D049BB133111EB
             )
-            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
+            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is
+            # not in use.
             (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(
                 seed % (1 << 63)
             )
@@ -85,7 +88,7 @@ class PlacedModel:
                         self.parallel.module, micro.batch, self.ranks.device
                     )
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
-                (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+                (loss.total * factor).backward()  # type: ignore[no-untyped-call]
             sums.add(micro.number, loss)
         self.parallel.finish()
         return sums
@@ -111,4 +114,4 @@ class PlacedModel:
     def _trial_pass(self, module: nn.Module) -> None:
         with self.precision.autocast():
             loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
-        loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.total.backward()  # type: ignore[no-untyped-call]

@@ -1,8 +1,6 @@
-"""Precision and device of a stage. Master weights, gradients and optimizer state stay fp32.
-
-`precision` changes the weights, so it is part of a stage's key; also `tf32`, which is fp32 but for
-matrix products on CUDA, whose factors are rounded to 10 bits of mantissa.
-"""
+"""Precision and device of a stage. Master weights, gradients and optimizer state stay fp32."""
+# `precision` changes the weights, so it is part of a stage's key; also `tf32`, which is fp32 but
+# for matrix products on CUDA, whose factors are rounded to 10 bits of mantissa.
 
 import contextlib
 import logging
@@ -38,11 +36,13 @@ log = logging.getLogger("ttrain")
 
 @dataclass
 class LossScale:
-    """Loss scaling (arXiv:1710.03740): halved when a gradient overflows, doubled after 2000 steps.
+    """Loss scaling (arXiv:1710.03740): halved at an overflow, doubled after 2000 good steps."""
 
-    Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
-    the factor joins the division by targets. Saved in the checkpoint.
-    """
+    # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
+    # the factor joins the division by targets.
+
+    # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
+    # the factor joins the division by targets.
 
     scale: float
     enabled: bool
@@ -61,13 +61,15 @@ class LossScale:
         self.overflows = 0 if finite else self.overflows + 1
         if self.overflows >= OVERFLOWS_IN_A_ROW:
             raise TTrainError(
-                f"precision is fp16, and the gradients of {self.overflows} steps in a row overflowed, the last with a loss "
-                f"scale of {self.scale:g}; no scale helps: set precision=bf16 or fp32, or lower optim.lr"
+                f"precision is fp16, and the gradients of {self.overflows} steps in a row "
+                f"overflowed, the last with a loss scale of {self.scale:g}; no scale helps: set "
+                "precision=bf16 or fp32, or lower optim.lr"
             )
         if not finite:
             self.scale = max(self.scale / 2, LOWEST_SCALE)
         elif self.good_steps == GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self.good_steps = 0
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,12 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
     """
     requested = word
     if word == "auto":
-        word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
+        without_bf16 = "fp16" if device.type == "cuda" else "fp32"
+        word = "bf16" if has_bf16(device) else without_bf16
     if word == "tf32" and not is_ampere(device):
         raise UsageError(
-            f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto"
+            f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set "
+            "precision=fp32 or auto"
         )
     if requested == "bf16" and device.type != "mps" and not has_bf16(device):
         faster = "fp16" if device.type == "cuda" else "fp32"
@@ -145,10 +149,8 @@ def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device")
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    requested, word = (
-        word,
-        next(name for name in available if available[name]) if word == "auto" else word,
-    )
+    requested = word
+    word = next(name for name in available if available[name]) if word == "auto" else word
     if not available[word]:
         raise UsageError(
             f"{name} is {word}, but torch {torch.__version__} finds no such device here; "
@@ -157,21 +159,19 @@ def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device")
     count = torch.cuda.device_count() if word == "cuda" else 1
     if word != "cpu" and local_rank >= count:
         raise UsageError(
-            f"runtime.device is {requested} and runtime.devices is more than the {count} of {word} here; "
-            f"set runtime.devices={count}, or runtime.device=cpu"
+            f"runtime.device is {requested} and runtime.devices is more than the {count} of "
+            f"{word} here; set runtime.devices={count}, or runtime.device=cpu"
         )
     return torch.device(word, local_rank) if word == "cuda" else torch.device(word)
 
 
 def set_deterministic(on: bool) -> None:
-    """Use deterministic kernels; call before the first one runs. Operations without one warn.
-
-    Eager CPU code is deterministic anyway. Compiled code gave six results in six runs on two
-    threads, and with this one. On CUDA cuBLAS also needs a fixed workspace
-    (docs.nvidia.com/cuda/cublas, "Results reproducibility").
-    """
+    """Use deterministic kernels; call before the first one runs. Operations without one warn."""
+    # Eager CPU code is deterministic anyway. Compiled code gave six results in six runs on two
+    # threads, and with this one. On CUDA cuBLAS also needs a fixed workspace
+    # (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on, warn_only=True)
     # A debugging aid that fills every new tensor with NaN.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

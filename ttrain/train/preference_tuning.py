@@ -1,8 +1,6 @@
-"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers.
-
-Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are the
-chosen and the rejected one of a pair.
-"""
+"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers."""
+# Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are
+# the chosen and the rejected one of a pair.
 
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
@@ -19,7 +17,10 @@ from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.language_modeling import CausalTask
 from ttrain.train.task import LossSum, Metrics, Sums
 
-CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sums of a step
+CHOSEN = "chosen"
+REJECTED = "rejected"
+LEADS = "leads"
+RATIOS = "ratios"  # sums of a step
 
 
 Count = TypeVar("Count", int, Array)
@@ -113,7 +114,7 @@ def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     return weights_A * torch.sigmoid(-gains_A)
 
 
-# --- the task -----------------------------------------------------------------------------------------------------------
+# --- the task ---
 
 
 def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> Scores:
@@ -147,17 +148,17 @@ def _scored(
 
 def is_paired(answer_ids_A: Array) -> bool:
     """Whether all answers are in pairs, none rated alone."""
-    chosen_P, rejected_P = answer_ids_A[::2], answer_ids_A[1::2]
+    chosen_P = answer_ids_A[::2]
+    rejected_P = answer_ids_A[1::2]
     return len(chosen_P) == len(rejected_P) and bool((chosen_P + 1 == rejected_P).all())
 
 
 @final
 class PreferenceTuning(CausalTask):
-    """Learns to prefer one answer to another; rows bring the reference's log-probabilities.
+    """Learns to prefer one answer to another; rows bring the reference's log-probabilities."""
 
-    The reference point of kto is the mean log-ratio of all answers of the step before, at least 0;
-    0 in the first step. So it is the same for all micro-batches and ranks.
-    """
+    # The reference point of kto is the mean log-ratio of all answers of the step before, at least
+    # 0; 0 in the first step. So it is the same for all micro-batches and ranks.
 
     config: Dpo
 
@@ -187,8 +188,8 @@ class PreferenceTuning(CausalTask):
         rated = rows.counts()["rated_answers"]
         if rated and self.config.loss != "kto":
             raise UsageError(
-                f"dpo.loss is {self.config.loss}, which compares two answers, but {rated} rows of data.dpo have a single "
-                f"rated one; set dpo.loss=kto, or bring pairs"
+                f"dpo.loss is {self.config.loss}, which compares two answers, but {rated} rows of "
+                "data.dpo have a single rated one; set dpo.loss=kto, or bring pairs"
             )
 
     def after_step(self, sums: Sums) -> None:
@@ -235,7 +236,8 @@ class PreferenceTuning(CausalTask):
         return LossSum(total, loss_count(self.config, len(batch.answer_ids_A)), sums=sums)
 
     def _sums(self, answers: Answers, *, paired: bool) -> Tensors:
-        log_probs_A, ratios_A = answers.log_probs_A.detach(), answers.ratios_A.detach()
+        log_probs_A = answers.log_probs_A.detach()
+        ratios_A = answers.ratios_A.detach()
         rewards_A = (
             self.config.beta * log_ratios(self.config, answers).detach()
         )  # implicit; without a reference beta log pi

@@ -20,8 +20,10 @@ from ttrain.errors import TTrainError, UsageError
 GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
 CAP_SHARE = 0.8  # of the memory that is free
-# What a training takes before its first step, and the stack of a thread: with less, libraries end it in words of their own.
-START_BYTES, THREAD_BYTES = 40_000_000, 8 << 20
+# What a training takes before its first step, and the stack of a thread: with less, libraries end
+# it in words of their own.
+START_BYTES = 40_000_000
+THREAD_BYTES = 8 << 20
 
 # The last is oneDNN's, where it has no memory to compile a product in.
 PHRASES = (
@@ -43,21 +45,24 @@ def limit_bytes(runtime: Runtime) -> float | None:
 def limit_memory(limit: float | None, device: torch.device) -> None:
     """Limit this process to `limit` bytes of computing memory; larger allocations fail at once.
 
-    On CUDA: of torch's allocator (the context takes half a gigabyte more). On Linux: of what no
-    file backs (RLIMIT_DATA, without mapped shards and libraries), also in children. Elsewhere a
-    warning. Raises UsageError if the process has more already.
+    Raises UsageError if the process has more already.
     """
+    # On CUDA: of torch's allocator (the context takes half a gigabyte more). On Linux: of what no
+    # file backs (RLIMIT_DATA, without mapped shards and libraries), also in children. macOS
+    # enforces no such limit.
     if limit is None:
         return
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     elif device.type == "cpu" and sys.platform == "linux":
-        used, more = data_bytes() / GB, (START_BYTES + THREAD_BYTES * torch.get_num_threads()) / GB
+        used = data_bytes() / GB
+        more = (START_BYTES + THREAD_BYTES * torch.get_num_threads()) / GB
         if used + more >= limit / GB:
             raise UsageError(
-                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used:.2f} before it trains, and needs "
-                f"{more:.2f} to begin; set runtime.memory_limit_gb above {used + more:.2f}"
+                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used:.2f} "
+                f"before it trains, and needs {more:.2f} to begin; set runtime.memory_limit_gb "
+                f"above {used + more:.2f}"
             )
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         soft = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
@@ -74,10 +79,8 @@ def available_bytes(device: torch.device) -> float:
     """Free memory of the GPU, else of the machine within the container's limit."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, file = (
-        float(psutil.virtual_memory().available),
-        CGROUP / "memory.max",
-    )  # of cgroups of version 2
+    free = float(psutil.virtual_memory().available)
+    file = CGROUP / "memory.max"  # of cgroups of version 2
     limit = file.read_text().strip() if file.exists() else "max"
     return (
         free
@@ -149,12 +152,11 @@ class NightThrottle:
         memory_limit: float | None = None,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
-        self.settings, self.on = settings, False
-        self._device, self._rows_per_device, self._memory_limit = (
-            device,
-            rows_per_device,
-            memory_limit,
-        )
+        self.settings = settings
+        self.on = False
+        self._device = device
+        self._rows_per_device = rows_per_device
+        self._memory_limit = memory_limit
         self._threads = torch.get_num_threads()
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
         self._clock = clock or (lambda: datetime.now(zone))
@@ -174,15 +176,14 @@ class NightThrottle:
         threads = max(1, self._threads // 2) if on else self._threads
         torch.set_num_threads(threads)
         if self._device.type == "cuda" and self.settings.memory_share is not None:
-            limit_memory(self._gpu_limit(on, self.settings.memory_share), self._device)
+            day = self._memory_limit or math.inf
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            # Less than what is in use would end what fits by day.
+            used = torch.cuda.max_memory_reserved(self._device)
+            by_night = min(day, max(self.settings.memory_share * total, used))
+            limit_memory(by_night if on else day, self._device)
         log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
         return rows
-
-    def _gpu_limit(self, on: bool, share: float) -> float:
-        day = self._memory_limit or math.inf
-        most = share * torch.cuda.get_device_properties(self._device).total_memory
-        used = torch.cuda.max_memory_reserved(self._device)  # less would end what fits by day
-        return min(day, max(most, used)) if on else day
 
 
 def is_in_window(now: time, start: time, end: time) -> bool:

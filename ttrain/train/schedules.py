@@ -7,8 +7,10 @@ from ttrain.config import Schedule, Training
 
 WARMUP_STEPS = 10
 MINIMIND_FLOOR = 0.1
-QUICK_SHARE = 0.02  # of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %
-FEWEST_QUICK_ROWS, MOST_QUICK_ROWS = 4, 64
+# Of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %.
+QUICK_SHARE = 0.02
+FEWEST_QUICK_ROWS = 4
+MOST_QUICK_ROWS = 64
 BUDGET = frozenset({"tokens", "epochs"})  # settings that may change when a checkpoint is continued
 
 
@@ -18,9 +20,9 @@ RATES = frozenset(
 
 
 def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
-    """(optimizer steps, rows consumed) of a budget over `rows` rows; tokens round up to steps.
+    """(optimizer steps, rows consumed) of a budget over `rows` rows; tokens round up.
 
-    `fill`: mean tokens of a row, as a share of `row_length`, if rows count by length; an estimate.
+    `fill`: mean tokens of a row, as a share of `row_length`, if rows count by length.
     """
     if config.token_budget is not None:
         steps = math.ceil(config.token_budget / (config.step_tokens * fill))
@@ -36,11 +38,9 @@ def spread_steps(steps: int, times: int) -> frozenset[int]:
 
 
 def quick_rows(rows: int, times: int) -> int:
-    """Rows of each quick validation of a training over `rows` rows.
-
-    A forward pass takes a third of a row's training (quickstart: 0.34), and all together may take 2
-    % of it. A power of two, so that most runs are measured on the same rows.
-    """
+    """Rows of each quick validation of a training over `rows` rows."""
+    # A forward pass takes a third of a row's training (quickstart: 0.34), and all of them may take
+    # 2 % of it. A power of two, so that most runs are measured on the same rows.
     most = int(QUICK_SHARE * 3 * rows / max(1, times))
     return min(MOST_QUICK_ROWS, max(FEWEST_QUICK_ROWS, 1 << most.bit_length() >> 1))
 
@@ -69,18 +69,16 @@ def plateau_end(config: Schedule, steps: int) -> int | None:
 
 
 def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
-    """Factor of the peak learning rate at an optimizer step from 0; pure arithmetic.
-
-    The first of w warm-up steps has 1/(w + 1). A decay from step s has done (step - s)/(steps - s):
-    its first step has the peak, the step after the last would reach the floor. Every decay is floor
-    + (1 - floor) * shape, which, unlike max(floor, shape), has no bend.
-
-    `minimind` is lr * (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps
-    (github.com/jingyaogong/minimind, `get_lr`, where t counts micro-batches from 1); `wsd` and the
-    branch of `infinite` (arXiv:2403.08763) are the 1 - sqrt cooldown of arXiv:2405.18392; `cosine`
-    is arXiv:1608.03983.
-    """
-    warmup, start = warmup_steps(config), _peak_end(config, steps)
+    """Factor of the peak learning rate at an optimizer step, counted from 0."""
+    # The first of w warm-up steps has 1/(w + 1). A decay from step s has done (step - s)/(steps -
+    # s): its first step has the peak, the step after the last would reach the floor. Every decay is
+    # floor + (1 - floor) * shape, which, unlike max(floor, shape), has no bend. `minimind` is lr *
+    # (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps (github.com/jingyaogong/minimind,
+    # `get_lr`, where t counts micro-batches from 1); `wsd` and the branch of `infinite`
+    # (arXiv:2403.08763) are the 1 - sqrt cooldown of arXiv:2405.18392; `cosine` is
+    # arXiv:1608.03983.
+    warmup = warmup_steps(config)
+    start = _peak_end(config, steps)
     floor = MINIMIND_FLOOR if config.kind == "minimind" else config.floor
     peak = min(1.0, math.sqrt((config.full_rate_steps or steps) / max(1, steps)))
 

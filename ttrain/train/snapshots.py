@@ -1,4 +1,4 @@
-"""Snapshots of a run at the end of a step, copied into reusable memory so that training can continue."""
+"""Snapshots of a run at the end of a step, copied into reusable memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,12 +29,11 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """CPU memory for the snapshots of one run, which stays allocated; pinned for CUDA.
+    """CPU memory for the snapshots of one run, which stays allocated; pinned for CUDA."""
 
-    New memory costs a page fault every 4 KiB: copying 300 MB took 90 to 500 ms into it on two EPYC
-    cores, 17 ms into old memory. The second set is allocated only if a snapshot is taken while the
-    first is written; if both are in use, the trainer waits.
-    """
+    # New memory costs a page fault every 4 KiB: copying 300 MB took 90 to 500 ms into it on two
+    # EPYC cores, 17 ms into old memory. The second set is allocated only if a snapshot is taken
+    # while the first is written; if both are in use, the trainer waits.
 
     def __init__(self, sets: int = 2) -> None:
         self._free: LifoQueue[Memory] = LifoQueue()

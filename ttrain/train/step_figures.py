@@ -1,9 +1,7 @@
-"""Metrics of steps and validations: summed over micro-batches and ranks, read at once or later.
-
-They may stay on the device until a logging step, so that the host does not wait for a GPU. Then the
-device decides whether a gradient is finite: the update of a step that is not changes nothing, and
-the host learns of it when it reads the metrics.
-"""
+"""Metrics of steps and validations: summed over micro-batches and ranks, read at once or later."""
+# They may stay on the device until a logging step, so that the host does not wait for a GPU. Then
+# the device decides whether a gradient is finite: the update of a step that is not changes nothing,
+# and the host learns of it when it reads the metrics.
 
 import math
 import time
@@ -24,6 +22,12 @@ from ttrain.train.precision import Precision
 from ttrain.train.task import LossSum, Metrics, TrainingTask
 
 PART = "part/"  # before the name of a part of the loss, among the names of sums
+
+
+SHOWN_ROWS = 16
+SKIPS_IN_A_ROW = (
+    20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
+)
 
 
 @dataclass
@@ -69,13 +73,13 @@ class ReducedSums:
             agreed = self._ranks.union(
                 [f"{name}|{len(vector)}" for name, vector in vectors.items()]
             )
-            self._lengths = {
-                name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)
-            }
+            pairs = [entry.rsplit("|", 1) for entry in agreed]
+            self._lengths = {name: int(length) for name, length in pairs}
         if unknown := sorted(vectors.keys() - self._lengths.keys()):
             raise TTrainError(
-                f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step did not have; return the "
-                f"same parts from every training step, with 0 for an absent one"
+                f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step "
+                "did not have; return the same parts from every training step, with 0 for an "
+                "absent one"
             )
         return [
             number
@@ -125,7 +129,8 @@ class DeferredSteps:
 
     def __init__(self, device: torch.device, config: Loop) -> None:
         self._steps: list[tuple[Callable[..., FinishedStep], Tensor, float]] = []
-        self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
+        self._device = device
+        self._most_skips = SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
         self._over = torch.zeros((), device=device)
         self._skips: Tensor | None = None  # in a row
         self._began = time.monotonic()
@@ -161,7 +166,8 @@ class DeferredSteps:
 
     def read(self) -> Iterator[FinishedStep]:
         """Wait for the device; yields the steps since the last reading."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
+        self._steps = []
         if not steps:
             return
         numbers = torch.stack([figures for _, figures, _ in steps]).tolist()
@@ -174,7 +180,9 @@ def measure(
     task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
 ) -> tuple[float, Metrics]:
     """Mean loss per target over the batches, NaN without any, and the metrics of the task."""
-    was_training, total, sums = model.training, 0.0, MicroBatchSums()
+    was_training = model.training
+    total = 0.0
+    sums = MicroBatchSums()
     model.eval()
     for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
         is_filler = number >= len(
@@ -192,13 +200,6 @@ def measure(
     return total / live if live else math.nan, dict(task.figures(others)) if others else {}
 
 
-SHOWN_ROWS = 16
-
-SKIPS_IN_A_ROW = (
-    20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
-)
-
-
 class NonFinite(TTrainError):
     """The loss or the gradient of a step is not finite; `rows` are those to blame."""
 
@@ -206,7 +207,8 @@ class NonFinite(TTrainError):
         self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int
     ) -> None:
         """`in_a_row`: such steps up to this one."""
-        self.step, self.rows = finished.step + 1, list(rows)
+        self.step = finished.step + 1
+        self.rows = list(rows)
         self.is_skipped = (
             config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
         )  # else the run ends
@@ -217,9 +219,10 @@ class NonFinite(TTrainError):
             remedy = f"; {'it is skipped' if self.is_skipped else skipped}"
         name = "gradient" if math.isfinite(finished.loss) else "loss"
         super().__init__(
-            f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient norm {finished.norm:.6g}); "
-            f"its {len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower "
-            f"{config.prefix}optim.lr ({config.optim.lr}){remedy}"
+            f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient "
+            f"norm {finished.norm:.6g}); its {len(self.rows)} rows: {shown}. The weights are "
+            f"unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"({config.optim.lr}){remedy}"
         )
 
 

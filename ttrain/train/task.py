@@ -23,6 +23,9 @@ Sums = Mapping[str, Sequence[float]]  # of vectors
 Criterion = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets)
 
 
+GROUP = "ttrain.tasks"
+
+
 @dataclass(frozen=True)
 class LossSum:
     """A loss as a sum over `count` targets, to be divided once, by the targets of the global step.
@@ -85,9 +88,6 @@ class TrainingTask(ABC):
     def derived(self, losses: Metrics) -> Metrics:
         """Metrics for the log, from the means of the loss and its parts (`loss`, `loss_NAME`)."""
         return {}
-
-
-GROUP = "ttrain.tasks"
 
 
 def installed_tasks() -> dict[str, EntryPoint]:

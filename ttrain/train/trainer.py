@@ -1,8 +1,6 @@
-"""The training loop of every stage: draws rows, takes steps, validates, logs and saves.
-
-Position and rows are functions of (seed, step), so that a run continues bit for bit from any
-checkpoint; what a step does to the weights is in `placed_model`.
-"""
+"""The training loop of every stage: draws rows, takes steps, validates, logs and saves."""
+# Position and rows are functions of (seed, step), so that a run continues bit for bit from any
+# checkpoint; what a step does to the weights is in `placed_model`.
 
 import contextlib
 import json
@@ -35,7 +33,8 @@ from ttrain.train.step_figures import (
 from ttrain.train.task import Metrics, TrainingTask
 from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, FitResult, TrainerOptions
 
-QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
+QUICK = "validation_loss_quick"
+QUICK_ACCURACY = "validation_accuracy_quick"
 log = logging.getLogger("ttrain")
 
 
@@ -58,25 +57,25 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """Build the model and restore the newest checkpoint. Raises UsageError."""
-        self.task, self.loader = task, loader
-        self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
-        self.checkpoints, self.validation, self.cadence = (
-            options.checkpoints,
-            options.validation,
-            options.cadence,
-        )
-        self.night, self.stop_requested, self.identity = (
-            options.night,
-            options.stop_requested,
-            options.origin.identity,
-        )
+        self.task = task
+        self.loader = loader
+        self.ranks = options.ranks
+        self.precision = options.precision
+        self.weights = options.weights
+        self.checkpoints = options.checkpoints
+        self.validation = options.validation
+        self.cadence = options.cadence
+        self.night = options.night
+        self.stop_requested = options.stop_requested
+        self.identity = options.origin.identity
         self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
         self._quick_steps = spread_steps(
             self.steps, self.cadence.quick_validations if self.validation.quick else 0
         )
         newest = self.checkpoints.newest() if self.checkpoints else None
-        origin, speed = options.origin, options.speed
+        origin = options.origin
+        speed = options.speed
         snapshot = newest or origin.start
         bare = task.build_model()
         self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
@@ -84,15 +83,16 @@ class Trainer:
             self.weights.load(tensors.weights)
         self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
-        self.bare, self.parallel, self.loss_scale = (
-            self.model.bare,
-            self.model.parallel,
-            self.model.loss_scale,
-        )
-        self.optimizers, self.average = self.model.optimizers, self.model.average
+        self.bare = self.model.bare
+        self.parallel = self.model.parallel
+        self.loss_scale = self.model.loss_scale
+        self.optimizers = self.model.optimizers
+        self.average = self.model.average
         self.factor = task.build_scheduler(self.steps)
-        self.counters, self._buffers = Counters(), SnapshotBuffers()
-        self._totals, self._votes = ReducedSums(self.ranks), Votes()
+        self.counters = Counters()
+        self._buffers = SnapshotBuffers()
+        self._totals = ReducedSums(self.ranks)
+        self._votes = Votes()
         defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
         self.deferred = (
             DeferredSteps(self.ranks.device, task.config)
@@ -121,7 +121,8 @@ class Trainer:
             self._vote()  # a callback may remember that the run was over
             with contextlib.closing(self.loader):
                 reason = self._stop_reason() or self._loop()
-            kept_step, kept = self.step, self.counters
+            kept_step = self.step
+            kept = self.counters
             self.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 kept_step, kept = self._restore_best()
@@ -213,10 +214,9 @@ class Trainer:
         factor, norm = self.model.norm(live)
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total) and math.isfinite(whole_norm):
-            # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            prevented = (
-                None if self.deferred is None else torch.zeros((), device=self.ranks.device)
-            )
+            # A step that could have been deferred, by the same products: on a GPU other ones round
+            # otherwise.
+            prevented = None if self.deferred is None else torch.zeros((), device=self.ranks.device)
             self.model.update(factor, norm, prevented)
         self.optimizers.zero_grad()
         seconds = time.monotonic() - began
@@ -255,8 +255,8 @@ class Trainer:
         self._votes = Votes(signal, callback, night)
         if not live_sum:
             raise TTrainError(
-                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
-                f"give a step more rows"
+                f"step {step + 1} has no token to learn from; every label of its rows is masked. "
+                "Check what masks them, or give a step more rows"
             )
         return live_sum, summed
 
@@ -333,7 +333,8 @@ class Trainer:
 
     def _log_window(self, record: StepRecord) -> None:
         of_task = self.task.figures(self.counters.window.sums)
-        losses, rates = self.counters.close_window(), self.optimizers.learning_rates()
+        losses = self.counters.close_window()
+        rates = self.optimizers.learning_rates()
         metrics = {**losses, **self.task.derived(losses), **of_task}
         metrics |= {
             "lr": [*rates.values()][-1],
@@ -370,10 +371,8 @@ class Trainer:
             return
         with self.average.as_weights():
             tensors = {**self.optimizers.state(), **self.average.state()}
-            weights, optimizer = (
-                self.parallel.whole(self.weights.state()),
-                self.parallel.whole(tensors),
-            )
+            weights = self.parallel.whole(self.weights.state())
+            optimizer = self.parallel.whole(tensors)
             self._saved = step
             if not self.ranks.first:
                 return
@@ -388,11 +387,13 @@ class Trainer:
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore everything but the weights from a snapshot."""
-        old, new = snapshot.state["optimizers"], self._optimizer_names()
+        old = snapshot.state["optimizers"]
+        new = self._optimizer_names()
         if old != new:
             raise UsageError(
-                f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, which {' and '.join(new)} "
-                f"cannot continue; restore optim.kind, or start a new run in another output directory"
+                f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, "
+                f"which {' and '.join(new)} cannot continue; restore optim.kind, or start a new "
+                "run in another output directory"
             )
         self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
@@ -426,8 +427,10 @@ class Trainer:
 
         Raises UsageError with the differences if settings changed that may not.
         """
-        state, order = snapshot.state, self.loader.order
-        old, new = state["identity"], self.identity
+        state = snapshot.state
+        order = self.loader.order
+        old = state["identity"]
+        new = self.identity
         changes = {
             name: f"{old.get(name)} → {new.get(name)}"
             for name in sorted(old.keys() | new.keys())
@@ -437,7 +440,8 @@ class Trainer:
             raise UsageError(
                 f"the checkpoint of step {snapshot.step} was made under other settings "
                 f"({'; '.join(f'{name}: {changes[name]}' for name in refused)}); restore them, "
-                f"start a new run in another output directory, or allow the change of {', '.join(refused)} (--allow)"
+                "start a new run in another output directory, or allow the change of "
+                f"{', '.join(refused)} (--allow)"
             )
         for name, change in changes.items():
             log.warning("continues with another %s: %s", name, change)
@@ -450,9 +454,9 @@ class Trainer:
         rows = int(state["rows"])
         if rows % order.rows_per_step and rows != order.total_rows:
             raise UsageError(
-                f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is not a multiple of the "
-                f"{order.rows_per_step} rows of a step now; use a tokens_per_step that divides it, or start a new run in "
-                f"another output directory"
+                f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is not a "
+                f"multiple of the {order.rows_per_step} rows of a step now; use a tokens_per_step "
+                "that divides it, or start a new run in another output directory"
             )
         return -(-rows // order.rows_per_step)
 
@@ -464,8 +468,8 @@ class Trainer:
         )
         if len(self.ranks.union([state])) > 1:
             raise ArtifactError(
-                f"the ranks start at different steps, rank {self.ranks.rank} at step {self.first}; all ranks must be able "
-                f"to read the checkpoints"
+                f"the ranks start at different steps, rank {self.ranks.rank} at step "
+                f"{self.first}; all ranks must be able to read the checkpoints"
             )
 
     def _drop_outdated_checkpoints(self) -> None:

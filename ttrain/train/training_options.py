@@ -10,7 +10,9 @@ from ttrain.train.precision import Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.snapshots import Snapshot
 
-COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
+COMPLETED = "completed"
+INTERRUPTED = "interrupted"
+STOPPED = "stopped by a callback"
 
 
 class Weights(Protocol):

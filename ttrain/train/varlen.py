@@ -1,12 +1,9 @@
-"""Attention of packed rows on CUDA: torch's flash attention of variable lengths.
-
-A dense mask keeps flash attention out. Here the records of a batch stand one after the other, the
-kernel knows where each begins (arXiv:2205.14135, arXiv:2307.08691), and no score between records is
-computed. It is one operation for the compiler.
-
-Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of a
-head, N records.
-"""
+"""Attention of packed rows on CUDA: torch's flash attention of variable lengths."""
+# A dense mask keeps flash attention out. Here the records of a batch stand one after the other, the
+# kernel knows where each begins (arXiv:2205.14135, arXiv:2307.08691), and no score between records
+# is computed. It is one operation for the compiler.
+# Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of
+# a head, N records.
 
 import contextlib
 from collections.abc import Iterator
@@ -26,11 +23,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Spans(NamedTuple):
-    """Where each record begins among the B * T tokens, and their end: int32 [N + 1], on the device.
+    """Bounds of the records among the B * T tokens, int32 [N + 1]; length of the longest one."""
 
-    `longest`: tokens of the longest record, a tensor on the CPU: a number would be compiled in,
-    with a graph for each value.
-    """
+    # `longest` is a tensor on the CPU: a number would be compiled in, with a graph for each value.
 
     bounds: Tensor
     longest: Tensor
@@ -44,10 +39,8 @@ def record_starts(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Where each record begins among the B * T tokens, and their end, [N + 1].
-
-    Empty records make N a power of two, so that a compiled model meets few shapes.
-    """
+    """Where each record begins among the B * T tokens, and their end, [N + 1]."""
+    # Empty records make N a power of two, so that a compiled model meets few shapes.
     starts = record_starts(segments_BT)
     spans = np.full((1 << (len(starts) - 1).bit_length()) + 1, segments_BT.size, np.int32)
     spans[: len(starts)] = starts
