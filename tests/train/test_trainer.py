@@ -100,9 +100,8 @@ def run(directory: Path, config: Any, *, seed: int = 1, **options: Any) -> Any:
     }
     options |= {"callbacks": [MetricsFile(directory / "metrics.jsonl")]}
     model = tiny_model(seed=seed, dropout=0.1)
-    trainer: Any = make_trainer(
-        config, model, NumberedRows(52), **options
-    )  # an epoch ends in a step
+    # An epoch ends in a step.
+    trainer: Any = make_trainer(config, model, NumberedRows(52), **options)
     trainer.result = trainer.fit()
     return trainer
 

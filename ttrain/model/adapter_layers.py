@@ -81,9 +81,8 @@ class LowRank(torch.autograd.Function):
         up = (up_Fr * scale).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             h_Nr = x_ND @ down.T
-            y = torch.nn.functional.linear(
-                x, weight_FD, bias_F
-            )  # not a view, since some models write into it
+            # Not a view, since some models write into it.
+            y = torch.nn.functional.linear(x, weight_FD, bias_F)
             y.view(-1, y.shape[-1]).addmm_(h_Nr, up.T)
         ctx.save_for_backward(x_ND, weight_FD, down, up, h_Nr)
         ctx.scale = scale

@@ -70,9 +70,8 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         bias="none",
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
-        settings._register_custom_module(
-            {torch.nn.Linear: adapter_layers.FusedLinear}
-        )  # not written to adapter_config.json
+        # Not written to adapter_config.json.
+        settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})
     with without_warnings_of_peft():
         return get_peft_model(model, settings)
 
@@ -81,9 +80,8 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
 def without_warnings_of_peft() -> Iterator[None]:
     """Hide PEFT's warnings that no user can change."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="fan_in_fan_out is set to"
-        )  # where a model has both kinds of layers
+        # Where a model has both kinds of layers.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         # PEFT 0.21.2, its newest version, asks transformers 5.23 by a name that is to go.
         warnings.filterwarnings(
             "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
@@ -301,9 +299,8 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
             f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip "
             "install bitsandbytes, or set lora.quantize=none"
         )
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
-        logging.ERROR
-    )  # a line per layer and pass on a CPU
+    # A line per layer and pass on a CPU.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings = BitsAndBytesConfig(
         load_in_8bit=config.quantize == "int8",
         load_in_4bit=config.quantize == "nf4",

@@ -50,9 +50,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 ROPE = ("rope_theta", "rope_type", "rope_factor")
 
-OWN_ROPE = (
-    "partial_rotary_factor",
-)  # rotary settings of the architecture that we have no setting for
+# Rotary settings of the architecture that we have no setting for.
+OWN_ROPE = ("partial_rotary_factor",)
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1 (arXiv:2407.21783)
 # A record alone in a row gave other logits than in a packed row, by 0.2 to 0.3 at logits of 0.5.
@@ -69,14 +68,12 @@ OFFSET = frozenset(
     }
 )
 
-OURS = frozenset(
-    {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
-)  # come from the tokenizer
+# Come from the tokenizer.
+OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})
 
 
-SIZE_MULTIPLE = (
-    8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
-)
+# Of an expert's inner width: grouped products want rows of 16 bytes, also in bf16.
+SIZE_MULTIPLE = 8
 # Field names of the same setting; the first one that a config class has is used.
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
@@ -248,9 +245,8 @@ def _fields(config: Model, names: FieldNames) -> Fields:
             raise UsageError(
                 f"model.fields.{field_name} is what {reserved[name]} says; leave it out"
             )
-        fields[name] = _typed(
-            copy.deepcopy(value), names.fields[name].type
-        )  # transformers completes mappings in place
+        # transformers completes mappings in place.
+        fields[name] = _typed(copy.deepcopy(value), names.fields[name].type)
     return fields
 
 
@@ -349,9 +345,8 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
     fields["intermediate_size"] = width
     if "moe_intermediate_size" in names.fields:
         fields |= {"moe_intermediate_size": width, "intermediate_size": dense}
-    fields |= {
-        name: 1 for name in ("n_group", "topk_group") if name in names.fields
-    }  # all experts form one group
+    # All experts form one group.
+    fields |= {name: 1 for name in ("n_group", "topk_group") if name in names.fields}
     if name := _name(DENSE, names):
         fields[name] = moe.dense_layers
     elif "mlp_only_layers" in names.fields:

@@ -100,9 +100,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
         and (index := directory / (MODEL + INDEX_SUFFIX)).is_file()
     ):
         shard_names(index)  # which transformers opens wherever they lead
-    if (
-        directory / "adapter_config.json"
-    ).exists():  # which transformers loads too, also from a pickle
+    # Which transformers loads too, also from a pickle.
+    if (directory / "adapter_config.json").exists():
         raise ArtifactError(
             f"{directory} holds a model and an adapter; move the adapter_config.json to another "
             "directory"

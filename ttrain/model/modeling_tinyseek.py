@@ -243,9 +243,8 @@ class TinySeekMoE(nn.Module):
         self.gate = TinySeekTopKRouter(config)
         self.experts = TinySeekExperts(config)
         inner = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = (
-            ReluMLP(config.hidden_size, inner) if inner else None
-        )  # one wide one: outputs are summed
+        # One wide one: outputs are summed.
+        self.shared_experts = ReluMLP(config.hidden_size, inner) if inner else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
@@ -302,7 +301,9 @@ class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
         return x_BTD
 
 
-class TinySeekForCausalLM(OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class TinySeekForCausalLM(  # type: ignore[misc]
+    OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin
+):
     """The causal language model."""
 
     model_class = TinySeekModel

@@ -19,9 +19,8 @@ from ttrain.store.model_files import SECOND_HEAD
 NAME = "multi_token"  # of the head among the model's modules, where the loss looks for it
 WEIGHT = "multi_token_loss_weight"
 KEEP = "multi_token_keep_head"  # in the model's config
-SEED_OFFSET = (
-    0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
-)
+# A separate generator, so that the model's own weights are the same with and without it.
+SEED_OFFSET = 0x5EC0
 
 
 def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:

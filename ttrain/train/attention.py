@@ -58,9 +58,10 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
         return {**inputs, "attention_mask": _scores(mask_B1TS)} if additive else inputs
     queries_BT = inputs["position_ids"]
     B, T = queries_BT.shape
+    # Of virtual tokens.
     virtual_positions = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(
         B, -1
-    )  # of virtual tokens
+    )
     q_B1T1 = queries_BT[:, None, :, None]
     k_B11S = torch.cat([virtual_positions, queries_BT], 1)[:, None, None]
     masks = {}

@@ -25,9 +25,8 @@ class MovingAverage:
         """`share`: the half-life, as a fraction of the steps; None: there is no average."""
         self._names = dict(names) if share else {}
         self._decay = 0.5 ** (1 / max(1, round(share * steps))) if share else 0.0
-        self._count: int | Tensor = (
-            0  # a tensor once the device alone knows which steps were prevented
-        )
+        # A tensor once the device alone knows which steps were prevented.
+        self._count: int | Tensor = 0
         self._averages: list[Tensor] = []
 
     def update(self, prevented: Tensor | None = None) -> None:

@@ -16,6 +16,7 @@ from ttrain.data.order import Order
 from ttrain.data.packing import Array
 from ttrain.errors import TTrainError, UsageError
 
+# In the log; prefixes of names.
 LOGGED_PREFIXES = (
     "loss",
     "grad_norm",
@@ -23,7 +24,7 @@ LOGGED_PREFIXES = (
     "skipped_steps",
     "validation_loss",
     "perplexity",
-)  # in the log; prefixes of names
+)
 
 LARGEST_EXPONENT = 709.0  # exp of more than 709.78 overflows a float
 
@@ -70,12 +71,10 @@ class Callback:
     # After an error `failed` is the last call on every callback. On CUDA `step_end` is called at
     # logging steps, for all steps since the last one.
 
-    saved_attributes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # that are its state in the checkpoint, as JSON
-    keeps_metrics = (
-        False  # whether `log` keeps what it is given, so that later metrics are given to it too
-    )
+    # That are its state in the checkpoint, as JSON.
+    saved_attributes: ClassVar[tuple[str, ...]] = ()
+    # Whether `log` keeps what it is given, so that later metrics are given to it too.
+    keeps_metrics = False
     # False: an error where it asks for a stop, since what it watches has a key that does not hold
     # it.
     may_stop = True

@@ -160,9 +160,8 @@ class Checkpoints:
     def end(self, step: int) -> None:
         """Write the `final` pointer: the trained model has the weights of this step."""
         self.wait()
-        if self._durable is None and list_checkpoints(
-            self.directory
-        ):  # the writer of the newest may have been killed
+        # The writer of the newest may have been killed.
+        if self._durable is None and list_checkpoints(self.directory):
             self._clear_interrupted_writes()
             newest = list_checkpoints(self.directory)[-1]
             self._update_pointers(step_of(newest), logged_metric(newest))
@@ -309,9 +308,8 @@ def lower_priority() -> None:
     Only Linux keeps a niceness per thread; elsewhere nothing changes.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(
-            OSError
-        ):  # where a sandbox forbids it, the writer keeps its priority
+        # Where a sandbox forbids it, the writer keeps its priority.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

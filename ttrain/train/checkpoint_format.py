@@ -48,10 +48,11 @@ def read_tensors(
     """Read weights and optimizer state from the named files of a checkpoint that hold tensors."""
     weights = dict(load_tensors(path / weights_file))
     for name in names:
+        # As `by_file` laid them out.
         if name.endswith(SAFETENSORS) and name not in (
             weights_file,
             OPTIMIZER,
-        ):  # as `by_file` laid them out
+        ):
             weights |= {
                 f"{name}/{tensor_name}": tensor
                 for tensor_name, tensor in load_tensors(path / name).items()
@@ -148,9 +149,8 @@ def tensor_parts(
     tensors: Tensors, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file in pieces. The tensors are on the CPU and must not change."""
-    names = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # so that all are aligned
+    # So that all are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: JsonDict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:

@@ -102,9 +102,8 @@ class Overfit(Guard):
         self._order = order
         self._loss = 0.0
         self._live_tokens = 0  # since the last validation
-        self._low: tuple[int, float, float] | None = (
-            None  # (step, training loss, validation loss) that rises follow
-        )
+        # (step, training loss, validation loss) that rises follow.
+        self._low: tuple[int, float, float] | None = None
         self._before = math.inf
         self._rises = 0
         self._warned = False

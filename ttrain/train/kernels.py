@@ -17,9 +17,8 @@ GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe",
 
 GATED = frozenset({f"{kind}MLP" for kind in GATED_KINDS})
 
-NORMS = frozenset(
-    {f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")}
-)  # Mixtral has experts instead of an MLP
+# Mixtral has experts instead of an MLP.
+NORMS = frozenset({f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")})
 
 # Attention with rotary positions of the whole head, its halves in pairs, and perhaps norms of
 # queries and keys.
@@ -51,8 +50,8 @@ def _norm(self: Any, hidden: Tensor) -> Any:
         or hidden.dtype != torch.float32
     ):
         return type(self).forward(self, hidden)
-    dtype = autocast_dtype(hidden)
-    return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]
+    arguments = (hidden, self.weight, self.variance_epsilon, autocast_dtype(hidden))
+    return _RMSNorm.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _gated(self: Any, hidden: Tensor) -> Any:

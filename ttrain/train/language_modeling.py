@@ -297,9 +297,8 @@ class NextTokenLoss(nn.Module):
         model = self.causal
         inputs: Inputs = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
         arguments: Inputs = {} if rows.spans is None else {"spans": rows.spans}
-        if (
-            self._chunked and rows.spans is None and self._by_records and not count(self.model)
-        ):  # which cover no prefix
+        # Which cover no prefix.
+        if self._chunked and rows.spans is None and self._by_records and not count(self.model):
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
         if arguments:
             # transformers takes a mask of four dimensions as it is, and else would make one.

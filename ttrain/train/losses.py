@@ -15,13 +15,13 @@ from ttrain.data.packing import IGNORE
 from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
 
+UNEVEN = "the number of live labels differs from batch to batch"  # why nothing is compiled
 FEW_ROWS = 64
 
 KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
 
-FP16_GRADIENT_SCALE = (
-    4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
-)
+# Entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16.
+FP16_GRADIENT_SCALE = 4096.0
 
 
 def default_chunk_tokens(device: torch.device) -> int:
@@ -55,7 +55,7 @@ def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
     return found_BT
 
 
-@torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
+@torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_loss_sum(
     hidden_BTD: Tensor,
     weight_VD: Tensor,
@@ -76,7 +76,8 @@ def linear_token_loss_sum(
     # fp32. Not torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows
     # no autocast, and is slower on a CPU than the plain way (247 ms against 205 ms).
     arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled, hits)  # type: ignore[no-untyped-call]
+    apply: Any = _LinearTokenLoss.apply
+    loss: Tensor = apply(*arguments, compiled, hits)
     return loss
 
 
@@ -104,9 +105,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         dtype = autocast_dtype(hidden_ND)
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
-        grad_dtype = (
-            wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-        )  # the loss scale is applied later
+        # The loss scale is applied later.
+        grad_dtype = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
         grad_hidden = (
             torch.zeros_like(hidden_ND, dtype=grad_dtype)
             if gradients and ctx.needs_input_grad[0]
@@ -149,7 +149,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-@torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
+@torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_losses(
     hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None
 ) -> Tensor:
@@ -164,9 +164,8 @@ def linear_token_losses(
     keeps_slopes = len(rows_N) * len(weight_VD) <= KEPT_ENTRIES or not gradients
     dtype = torch.promote_types(autocast_dtype(hidden_ND), torch.float32)
     losses_N = torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device)
-    for rows in torch.split(
-        rows_N, chunk_tokens
-    ):  # one part also without a target: its gradient is 0, on some rank
+    # One part also without a target: its gradient is 0, on some rank.
+    for rows in torch.split(rows_N, chunk_tokens):
         arguments = (
             hidden_ND.index_select(0, rows),
             weight_VD,

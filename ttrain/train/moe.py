@@ -25,14 +25,12 @@ from ttrain.train.precision import autocast_dtype, is_ampere
 from ttrain.train.task import Metrics, Sums
 
 NAME = "ttrain"  # among the experts implementations of transformers
-ALIGNED = (
-    8  # what widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16
-)
+# What widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16.
+ALIGNED = 8
 
 
-SHOWN_LOADS = (
-    256  # with more experts than this in all layers together, loads are summarised, not listed
-)
+# With more experts than this in all layers together, loads are summarised, not listed.
+SHOWN_LOADS = 256
 # Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's
 # neither experts nor weights.
 UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})

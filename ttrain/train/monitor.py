@@ -45,9 +45,8 @@ TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "GH200": (989.4, 494.7, 66.9),
     "B200": (2250, 1125, 75),
 }
-OTHER_BOARDS = frozenset(
-    {"PCIe", "NVL", "Laptop", "D", "MIG"}
-)  # not covered by the line of the plain chip
+# Not covered by the line of the plain chip.
+OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})
 
 
 class PerformanceMonitor(Callback):
@@ -98,9 +97,8 @@ class PerformanceMonitor(Callback):
         seconds = sum(step.seconds for step in window)
         steps = max(1, len(window))
         rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
-        between_steps = max(0.0, now - self._began - self._all_seconds) / max(
-            1, self._all_steps
-        )  # of this whole run
+        # Of this whole run.
+        between_steps = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)
         metrics = {
             "tokens_per_second": rate,
             "step_seconds": seconds / steps,
@@ -133,9 +131,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     with contextlib.suppress(OSError, StopIteration):
-        lines = (
-            Path("/proc/self/status").read_text().splitlines()
-        )  # getrusage has the peak of the parent's image too
+        # Getrusage has the peak of the parent's image too.
+        lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024

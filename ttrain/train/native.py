@@ -48,12 +48,13 @@ ARGUMENTS: dict[str, list[Any]] = {
     "attention": [c_void_p] * 7,
     "attention_slopes": [c_void_p] * 12,
 }
+# Whether there was memory for them.
 RETURNING = (
     "score",
     "orthogonal",
     "attention",
     "attention_slopes",
-)  # whether there was memory for them
+)
 NO_MEMORY = -1
 # Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has
 # counts.

@@ -125,9 +125,8 @@ class Optimizers:
                     "trained here"
                 )
             parameter, optimizer = owners[parameter_name]
-            stays = key == "step" and not optimizer.defaults.get(
-                "fused"
-            )  # only a fused optimizer counts on the device
+            # Only a fused optimizer counts on the device.
+            stays = key == "step" and not optimizer.defaults.get("fused")
             optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
@@ -200,9 +199,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.found_inf: Tensor | None = (
-            None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
-        )
+        # As in torch's fused optimizers: where it is 1.0, nothing is updated.
+        self.found_inf: Tensor | None = None
         self.ranks: Ranks | None = None
         self.dtype = torch.float32
 

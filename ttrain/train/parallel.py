@@ -65,9 +65,8 @@ class Replicated(Parallel):
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may
         # replace its buffers.
         for buffer in map(self._bare.get_buffer, self._saved_buffers):
-            contiguous = (
-                buffer.detach().contiguous()
-            )  # gloo takes a tensor with gaps in memory for one without
+            # Gloo takes a tensor with gaps in memory for one without.
+            contiguous = buffer.detach().contiguous()
             dist.broadcast(contiguous, 0)
             buffer.copy_(contiguous)
 
@@ -98,9 +97,10 @@ class Sharded(Parallel):
     """Each layer is gathered when needed: FSDP2 (arXiv:2304.11277), torch's `fully_shard`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        # 0.5 s of imports that other runs need not pay.
         from torch.distributed.device_mesh import (
             init_device_mesh,
-        )  # 0.5 s of imports that other runs need not pay
+        )
         from torch.distributed.fsdp import fully_shard
 
         self._is_first = ranks.first
@@ -108,9 +108,8 @@ class Sharded(Parallel):
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
         super().__init__(fully_shard(module, mesh=mesh))
-        self.loss_factor = float(
-            ranks.world
-        )  # gradients are averaged over ranks; gloo knows no other way
+        # Gradients are averaged over ranks; gloo knows no other way.
+        self.loss_factor = float(ranks.world)
 
     def before_backward(self, *, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)

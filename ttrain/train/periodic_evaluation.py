@@ -15,10 +15,11 @@ from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 
 PREFIX = "eval/"  # of every figure
 
+# These differ between two runs of the same training.
 TIMED = (
     f"{PREFIX}seconds",
     f"{PREFIX}time_share",
-)  # these differ between two runs of the same training
+)
 
 
 class PeriodicEvaluation(Callback):
@@ -102,7 +103,8 @@ def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     of_numpy = np.random.get_state()
     of_python = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if has_cuda else []
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield

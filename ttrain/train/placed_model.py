@@ -36,9 +36,8 @@ class PlacedModel:
         self.ranks = ranks
         self.precision = precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1
-        self.bare = (
-            module.to(ranks.device) if is_whole else module
-        )  # else each rank moves only its shard
+        # Else each rank moves only its shard.
+        self.bare = module.to(ranks.device) if is_whole else module
         self.parallel, self._compiled_layers = place(
             self.bare, ranks, speed.parallel, self._trial_pass if speed.compile else None
         )

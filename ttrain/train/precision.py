@@ -23,9 +23,8 @@ DTYPES = {
 
 GROWTH_INTERVAL = 2000
 
-OVERFLOWS_IN_A_ROW = (
-    32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
-)
+# Halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below.
+OVERFLOWS_IN_A_ROW = 32
 
 LOWEST_SCALE = 2.0**-16
 

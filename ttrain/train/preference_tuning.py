@@ -55,9 +55,8 @@ def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     total = losses.sum()
     weight = 1.0 if config.loss == "orpo" else config.sft_weight
     if weight:
-        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(
-            min=1
-        )  # their mean, of each answer
+        # Their mean, of each answer.
+        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(min=1)
         total = total + weight * token_losses_A.masked_select(answers.ratings_A > 0).sum()
     return total
 
@@ -79,9 +78,8 @@ def pair_losses(config: Dpo, answers: Answers) -> Tensor:
     chosen_P, rejected_P = log_ratios(config, answers).view(-1, 2).unbind(1)
     lead_P = chosen_P - rejected_P
     if config.loss == "ipo":
-        return (
-            lead_P - 1 / (2 * config.beta)
-        ).square()  # arXiv:2310.12036, equation 17: a lead a token
+        # ArXiv:2310.12036, equation 17: a lead a token.
+        return (lead_P - 1 / (2 * config.beta)).square()
     if config.loss == "simpo":
         return sigmoid(config.beta * lead_P - config.margin)
     if config.loss == "orpo":
@@ -99,9 +97,8 @@ def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 def log_odds(log_prob: Tensor) -> Tensor:
     """log p / (1 - p) of a mean log-probability below 0 (arXiv:2403.07691)."""
-    log_prob = log_prob.clamp(
-        max=-torch.finfo(log_prob.dtype).eps
-    )  # an answer that is certain has infinite odds
+    # An answer that is certain has infinite odds.
+    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
@@ -238,9 +235,8 @@ class PreferenceTuning(CausalTask):
     def _sums(self, answers: Answers, *, paired: bool) -> Tensors:
         log_probs_A = answers.log_probs_A.detach()
         ratios_A = answers.ratios_A.detach()
-        rewards_A = (
-            self.config.beta * log_ratios(self.config, answers).detach()
-        )  # implicit; without a reference beta log pi
+        # Implicit; without a reference beta log pi.
+        rewards_A = self.config.beta * log_ratios(self.config, answers).detach()
         sums = dict[str, Tensor]()
         for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
             mine = (answers.ratings_A == rating).to(log_probs_A)

@@ -14,9 +14,8 @@ MOST_QUICK_ROWS = 64
 BUDGET = frozenset({"tokens", "epochs"})  # settings that may change when a checkpoint is continued
 
 
-RATES = frozenset(
-    {"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"}
-)  # may also change if the user names the run to continue
+# May also change if the user names the run to continue.
+RATES = frozenset({"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"})
 
 
 def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:

@@ -12,9 +12,8 @@ from ttrain.train.distributed import Tensors
 
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
-Memory = tuple[
-    dict[str, Tensor], dict[str, Tensor]
-]  # held for weights, and for the optimizer's state
+# Held for weights, and for the optimizer's state.
+Memory = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ PART = "part/"  # before the name of a part of the loss, among the names of sums
 
 
 SHOWN_ROWS = 16
-SKIPS_IN_A_ROW = (
-    20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
-)
+# A run that only skips learns nothing: the weights are non-finite, or the data is bad.
+SKIPS_IN_A_ROW = 20
 
 
 @dataclass
@@ -35,12 +34,10 @@ class MicroBatchSums:
     """Sums over the micro-batches of a step on one rank: targets, losses, vectors by name."""
 
     live: int = 0
-    losses: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by the number of the micro-batch, on the device
-    vectors: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # parts of the loss, of length 1, and other sums
+    # By the number of the micro-batch, on the device.
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    # Parts of the loss, of length 1, and other sums.
+    vectors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, number: int, loss: LossSum) -> None:
         """Add a micro-batch."""
@@ -185,9 +182,8 @@ def measure(
     sums = MicroBatchSums()
     model.eval()
     for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
-        is_filler = number >= len(
-            batches
-        )  # sharded models must be called equally often on all ranks
+        # Sharded models must be called equally often on all ranks.
+        is_filler = number >= len(batches)
         batch = batches[0].without_targets() if is_filler else batches[number]
         with precision.autocast():
             loss = task.validation_step(model, batch, ranks.device)
@@ -209,9 +205,8 @@ class NonFinite(TTrainError):
         """`in_a_row`: such steps up to this one."""
         self.step = finished.step + 1
         self.rows = list(rows)
-        self.is_skipped = (
-            config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
-        )  # else the run ends
+        # Else the run ends.
+        self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
         shown = first_of(self.rows, SHOWN_ROWS)
         remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         if config.nonfinite == "skip":

@@ -175,9 +175,8 @@ class Trainer:
 
     def _votes_of_rank(self) -> Votes:
         is_night = self.night is not None and self.ranks.first and self.night.is_night()
-        wants_stop = (
-            self.step > 0 and self.callback_list.wants_stop()
-        )  # before the first step there is nothing to keep
+        # Before the first step there is nothing to keep.
+        wants_stop = self.step > 0 and self.callback_list.wants_stop()
         return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
 
     def _vote(self) -> None:
@@ -198,14 +197,12 @@ class Trainer:
 
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
         data_seconds = time.monotonic() - began
-        self.optimizers.set_factor(
-            self.factor(step)
-        )  # also of a step that is skipped, whose rate is logged
+        # Also of a step that is skipped, whose rate is logged.
+        self.optimizers.set_factor(self.factor(step))
         with self.ranks.exchanging():
             sums = self.model.backward(step, micro_batches)
-            if (
-                self.deferred is not None and step > self.first and sums.only_parts
-            ):  # the first one names the parts
+            # The first one names the parts.
+            if self.deferred is not None and step > self.first and sums.only_parts:
                 self._defer_step(self.deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
@@ -273,9 +270,8 @@ class Trainer:
         else:
             self.counters.skipped += 1
             self.counters.skipped_in_a_row += 1
-            if (
-                not self.loss_scale.enabled
-            ):  # fp16 overflows now and then, which a smaller scale fixes
+            # Fp16 overflows now and then, which a smaller scale fixes.
+            if not self.loss_scale.enabled:
                 self._not_finite(finished)
         self.loss_scale.update(finished.finite)
         tokens = self.loader.order.step_tokens(finished.step)

@@ -36,12 +36,10 @@ class Origin:
     """Where a run without a checkpoint begins, and what must be equal to continue one."""
 
     start: Snapshot | None = None  # of another directory, or in memory, as the doctor's
-    plateau: Snapshot | None = (
-        None  # weights and optimizer state of another run, with which the first step begins
-    )
-    identity: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings that are saved in checkpoints, and must be equal
+    # Weights and optimizer state of another run, with which the first step begins.
+    plateau: Snapshot | None = None
+    # Settings that are saved in checkpoints, and must be equal.
+    identity: Mapping[str, Any] = field(default_factory=dict)
     allow: frozenset[str] = frozenset()  # those of them that may differ
 
 

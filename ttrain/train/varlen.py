@@ -172,9 +172,8 @@ def backward_kernel(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    random_state = torch.zeros(
-        2, dtype=torch.uint64, device=q_MHK.device
-    )  # of dropout, which there is none of
+    # Of dropout, which there is none of.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)
     unused = q_MHK.new_empty(0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_MHK,
