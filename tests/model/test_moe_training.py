@@ -7,16 +7,8 @@ import torch
 from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
 from support.tiny_mixtures import BIASED, blocks, spread_routers, tiny_moe
-from support.tiny_trainers import (
-    ALONE,
-    PLAIN,
-    SPARSE,
-    Recorder,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, PLAIN, SPARSE, Recorder, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 from torch import Tensor, nn
 
 from ttrain.config import Optim, Schedule
@@ -33,7 +25,7 @@ CONSTANT = Schedule(kind="constant", warmup_steps=0)
 
 def fit(model: Any, recorder: Recorder, cadence: Cadence = SPARSE, **settings: Any) -> None:
     options: dict[str, Any] = {"callbacks": [recorder], "cadence": cadence}
-    make_trainer(settings_of_training(**settings), model, NumberedRows(60), **options).fit()
+    make_trainer(settings_of(**settings), model, NumberedRows(60), **options).fit()
 
 
 def shares_of(metrics: Any, layer: int) -> list[float]:
@@ -62,7 +54,7 @@ def trained(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights before and after."""
     model = tiny_moe(kind, balance=0.1, bias_rate=0.02)
-    config = settings_of_training(**{"tokens": 2 * 96, **changes})
+    config = settings_of(**{"tokens": 2 * 96, **changes})
     trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
     before = copies(trainer.parallel.whole(trainer.weights.state()))
     trainer.fit()
@@ -137,11 +129,11 @@ def test_balancing_lowers_the_load_of_the_fullest_expert(
 def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:
     model = tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4})
     with pytest.raises(UsageError, match=r"model\.moe\.balance=0"):
-        LanguageModeling(settings_of_training(), model)
+        LanguageModeling(settings_of(), model)
     model = tiny_moe("mixtral")
     model.config.router_bias_rate = 0.1
     with pytest.raises(UsageError, match=r"MixtralForCausalLM.*bias"):
-        LanguageModeling(settings_of_training(), model)
+        LanguageModeling(settings_of(), model)
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])

@@ -12,15 +12,8 @@ import pytest
 import torch
 from support.comparing import copies, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import (
-    ALONE,
-    Recorder,
-    WatchedTask,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
 from ttrain.core.files import ProgressWriter
@@ -79,7 +72,7 @@ class Scripted(WatchedTask):
 
 
 def scripted_trainer(tokens: int, losses: Sequence[float], **options: Any) -> Trainer:
-    config, model = settings_of_training(tokens=tokens, schedule=CONSTANT), tiny_model()
+    config, model = settings_of(tokens=tokens, schedule=CONSTANT), tiny_model()
     task = Scripted(config, model, losses=losses)
     options = {"validation": [BATCH], "task": task, **options}
     return make_trainer(config, model, options.pop("rows", NumberedRows(52)), **options)
@@ -137,13 +130,13 @@ def test_a_stop_follows_so_many_validations_without_a_better_loss(
 
 
 def test_early_stopping_needs_rows_to_validate_on() -> None:
-    config = settings_of_training(validate_every_steps=5, early_stopping={"patience": 2})
+    config = settings_of(validate_every_steps=5, early_stopping={"patience": 2})
     with pytest.raises(UsageError, match=r"early_stopping .*heldout_fraction"):
         early_stopping(config, [])
     (callback,) = early_stopping(config, [BATCH])
     assert isinstance(callback, EarlyStopping)
     assert (callback.patience, callback.min_delta) == (2, 0.0)
-    assert early_stopping(settings_of_training(), []) == []
+    assert early_stopping(settings_of(), []) == []
 
 
 def trained(
@@ -210,7 +203,7 @@ def test_logged_losses_are_means_over_the_tokens_since_the_last_log_on_all_ranks
     """With MiniMind's names: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
 
     def work(ranks: Ranks) -> Any:
-        config = settings_of_training(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
+        config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
         options = {"ranks": ranks, "rows_per_device": 2, "cadence": Cadence(log=3)}
         recorder, model = Recorder(), tiny_model()
         trainer = make_trainer(config, model, NumberedRows(52), callbacks=[recorder], **options)

@@ -258,15 +258,3 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_kernels(
         error = distance({name: tensor}, {name: rounded[name]})
         limit = 1.3 * error + 1e-3 if precision == BF16 else 1e-5
         assert distance({name: tensor}, {name: ours[name]}) < limit, name
-
-
-def test_missing_kernels_are_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(native, "suits_machine", lambda: True)
-    monkeypatch.setattr(native, "kernels", dict)
-    native.warn_if_missing.cache_clear()
-    for _ in range(2):
-        native.warn_if_missing()
-    assert caplog.text.count("gcc 10") == 1
-    native.warn_if_missing.cache_clear()

@@ -10,15 +10,8 @@ import torch
 from support.comparing import PERFORMANCE, copies, curve, logged_steps, same
 from support.tiny_data import NumberedRows, chats, documents
 from support.tiny_stages import Home, stage_settings
-from support.tiny_trainers import (
-    ALONE,
-    CPU,
-    Recorder,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import MultiToken, Runtime
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
@@ -147,7 +140,7 @@ def train(
         multi_token.attach(model, MultiToken(weight=0.3), seed=1)
     evaluation = PeriodicEvaluation(model, measure_of(model, encoder), [evaluations], every=2)
     trainer = make_trainer(
-        settings_of_training(tokens=3 * 96),
+        settings_of(tokens=3 * 96),
         model,
         NumberedRows(52),
         rows_per_device=3,

@@ -12,14 +12,8 @@ import pytest
 import torch
 from support.comparing import copies, curve, distance, same
 from support.tiny_data import VOCAB, NumberedRows
-from support.tiny_trainers import (
-    CPU,
-    Recorder,
-    WatchedTask,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import CPU, Recorder, WatchedTask, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
 from ttrain.data.packing import IGNORE, Batch
@@ -45,14 +39,14 @@ def test_a_step_has_the_loss_and_the_gradient_of_its_sum_over_its_live_targets(
 ) -> None:
     """Whatever the micro-batches: not over all tokens, and not the mean of the means."""
     budget = {"tokens": rows * T, "tokens_per_step": rows * T, "row_length": T}
-    config = settings_of_training(**budget, optim=Optim(lr=1e-2, clip=1e9))
+    config = settings_of(**budget, optim=Optim(lr=1e-2, clip=1e9))
     model, recorder, numbered = tiny_model(), Recorder(), NumberedRows(rows, T, live)
     watched = WatchedTask(config, model)
     options: dict[str, Any] = {"rows_per_device": rows_per_device, "callbacks": [recorder]}
     make_trainer(config, model, numbered, task=watched, **options).fit()
     assert watched.passes == -(-rows // rows_per_device) and watched.optimizers is not None
     (gradients,) = watched.optimizers.gradients
-    task = LanguageModeling(settings_of_training(), tiny_model())
+    task = LanguageModeling(settings_of(), tiny_model())
     module, batch = task.build_model(), numbered.batch(range(rows))
     loss = task.train_step(module, batch, CPU)
     assert loss.count == int((batch.labels_BT != IGNORE).sum()) < rows * T
@@ -64,7 +58,7 @@ def test_a_step_has_the_loss_and_the_gradient_of_its_sum_over_its_live_targets(
 
 
 def test_neither_masked_tokens_nor_padding_move_the_loss() -> None:
-    task = LanguageModeling(settings_of_training(), tiny_model())
+    task = LanguageModeling(settings_of(), tiny_model())
     batch = NumberedRows(3).batch(range(3))
     logits = torch.randn(3, 16, VOCAB, generator=torch.Generator().manual_seed(0))
     labels = torch.from_numpy(batch.labels_BT)
@@ -87,7 +81,7 @@ def test_neither_masked_tokens_nor_padding_move_the_loss() -> None:
 
 
 def test_a_step_without_a_target_is_an_error_that_says_so() -> None:
-    config, model = settings_of_training(), tiny_model()
+    config, model = settings_of(), tiny_model()
     with pytest.raises(TTrainError, match="step 1 has"):
         make_trainer(config, model, NumberedRows(12, live=[0] * 12)).fit()
 
@@ -109,7 +103,7 @@ def run(directory: Path, config: Any, *, seed: int = 1, **options: Any) -> Any:
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     muon = Optim(kind="muon", lr=1e-2)
-    config = settings_of_training(optim=muon, precision="bf16", tokens=10 * 96)
+    config = settings_of(optim=muon, precision="bf16", tokens=10 * 96)
     cadence = Cadence(log=3, checkpoint=4, validate=4)
     straight = run(tmp_path / "straight", config, cadence=cadence)
     stopped = run(tmp_path / "stopped", config, cadence=cadence, stop_after=4)
@@ -131,9 +125,9 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 
 def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
     cadence = Cadence(log=3, checkpoint=3)
-    run(tmp_path / "short", settings_of_training(tokens=5 * 96), cadence=cadence)
+    run(tmp_path / "short", settings_of(tokens=5 * 96), cadence=cadence)
     start = checkpoint.read(tmp_path / "short" / "checkpoints" / "step-00000003")
-    config = settings_of_training(tokens=8 * 96)
+    config = settings_of(tokens=8 * 96)
     run(tmp_path / "long", config, start=start, stop_after=2, cadence=cadence)
     resumed = run(tmp_path / "long", config, start=start, cadence=cadence)
     assert resumed.result.resumed_from_step == 5
@@ -144,7 +138,7 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(
 ) -> None:
     """One writer is waited for at once; the other one writes when training is two steps on."""
     constant, moved_on = Schedule(kind="constant"), threading.Event()
-    config = settings_of_training(tokens=7 * 96, precision="fp16", schedule=constant)
+    config = settings_of(tokens=7 * 96, precision="fp16", schedule=constant)
 
     class Waits(Callback):
         def saved(self, step: int) -> None:
@@ -179,7 +173,7 @@ def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(
 
 def test_the_logged_rate_is_that_of_the_schedule() -> None:
     optim, recorder = Optim(kind="muon", lr=1e-2, muon_lr=3e-2), Recorder()
-    config = settings_of_training(optim=optim, tokens=6 * 96)
+    config = settings_of(optim=optim, tokens=6 * 96)
     options: dict[str, Any] = {"callbacks": [recorder], "cadence": EVERY_STEP}
     trainer = make_trainer(config, tiny_model(), NumberedRows(52), **options)
     trainer.fit()
@@ -192,7 +186,7 @@ def test_the_logged_rate_is_that_of_the_schedule() -> None:
 def test_the_norm_is_logged_before_the_clip_and_applied_after_it() -> None:
     def norms(clip: float | None, steps: int) -> tuple[list[float], list[float]]:
         """Of the gradients with which steps were made, and the logged ones."""
-        config = settings_of_training(tokens=steps * 96, optim=Optim(clip=clip))
+        config = settings_of(tokens=steps * 96, optim=Optim(clip=clip))
         model, recorder = tiny_model(), Recorder()
         task = WatchedTask(config, model)
         options: dict[str, Any] = {"callbacks": [recorder], "cadence": EVERY_STEP, "task": task}
@@ -224,7 +218,7 @@ def test_no_figure_of_a_metrics_file_is_not_json(tmp_path: Path) -> None:
 
 
 def test_fp16_skips_a_step_that_overflows_and_halves_the_scale() -> None:
-    config, model = settings_of_training(precision="fp16", tokens=3 * 96), tiny_model()
+    config, model = settings_of(precision="fp16", tokens=3 * 96), tiny_model()
     task = WatchedTask(config, model, spoil=lambda passes: math.inf if passes == 2 else 1.0)
     logged: list[tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
@@ -250,7 +244,7 @@ def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -
     losses, rows = {}, NumberedRows(6)
     batch = rows.batch(range(6))
     for precision in ("fp32", "bf16"):
-        config = settings_of_training(precision=precision, tokens=12 * 96, optim=Optim(lr=1e-2))
+        config = settings_of(precision=precision, tokens=12 * 96, optim=Optim(lr=1e-2))
         model = tiny_model()
         trainer = make_trainer(config, model, rows, rows_per_device=6, validation=[batch])
         losses[precision] = trainer.fit().validation_loss
@@ -270,7 +264,7 @@ def test_bf16_stays_within_1_percent_of_fp32_and_its_master_weights_are_fp32() -
 def test_dropout_differs_from_step_to_step(dropout: float, different: int) -> None:
     """Of four steps, whose rate moves no weight."""
     optim = Optim(lr=1e-12, clip=1e9)
-    config = settings_of_training(tokens=4 * 16, tokens_per_step=16, optim=optim)
+    config = settings_of(tokens=4 * 16, tokens_per_step=16, optim=optim)
     recorder, model = Recorder(), tiny_model(dropout=dropout)
     options: dict[str, Any] = {"callbacks": [recorder], "cadence": Cadence(log=1, checkpoint=0)}
     make_trainer(config, model, NumberedRows(1), **options).fit()

@@ -130,22 +130,3 @@ def test_the_kernel_is_for_cuda_half_precision_and_heads_that_it_has(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert varlen.is_usable(*arguments) is is_usable
-
-
-FORWARD = """
-    query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale
-"""
-BACKWARD = """
-    grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal
-    rng_state unused scale
-"""
-
-
-def test_torch_still_has_the_operations_with_the_arguments_that_are_passed() -> None:
-    """Their signatures are not public; `forward_kernel` and `backward_kernel` pass these."""
-    for operation, names in (
-        (torch.ops.aten._flash_attention_forward, FORWARD.split()),
-        (torch.ops.aten._flash_attention_backward, BACKWARD.split()),
-    ):
-        arguments = [argument.name for argument in operation.default._schema.arguments]
-        assert arguments[: len(names)] == names
