@@ -249,7 +249,7 @@ def test_int8_and_dora_are_refused_together() -> None:
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is there")
 def test_without_bitsandbytes_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"lora\.quantize .*pip install"):
+    with pytest.raises(UsageError, match=r"lora\.quantize.*pip"):
         adapters.load_quantized(save_base(tiny_model(), tmp_path), settings(quantize="nf4"))
 
 

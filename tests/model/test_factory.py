@@ -73,7 +73,7 @@ def test_a_weight_that_is_not_finite_is_named(number: float) -> None:
     weights = {"empty": torch.zeros(0), "integers": integers, "good": torch.ones(2, 2)}
     factory.need_finite(weights, "here")
     weights["half"] = torch.tensor([[0, number]], dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(ArtifactError, match=r"1 of the 4 .*here .*\(half\)"):
+    with pytest.raises(ArtifactError, match=r"1 .*here.*\(half\)"):
         factory.need_finite(weights, "here")
 
 

@@ -94,7 +94,7 @@ def test_a_head_with_a_bias_is_loaded_and_trained_and_one_of_another_size_refuse
     task.train_step(task.build_model().train(), batch, CPU).total.backward()  # type: ignore[no-untyped-call]
     assert float(model.multi_token.bias.grad.abs().max()) > 0
     save_file({"weight": torch.randn(VOCAB + 1, 16)}, tmp_path / SECOND_HEAD)
-    with pytest.raises(ArtifactError, match=r"weight.*\[62, 16\].*\[61, 16\]"):
+    with pytest.raises(ArtifactError, match=r"weight.*62.*61"):
         multi_token.attach_from(tiny_model(), tmp_path)
 
 

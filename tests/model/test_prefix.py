@@ -125,9 +125,7 @@ def test_settings_leave_room_for_the_prefix_before_rows_that_are_as_long_as_the_
     tree["evaluate"]["stride"] = 32
     Settings.model_validate(tree)
     tree["lora"]["kind"] = "prefix"
-    with pytest.raises(
-        ValueError, match=r"row_length is 64, after lora\.virtual_tokens 8, .*max_length=72"
-    ):
+    with pytest.raises(ValueError, match=r"row_length.*lora\.virtual_tokens.*max_length=72"):
         Settings.model_validate(tree)
 
 

@@ -86,11 +86,11 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen(tmp_path: Path, name: str) ->
 def test_a_state_that_is_of_another_step_or_does_not_list_a_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 4, 8)
     (tmp_path / "step-00000008").rename(tmp_path / "step-00000009")
-    with pytest.raises(ArtifactError, match=r"step-00000009/state\.json is damaged"):
+    with pytest.raises(ArtifactError, match=r"step-00000009/state\.json"):
         checkpoint.read(tmp_path / "step-00000009")
     path = tmp_path / "step-00000004"
     change_state(path, lambda files: files.pop("optimizer.safetensors"))
-    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged: state\.json"):
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors.*state\.json"):
         checkpoint.read(path)
 
 
@@ -110,7 +110,7 @@ def test_a_run_whose_checkpoints_are_damaged_or_gone_does_not_start_over(tmp_pat
         options: dict[str, Any] = {"directory": tmp_path, "start": Snapshot(2, {}, {}, {})}
         make_trainer(settings_of_training(), tiny_model(), NumberedRows(20), **options).fit()
 
-    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors is damaged"):
+    with pytest.raises(ArtifactError, match=r"optimizer\.safetensors"):
         fit()
     shutil.rmtree(path.parent)
     with pytest.raises(ArtifactError, match=f"{tmp_path / 'latest'} names is gone"):

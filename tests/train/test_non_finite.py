@@ -59,7 +59,7 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_stop_saves_the_state_before_the_step_and_raise_does_not(tmp_path: Path) -> None:
     rows = rows_of_step(2)
     trainer = trainer_with({rows[3]}, "stop", directory=tmp_path)
-    with pytest.raises(NonFinite, match=r"loss of step 3 .*nan.*training\.optim\.lr") as error:
+    with pytest.raises(NonFinite, match=r"loss.*step 3.*nan.*training\.optim\.lr") as error:
         trainer.fit()
     with pytest.raises(NonFinite):
         trainer_with({rows[3]}, "raise", directory=tmp_path / "raise").fit()
@@ -75,7 +75,7 @@ def test_stop_saves_the_state_before_the_step_and_raise_does_not(tmp_path: Path)
 
 def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step() -> None:
     trainer = trainer_with(set(), "stop", {"spoilt_pass": 5})
-    with pytest.raises(NonFinite, match=r"gradient of step 2 .*loss \d.*norm nan") as error:
+    with pytest.raises(NonFinite, match=r"gradient.*step 2.*nan") as error:
         trainer.fit()
     assert error.value.rows == rows_of_step(1)
     threads = [thread.name for thread in threading.enumerate()]

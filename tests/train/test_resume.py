@@ -61,13 +61,13 @@ def test_larger_steps_leave_no_checkpoint_that_passes_for_a_later_one(tmp_path: 
 def test_a_run_that_ended_within_a_step_is_not_lengthened_with_rows_lost(tmp_path: Path) -> None:
     trainer(tmp_path, total_rows=10).fit()  # a step of six rows and one of four
     assert trainer(tmp_path, total_rows=10).first == 2, "it is finished"
-    with pytest.raises(UsageError, match=r"10 rows, .* 6 rows"):
+    with pytest.raises(UsageError, match=r"10.*6 rows"):
         trainer(tmp_path, total_rows=60)
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, MUON, stop_after=1).fit()
-    with pytest.raises(UsageError, match="Muon and AdamW, which AdamW cannot"):
+    with pytest.raises(UsageError, match=r"Muon.*AdamW.*AdamW"):
         trainer(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_part_that_the_first_step_had_not_is_named() -> None:
     config, model = settings_of(), tiny_model()
     task = InParts(config, model)
     task.late = True
-    with pytest.raises(TTrainError, match="the part 'new'"):
+    with pytest.raises(TTrainError, match="'new'"):
         make_trainer(config, model, NumberedRows(52), task=task).fit()
 
 

@@ -185,7 +185,7 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
             run(tmp_path, *settings, *changes, **options)
     with pytest.raises(UsageError, match=r"^(?!.*optim\.lr).*10 → 20"):
         run(tmp_path, "epochs=1", "rows_per_step=20", "optim.lr=1e-3", allow=("optim",))
-    with pytest.raises(ArtifactError, match=r"0\.weight is \[4, 1\] but must be \[8, 1\]"):
+    with pytest.raises(ArtifactError, match=r"0\.weight.*\[8, 1\]"):
         run(tmp_path, *settings, "width=8", allow=("width",))
     figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
     assert 0 < figures["resumed_from_step"] < figures["steps"] == 10
