@@ -38,16 +38,11 @@ def test_a_size_beside_a_preset_wins_where_its_layer_is_as_strong_or_stronger(
     given: dict[str, list[tuple[str, Any]]] = {place: [] for place in PLACES}
     given[size].append(("layers", 7))
     given[preset].append(("preset", "124m"))  # after it, which must not matter in one layer
-    path = settings_file(
-        tmp_path, "model:\n" + "".join(f"  {key}: {value}\n" for key, value in given["file"])
-    )
-    loaded = load(
-        [f"model.{key}={value}" for key, value in given["command line"]],
-        files=[path] if given["file"] else [],
-        environment={
-            f"TTRAIN__MODEL__{key.upper()}": str(value) for key, value in given["environment"]
-        },
-    )
+    lines = "".join(f"  {key}: {value}\n" for key, value in given["file"])
+    path = settings_file(tmp_path, f"model:\n{lines}")
+    names = {f"TTRAIN__MODEL__{key.upper()}": str(value) for key, value in given["environment"]}
+    overrides = [f"model.{key}={value}" for key, value in given["command line"]]
+    loaded = load(overrides, files=[path] if lines else [], environment=names)
     wins = PLACES[size] >= PLACES[preset]
     assert loaded.settings.model.layers == (7 if wins else LARGE["layers"])
     assert loaded.settings.model.hidden_size == LARGE["hidden_size"]
@@ -57,88 +52,69 @@ def test_a_size_beside_a_preset_wins_where_its_layer_is_as_strong_or_stronger(
 
 def test_only_the_strongest_preset_counts_and_null_is_none(tmp_path: Path) -> None:
     path = settings_file(tmp_path, "model: {preset: 500m, heads: 4}")
-    assert model_of("model.preset=1m", files=[path]) == Model(**SMALL), (
-        "nothing of 500m, such as its kv_heads"
-    )
+    # Nothing of 500m, such as its kv_heads.
+    assert model_of("model.preset=1m", files=[path]) == Model(**SMALL)
     assert model_of("model.preset=null", files=[path]) == Model(heads=4)
 
 
 def test_a_preset_that_does_not_exist_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"model\.preset is '3m' but must be one of: 1m, 5m"):
+    with pytest.raises(UsageError, match=r"model\.preset.*1m, 5m"):
         model_of("model.preset=3m")
 
 
 def test_a_preset_is_not_in_the_key_but_its_sizes_are() -> None:
     def key(*overrides: str) -> str:
-        settings = load(overrides, environment={}).settings
-        return digest_of(PRETRAIN.part_of(settings))
+        return digest_of(PRETRAIN.part_of(load(overrides, environment={}).settings))
 
-    by_hand = [
-        f"model.{name}={'null' if value is None else value}"
-        for name, value in sizes_of("10m").items()
-    ]
+    sizes = {name: "null" if value is None else value for name, value in sizes_of("10m").items()}
+    by_hand = [f"model.{name}={value}" for name, value in sizes.items()]
     assert key("model.preset=10m") == key(*by_hand) != key()
     settings = load(["model.preset=10m"], environment={}).settings
     assert Settings.model_validate(settings.model_dump(mode="json")) == settings
 
 
 def test_fields_of_an_architecture_come_from_every_layer(tmp_path: Path) -> None:
-    path = settings_file(
-        tmp_path,
-        "model: {kind: gpt2, fields: {resid_pdrop: 0.1, embd_pdrop: 0.2, summary_type: mean}}",
-    )
-    loaded = load(
-        ["model.fields.embd_pdrop=0.4"],
-        files=[path],
-        environment={"TTRAIN__MODEL__FIELDS__SUMMARY_TYPE": "first"},
-    )
-    assert loaded.settings.model.fields == {
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.4,
-        "summary_type": "first",
-    }
+    fields = "{resid_pdrop: 0.1, embd_pdrop: 0.2, summary_type: mean}"
+    path = settings_file(tmp_path, f"model: {{kind: gpt2, fields: {fields}}}")
+    environment = {"TTRAIN__MODEL__FIELDS__SUMMARY_TYPE": "first"}
+    loaded = load(["model.fields.embd_pdrop=0.4"], files=[path], environment=environment)
+    expected = {"resid_pdrop": 0.1, "embd_pdrop": 0.4, "summary_type": "first"}
+    assert loaded.settings.model.fields == expected
     assert loaded.sources["model.fields.embd_pdrop"] == "command line"
     assert loaded.sources["model.fields.resid_pdrop"] == str(path)
+
+
+VALUES: dict[str, Any] = {"null": None, "{}": {}, "[1, 2]": [1, 2], "true": True}
+VALUES |= {"1e-5": "1e-5", "gelu": "gelu"}
 
 
 def test_a_field_takes_any_value_that_json_has_and_one_within_a_mapping_may_be_set_alone(
     tmp_path: Path,
 ) -> None:
-    values = {
-        "null": None,
-        "{}": {},
-        "[1, 2]": [1, 2],
-        "true": True,
-        "1e-5": "1e-5",
-        "gelu": "gelu",
-    }
-    for text, value in values.items():
+    for text, value in VALUES.items():
         assert model_of(f"model.fields.any={text}").fields == {"any": value}
-    path = settings_file(
-        tmp_path, "model: {fields: {rope_parameters: {rope_type: linear, factor: 2.0}}}"
-    )
+    rope = "{rope_parameters: {rope_type: linear, factor: 2.0}}"
+    path = settings_file(tmp_path, f"model: {{fields: {rope}}}")
     model = model_of("model.fields.rope_parameters.factor=4.0", files=[path])
     assert model.fields == {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}
     assert model_of("model.fields={}", files=[path]).fields == {}
 
 
-TINYSEEK = {
-    "vocab_size": 23,
-    "device": "cuda",
-    "n_layer": 2,
-    "n_head": 4,
-    "d_model": 16,
-    "d_c": 6,
-    "d_r": 4,
-    "hidden": 5,
-    "other_experts": 6,
-    "shared_experts": 2,
-    "keep": 3,
-    "ro_theta": 500.0,
-    "dropout": 0.1,
-    "scale": 0.02,
-    "alpha": 0.02,
-    "pad_idx": 0,
+TINYSEEK = {"vocab_size": 23, "device": "cuda", "n_layer": 2, "n_head": 4, "d_model": 16}
+TINYSEEK |= {"d_c": 6, "d_r": 4, "hidden": 5, "other_experts": 6, "shared_experts": 2, "keep": 3}
+TINYSEEK |= {"ro_theta": 500.0, "dropout": 0.1, "scale": 0.02, "alpha": 0.02, "pad_idx": 0}
+FIELDS_OF_TINYSEEK = {
+    "d_model": "hidden_size",
+    "n_head": "num_attention_heads",
+    "d_c": "latent_size",
+    "d_r": "rope_head_dim",
+    "hidden": "moe_intermediate_size",
+    "other_experts": "num_local_experts",
+    "shared_experts": "n_shared_experts",
+    "keep": "num_experts_per_tok",
+    "alpha": "router_aux_loss_coef",
+    "dropout": "dropout",
+    "scale": "initializer_range",
 }
 
 
@@ -150,35 +126,16 @@ def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(
     settings = load(["model.layers=5"], files=[path], environment={}).settings
     assert settings.model.layers == 5 and settings.tokenizer.vocab_size == theirs["vocab_size"]
     config = build_config(settings.model, vocab_size=99, ids={"pad_token_id": 1})
-    names = {
-        "d_model": "hidden_size",
-        "n_head": "num_attention_heads",
-        "d_c": "latent_size",
-        "d_r": "rope_head_dim",
-        "hidden": "moe_intermediate_size",
-        "other_experts": "num_local_experts",
-        "shared_experts": "n_shared_experts",
-        "keep": "num_experts_per_tok",
-        "alpha": "router_aux_loss_coef",
-        "dropout": "dropout",
-        "scale": "initializer_range",
-    }
-    assert (
-        config.model_type == "tinyseek"
-        and config.rope_parameters["rope_theta"] == theirs["ro_theta"]
-    )
-    assert {name: getattr(config, field) for name, field in names.items()} == {
-        name: theirs[name] for name in names
-    }
-    few = {name: theirs[name] for name in ("n_layer", "other_experts")}
-    assert (
-        load(files=[settings_file(tmp_path, json.dumps(few))], environment={}).settings.model.kind
-        == "tinyseek"
-    )
+    assert config.model_type == "tinyseek"
+    assert config.rope_parameters["rope_theta"] == theirs["ro_theta"]
+    fields = {name: getattr(config, field) for name, field in FIELDS_OF_TINYSEEK.items()}
+    assert fields == {name: theirs[name] for name in FIELDS_OF_TINYSEEK}
+    few = settings_file(tmp_path, json.dumps({"n_layer": 2, "other_experts": 6}))
+    assert model_of(files=[few]).kind == "tinyseek"
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "hint"),
     [
         ("n_layers", r"did you mean 'n_layer'\?"),
         ("sft", r"there are n_layer, .*-c OTHER\.yaml"),
@@ -186,13 +143,10 @@ def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(
     ],
 )
 def test_a_name_that_tinyseek_lacks_is_refused_with_the_nearest(
-    tmp_path: Path, name: str, said: str
+    tmp_path: Path, name: str, hint: str
 ) -> None:
     path = settings_file(tmp_path, json.dumps({**TINYSEEK, name: 1}), "model_config.json")
-    with pytest.raises(
-        UsageError,
-        match=rf"'{name}' \(from .*model_config\.json\) is not a name of TinySeek's.*{said}",
-    ):
+    with pytest.raises(UsageError, match=rf"'{name}' \(from .*model_config\.json\) .*{hint}"):
         model_of(files=[path])
 
 
@@ -204,9 +158,7 @@ def test_a_field_that_json_cannot_hold_is_refused(text: str) -> None:
 
 
 def test_a_factor_that_would_stretch_nothing_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"model\.rope_factor is 2\.0 but model\.rope_type is default"
-    ):
+    with pytest.raises(UsageError, match=r"model\.rope_factor .*model\.rope_type"):
         model_of("model.rope_factor=2")
     assert model_of("model.rope_factor=2", "model.rope_type=yarn").rope_factor == 2
 

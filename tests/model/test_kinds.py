@@ -52,25 +52,18 @@ def packed() -> tuple[torch.Tensor, ...]:
     return ids, positions, segments, labels
 
 
-def loss_of(model: Any, *row: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = NextTokenLoss(model)(*row, next_only=True)[0]
-    return found
-
-
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
 def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any]) -> None:
     """The masks are ours, and those of a record alone are transformers': windows, chunks and all."""
     model = model_of(options)
     ids, positions, segments, labels = packed()
     with torch.no_grad():
-        together = loss_of(model, ids, positions, segments, labels)
-        alone = sum(
-            F.cross_entropy(
-                model(record, use_cache=False).logits[0, :-1], record[0, 1:], reduction="sum"
-            )
-            for record in ids.split(LENGTHS, 1)
-        )
-    assert float(together) == pytest.approx(float(alone), abs=1e-4)
+        together = NextTokenLoss(model)(ids, positions, segments, labels, next_only=True)[0]
+        alone = 0.0
+        for record in ids.split(LENGTHS, 1):
+            logits = model(record, use_cache=False).logits[0, :-1]
+            alone += float(F.cross_entropy(logits, record[0, 1:], reduction="sum"))
+    assert float(together) == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
@@ -78,89 +71,60 @@ def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpoi
     options: dict[str, Any],
 ) -> None:
     """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not spoil."""
-    found = []
-    for again in (False, True):
-        model = model_of(options).train()
-        objective = LanguageModeling(
-            settings_of_training(), model, gradient_checkpointing=again
-        ).build_model()
+    gradients = []
+    for checkpoints in (False, True):
+        model, config = model_of(options).train(), settings_of_training()
+        task = LanguageModeling(config, model, gradient_checkpointing=checkpoints)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = objective(*packed())[0]
+            loss = task.build_model()(*packed())[0]
         loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
     with torch.no_grad():
-        assert float(loss.detach()) == pytest.approx(float(objective(*packed())[0]), rel=1e-3)
-    for name, gradient in found[0].items():
+        exact = task.build_model()(*packed())[0]
+    assert float(loss.detach()) == pytest.approx(float(exact), rel=1e-3)
+    for name, gradient in gradients[0].items():
         assert gradient is not None and bool(gradient.isfinite().all()), name
-        assert torch.equal(gradient, found[1][name]), name
+        assert torch.equal(gradient, gradients[1][name]), name
 
 
 def config_of(**settings: Any) -> dict[str, Any]:
-    found: dict[str, Any] = build_config(Model(**settings), vocab_size=VOCAB, ids=IDS).to_dict()
-    return found
+    config: dict[str, Any] = build_config(Model(**settings), vocab_size=VOCAB, ids=IDS).to_dict()
+    return config
 
 
-SIZES = {
-    "hidden_size": 96,
-    "layers": 3,
-    "heads": 4,
-    "max_length": 77,
-    "init_std": 0.01,
-    "intermediate_size": 160,
+SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77}
+SIZES |= {"init_std": 0.01, "intermediate_size": 160}
+OWN_NAMES = {
+    "llama": """
+        hidden_size num_hidden_layers num_attention_heads max_position_embeddings
+        initializer_range intermediate_size
+    """,
+    "gpt2": "n_embd n_layer n_head n_positions initializer_range n_inner",
+    "opt": """
+        hidden_size num_hidden_layers num_attention_heads max_position_embeddings init_std ffn_dim
+    """,
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        (
-            "llama",
-            (
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "max_position_embeddings",
-                "initializer_range",
-                "intermediate_size",
-            ),
-        ),
-        ("gpt2", ("n_embd", "n_layer", "n_head", "n_positions", "initializer_range", "n_inner")),
-        (
-            "opt",
-            (
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "max_position_embeddings",
-                "init_std",
-                "ffn_dim",
-            ),
-        ),
-    ],
-)
-def test_sizes_have_the_architectures_own_names(kind: str, names: tuple[str, ...]) -> None:
-    found = config_of(kind=kind, **SIZES)
-    assert [found[name] for name in names] == list(SIZES.values())
-    assert (
-        found["vocab_size"],
-        found["bos_token_id"],
-        found["eos_token_id"],
-        found["pad_token_id"],
-    ) == (VOCAB, 2, 3, 0)
+@pytest.mark.parametrize("kind", OWN_NAMES)
+def test_sizes_have_the_architectures_own_names(kind: str) -> None:
+    config = config_of(kind=kind, **SIZES)
+    assert [config[name] for name in OWN_NAMES[kind].split()] == list(SIZES.values())
+    assert {"vocab_size": VOCAB, **IDS}.items() <= config.items()
 
 
 def test_grouped_queries_and_the_width_of_a_head_follow_the_settings() -> None:
-    found = config_of(kind="qwen3", hidden_size=96, heads=4, kv_heads=2)
-    assert (found["num_key_value_heads"], found["head_dim"]) == (2, 24)
+    config = config_of(kind="qwen3", hidden_size=96, heads=4, kv_heads=2)
+    assert (config["num_key_value_heads"], config["head_dim"]) == (2, 24)
     assert config_of(kind="qwen3", hidden_size=96, heads=4)["num_key_value_heads"] == 4
     assert config_of(kind="llama", fields={"head_dim": 8})["head_dim"] == 8
 
 
 def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
-    found = config_of(kind="gpt2")
-    assert [found[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0, 0, 0]
-    found = config_of(kind="gpt2", dropout=0.2, fields={"resid_pdrop": 0.1})
-    assert [found[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0.2, 0.1, 0]
+    config = config_of(kind="gpt2")
+    assert [config[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0, 0, 0]
+    config = config_of(kind="gpt2", dropout=0.2, fields={"resid_pdrop": 0.1})
+    assert [config[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0.2, 0.1, 0]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +150,8 @@ def test_what_an_architecture_cannot_be_is_refused_by_name(
 
 def test_numbers_in_fields_may_be_written_as_people_write_them() -> None:
     """PyYAML reads 1e-4 as a word, and 1 as no float."""
-    found = config_of(fields={"rms_norm_eps": "1e-4"})
-    assert found["rms_norm_eps"] == 1e-4
+    config = config_of(fields={"rms_norm_eps": "1e-4"})
+    assert config["rms_norm_eps"] == 1e-4
     assert isinstance(config_of(fields={"rms_norm_eps": 1})["rms_norm_eps"], float)
 
 
@@ -209,18 +173,11 @@ def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it
     assert kinds.names() == {*TABLE, *kinds.OWN_KINDS}
 
 
-@pytest.mark.parametrize(
-    ("settings", "targets", "problem"),
-    [
-        ({}, ("no_such_layer", "q_proj"), "no_such_layer.*q_proj"),
-        ({"tie_embeddings": True}, ("lm_head",), "lm_head"),
-    ],
-)
-def test_targets_are_compared_with_the_layers_of_the_usual_kinds(
-    settings: dict[str, Any], targets: tuple[str, ...], problem: str
-) -> None:
-    with pytest.raises(UsageError, match=problem):
-        kinds.check_targets("lora", Lora(targets=targets), Model.model_validate(settings))
+def test_targets_are_compared_with_the_layers_of_the_usual_kinds() -> None:
+    tied = Model(tie_embeddings=True)
+    for model, targets in ((Model(), ("no_such_layer", "q_proj")), (tied, ("lm_head",))):
+        with pytest.raises(UsageError, match=targets[0]):
+            kinds.check_targets("lora", Lora(targets=targets), model)
     kinds.check_targets("lora", Lora(targets=("attention", "mlp.down_proj")), Model())
 
 
@@ -244,31 +201,23 @@ def test_rope_follows_its_base_type_and_factor() -> None:
         return tiny_model(**settings).model.rotary_emb.inv_freq
 
     plain = frequencies()
-    expected = torch.tensor([10_000.0 ** (-2 * i / 8) for i in range(4)])
-    torch.testing.assert_close(plain, expected)
-    torch.testing.assert_close(
-        frequencies(rope_theta=100.0), torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
-    )
+    for base, actual in ((10_000.0, plain), (100.0, frequencies(rope_theta=100.0))):
+        expected = torch.tensor([base ** (-2 * i / 8) for i in range(4)])
+        torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(frequencies(rope_type="linear", rope_factor=4.0), plain / 4)
     for kind in ("yarn", "llama3"):
         scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
-        assert float(scaled[0]) == pytest.approx(1.0), (
-            "what turns fast within the trained length stays"
-        )
-        assert float(scaled[-1]) == pytest.approx(0.25), "what never turned there is stretched"
+        # What turns fast within the trained length stays; what never turned there is stretched.
+        assert float(scaled[0]) == pytest.approx(1.0)
+        assert float(scaled[-1]) == pytest.approx(0.25)
         config = config_of(rope_type=kind, rope_factor=4.0, max_length=128)
         assert config["rope_parameters"]["original_max_position_embeddings"] == 32
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kind": "llama"},
-        {"kind": "gpt2"},
-        {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}},
-    ],
-    ids=lambda options: options["kind"],
-)
+EXPERTS = {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}
+
+
+@pytest.mark.parametrize("options", [{"kind": "llama"}, {"kind": "gpt2"}, EXPERTS], ids=str)
 def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(
     options: Any,
 ) -> None:

@@ -21,107 +21,77 @@ from ttrain.train.moe import RouterCall, Routers
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: str) -> None:
-    model = tiny_moe(kind)
-    shared = KINDS[kind]["moe"].get("shared_experts", 0)
+    model, settings = tiny_moe(kind), KINDS[kind]
+    shared = settings["moe"].get("shared_experts", 0)
     assert model.config.model_type == kind
     assert len(blocks(model)) == 2
     for block in blocks(model):
         E, inner, D = block.experts.gate_up_proj.shape
         assert (E, D, block.gate.top_k) == (4, 16, 2)
-        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared), (
-            "as many active parameters as a dense layer"
-        )
-        found = getattr(block, "shared_experts", None)
-        assert (found.down_proj.weight.shape[1] if shared else found) == (
-            shared * inner // 2 if shared else None
-        )
-    settings = {**KINDS[kind]["moe"], "dense_layers": 1, "expert_size": 24}
-    model = tiny_model(kind=KINDS[kind]["kind"], layers=3, intermediate_size=40, moe=settings)
+        # As many active parameters as a dense layer has.
+        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared)
+        experts = getattr(block, "shared_experts", None)
+        widths = [experts.down_proj.weight.shape[1]] if experts is not None else []
+        assert widths == ([shared * inner // 2] if shared else [])
+    moe_settings = {**settings["moe"], "dense_layers": 1, "expert_size": 24}
+    model = tiny_model(kind=settings["kind"], layers=3, intermediate_size=40, moe=moe_settings)
     assert model.get_decoder().layers[0].mlp.gate_proj.weight.shape == (40, 16)
     assert [block.experts.down_proj.shape for block in blocks(model)] == [(4, 16, 24)] * 2
-    dense = tiny_model(kind=KINDS[kind]["kind"])
-    assert not Routers(dense).modules and not [
-        name for name in dense.state_dict() if "gate.w" in name or "experts" in name
-    ]
+    dense = tiny_model(kind=settings["kind"])
+    assert not Routers(dense).modules
+    assert not [name for name in dense.state_dict() if "gate.w" in name or "experts" in name]
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "settings", "message"),
     [
-        (
-            {"kind": "gpt2", "moe": {}},
-            "model.kind is gpt2, which has no experts; set model.kind=llama",
-        ),
-        (
-            {"kind": "qwen3", "moe": {"bias_rate": 0.1}},
-            "set model.moe.shared_experts=1, or model.kind=llama",
-        ),
-        ({"moe": {"dense_layers": 2}}, "model.moe.dense_layers is 2 but model.layers is 2"),
-        (
-            {"kind": "mixtral", "moe": {"shared_experts": 2}},
-            "model.moe.shared_experts is 2 but model.kind mixtral has no",
-        ),
-        (
-            {"kind": "granitemoe", "moe": {"dense_layers": 1}},
-            "all layers of granitemoe have experts",
-        ),
+        ("gpt2", {}, "kind is gpt2, .*; set model.kind=llama"),
+        ("qwen3", {"bias_rate": 0.1}, "model.moe.shared_experts=1, or model.kind=llama"),
+        ("llama", {"dense_layers": 2}, "model.moe.dense_layers is 2 .*model.layers is 2"),
+        ("mixtral", {"shared_experts": 2}, "model.moe.shared_experts is 2 .*mixtral"),
+        ("granitemoe", {"dense_layers": 1}, "all layers of granitemoe"),
     ],
 )
-def test_what_no_architecture_has_is_refused_with_the_cure(
-    settings: dict[str, Any], message: str
+def test_what_no_architecture_has_is_refused(
+    kind: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        tiny_model(**settings)
+        tiny_model(kind=kind, moe=settings)
+
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 
 
 @pytest.mark.parametrize("kind", ["olmoe", "granitemoe", "deepseek_v3"])
 def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -> None:
-    fields = {
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-    }
-    shared = {"shared_experts": 1} if kind == "deepseek_v3" else {}
-    model = tiny_model(
-        kind=kind, moe={"experts": 6, "top_k": 3, **shared}, fields=fields if shared else {}
-    )
-    routers = Routers(model).modules
-    assert len(routers) == 2 and {(r.num_experts, r.top_k) for r in routers} == {(6, 3)}  # type: ignore[union-attr]
+    is_latent = kind == "deepseek_v3"
+    shared = {"shared_experts": 1} if is_latent else {}
+    settings = {"experts": 6, "top_k": 3, **shared}
+    model = tiny_model(kind=kind, moe=settings, fields=LATENT if is_latent else {})
+    routers: Any = Routers(model).modules
+    assert [(router.num_experts, router.top_k) for router in routers] == [(6, 3)] * 2
     assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 
 
 def slow(block: Any, x_ND: Tensor) -> Tensor:
-    silu = nn.functional.silu
-    logits_NE = x_ND @ block.gate.weight.T
-    biases = [
-        t
-        for name, t in [*block.gate.named_buffers(), *block.gate.named_parameters()]
-        if name.endswith("bias")
-    ]
-    out = torch.zeros_like(x_ND)
+    """A layer of experts, token by token and expert by expert."""
+    silu, out = nn.functional.silu, torch.zeros_like(x_ND)
+    tensors = [*block.gate.named_buffers(), *block.gate.named_parameters()]
+    biases = [tensor.flatten() for name, tensor in tensors if name.endswith("bias")]
+    shared = getattr(block, "shared_experts", None)
     for n, x in enumerate(x_ND):
-        scores = (
-            logits_NE[n].sigmoid() if "Glm" in type(block).__name__ else logits_NE[n].softmax(0)
-        )
-        chosen = sorted(
-            range(len(scores)),
-            key=lambda e: -float(scores[e] + (biases[0].flatten()[e] if biases else 0)),
-        )
-        chosen = chosen[: block.gate.top_k]
+        logits_E = block.gate.weight @ x
+        scores = logits_E.sigmoid() if "Glm" in type(block).__name__ else logits_E.softmax(0)
+        ranking = scores + biases[0] if biases else scores
+        chosen = ranking.argsort(descending=True)[: block.gate.top_k].tolist()
         for e in chosen:
             gate, up = (block.experts.gate_up_proj[e] @ x).chunk(2)
-            out[n] += (
-                scores[e]
-                / sum(scores[i] for i in chosen)
-                * (block.experts.down_proj[e] @ (silu(gate) * up))
-            )
-        if getattr(block, "shared_experts", None) is not None:
-            one = block.shared_experts
-            out[n] += one.down_proj.weight @ (
-                silu(one.gate_proj.weight @ x) * (one.up_proj.weight @ x)
-            )
+            share = scores[e] / sum(scores[i] for i in chosen)
+            out[n] += share * (block.experts.down_proj[e] @ (silu(gate) * up))
+        if shared is not None:
+            inner = silu(shared.gate_proj.weight @ x) * (shared.up_proj.weight @ x)
+            out[n] += shared.down_proj.weight @ inner
     return out
 
 
@@ -163,19 +133,15 @@ def layer_gradients(
 
 
 def test_grouped_experts_are_those_of_transformers_one_by_one() -> None:
-    expected, found = (
-        layer_gradients("eager", autocast=False),
-        layer_gradients(moe.NAME, autocast=False),
-    )
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
-    assert not found["gate_up_proj"][7].any() and not found["down_proj"][7].any()
-    theirs, ours = layer_gradients("eager", autocast=True), layer_gradients(moe.NAME, autocast=True)
+    expected, results = (layer_gradients(name, autocast=False) for name in ("eager", moe.NAME))
+    for name, tensor in expected.items():
+        assert distance({name: tensor}, {name: results[name]}) < 1e-6, name
+    assert not results["gate_up_proj"][7].any() and not results["down_proj"][7].any()
+    theirs, ours = (layer_gradients(name, autocast=True) for name in ("eager", moe.NAME))
     assert 0 < distance(expected, ours) < 1.2 * distance(expected, theirs)
     frozen = layer_gradients(moe.NAME, autocast=False, train=False)
-    assert {*frozen} == {"out", "hidden", "weights"} and same(
-        frozen, {name: found[name] for name in frozen}
-    )
+    assert {*frozen} == {"out", "hidden", "weights"}
+    assert same(frozen, {name: results[name] for name in frozen})
 
 
 def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() -> None:
@@ -192,10 +158,9 @@ def test_routers_decide_in_fp32_under_autocast(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), routers.watched() as choices:
         model(input_ids=torch.randint(9, VOCAB, (2, 8)))
     for choice, block in zip(choices, blocks(model), strict=True):
-        rounded = choice.logits_NE.bfloat16().float()
-        assert choice.logits_NE.dtype == torch.float32 and not torch.equal(
-            choice.logits_NE, rounded
-        ), block
+        logits_NE = choice.logits_NE
+        assert logits_NE.dtype == torch.float32
+        assert not torch.equal(logits_NE, logits_NE.bfloat16().float()), block
 
 
 def sums_of(model: Any, batch: Batch) -> Any:
@@ -204,76 +169,63 @@ def sums_of(model: Any, batch: Batch) -> Any:
 
 
 def by_hand(model: Any, batch: Batch) -> dict[str, Any]:
-    """Balance loss, z-loss, loads and entropies, by loops over rows, tokens and experts, from the routers' logits alone."""
-    routers = Routers(model)
+    """Losses, loads and entropies, by loops over rows and tokens, from the routers' logits alone."""
+    routers, E = Routers(model), 4
     with torch.no_grad(), routers.watched() as choices:
         task = LanguageModeling(settings_of_training(), model)
         task.validation_step(task.build_model(), batch, CPU)
-    found: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [], "load": []}
-    biases = [None if bias is None else bias.flatten().double().numpy() for bias in routers.biases]
+    is_sigmoid = "Glm" in type(model).__name__
+    sums: dict[str, Any] = {"balance": 0.0, "z": 0.0, "entropy": [], "load": []}
+    biases = [0.0 if bias is None else bias.flatten().double().numpy() for bias in routers.biases]
     for choice in choices:
         logits = choice.logits_NE.double().numpy().reshape(*batch.labels_BT.shape, -1)
-        load, entropy, E = np.zeros(4), 0.0, 4
-        for row in range(len(logits)):
+        load, entropy = np.zeros(E), 0.0
+        for row, logits_TE in enumerate(logits):
             live = int((batch.labels_BT[row] != -100).sum())
-            f, P, z, tokens = np.zeros(E), np.zeros(E), 0.0, 0
-            for t in range(logits.shape[1]):
-                if batch.segments_BT[row, t] < 0:
-                    continue
-                tokens += 1
-                raw = logits[row, t]
-                sigmoid = "Glm" in type(model).__name__
-                score = 1 / (1 + np.exp(-raw)) if sigmoid else np.exp(raw) / np.exp(raw).sum()
+            raws = logits_TE[batch.segments_BT[row] >= 0]
+            f, P, z = np.zeros(E), np.zeros(E), 0.0
+            for raw in raws:
+                powers = np.exp(raw)
+                score = 1 / (1 + 1 / powers) if is_sigmoid else powers / powers.sum()
                 share = score / score.sum()
                 f[np.argsort(-score)[:2]] += 1
                 P += share
-                z += math.log(np.exp(raw).sum()) ** 2
+                z += math.log(powers.sum()) ** 2
                 if live:
-                    bias = biases[choice.router]
-                    load[np.argsort(-(score if bias is None else score + bias))[:2]] += 1
+                    load[np.argsort(-(score + biases[choice.router]))[:2]] += 1
                     entropy -= float((share * np.log(share)).sum())
-            found["balance"] += live * float((f * E / (2 * tokens) * (P / tokens)).sum())
-            found["z"] += live * z / tokens
-        found["load"].append(load.tolist())
-        found["entropy"].append(entropy)
-    return found
+            tokens = len(raws)
+            sums["balance"] += live * float((f * E / (2 * tokens) * (P / tokens)).sum())
+            sums["z"] += live * z / tokens
+        sums["load"].append(load.tolist())
+        sums["entropy"].append(entropy)
+    return sums
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sums_are_those_of_loops_over_rows_and_tokens(kind: str) -> None:
     model, batch = spread_routers(tiny_moe(kind, z_loss=0.1)), padded_rows()
-    found, expected = sums_of(model, batch), by_hand(model, batch)
-    assert float(found.parts["balance"]) == pytest.approx(expected["balance"], rel=1e-5)
-    assert float(found.parts["z"]) == pytest.approx(expected["z"], rel=1e-5)
-    loads = [found.sums[f"moe_load/{layer}/{layer}"].tolist() for layer in range(2)]
+    loss, expected = sums_of(model, batch), by_hand(model, batch)
+    assert float(loss.parts["balance"]) == pytest.approx(expected["balance"], rel=1e-5)
+    assert float(loss.parts["z"]) == pytest.approx(expected["z"], rel=1e-5)
+    loads = [loss.sums[f"moe_load/{layer}/{layer}"].tolist() for layer in range(2)]
     assert loads == expected["load"]
-    assert found.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
-    assert found.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11], (
-        "padding and rows without a target are left out"
-    )
+    assert loss.sums["moe_entropy"].tolist() == pytest.approx(expected["entropy"], rel=1e-5)
+    # Padding and rows without a target are left out.
+    assert loss.sums["moe_tokens"].tolist() == [16 + 15 + 14 + 13 + 11]
 
 
-@pytest.mark.parametrize(
-    ("kind", "apart"),
-    [
-        ("glm4_moe", True),
-        ("deepseek_v3", True),
-        ("exaone_moe", True),
-        ("minimax_m2", True),
-        ("afmoe", True),
-        ("ernie4_5_moe", False),
-        ("qwen3_moe", False),
-        ("olmoe", False),
-        ("granitemoe", False),
-        ("tinyseek", False),
-    ],
-)
-def test_scores_are_what_the_router_of_the_architecture_computes(kind: str, apart: bool) -> None:
+SIGMOID = ("glm4_moe", "deepseek_v3", "exaone_moe", "minimax_m2", "afmoe")
+SOFTMAX = ("ernie4_5_moe", "qwen3_moe", "olmoe", "granitemoe", "tinyseek")
+
+
+@pytest.mark.parametrize("kind", SIGMOID + SOFTMAX)
+def test_scores_are_what_the_router_of_the_architecture_computes(kind: str) -> None:
     model = tiny_model(kind=kind, moe={"experts": 4, "top_k": 2, "expert_size": 8})
-    routers, logits = Routers(model), torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    scores = routers.scores(RouterCall(0, logits, torch.tensor([[2, 1]])))
-    expected = logits.sigmoid() / logits.sigmoid().sum() if apart else logits.softmax(-1)
-    assert torch.allclose(scores, expected)
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    scores = Routers(model).scores(RouterCall(0, logits, torch.tensor([[2, 1]])))
+    independent = logits.sigmoid() / logits.sigmoid().sum()
+    assert torch.allclose(scores, independent if kind in SIGMOID else logits.softmax(-1))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
@@ -281,16 +233,13 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
     routers, batch = Routers(tiny_moe(kind)), padded_rows()
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(6 * 16, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    inside, live = (
-        torch.from_numpy(batch.segments_BT >= 0),
-        torch.from_numpy((batch.labels_BT != -100).sum(1)),
-    )
+    inside = torch.from_numpy(batch.segments_BT >= 0)
+    live = torch.from_numpy((batch.labels_BT != -100).sum(1))
 
     def value(at: Tensor) -> Tensor:
-        found = moe.row_losses(
-            routers, [RouterCall(0, at, at.topk(2).indices)], inside, live, z_loss=True
-        )
-        return found[0] + 0.1 * found[1]
+        calls = [RouterCall(0, at, at.topk(2).indices)]
+        balance, z = moe.row_losses(routers, calls, inside, live, z_loss=True)
+        return balance + 0.1 * z
 
     (gradient,) = torch.autograd.grad(value(logits), logits)
     moved = gradient.view(6, 16, 4).abs().amax(-1) > 0

@@ -7,15 +7,8 @@ import torch
 from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
 from support.tiny_mixtures import BIASED, blocks, spread_routers, tiny_moe
-from support.tiny_trainers import (
-    ALONE,
-    PLAIN,
-    Recorder,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, PLAIN, SPARSE, Recorder, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 from torch import Tensor, nn
 
 from ttrain.config import Optim, Schedule
@@ -26,120 +19,97 @@ from ttrain.train.moe import Routers
 from ttrain.train.optim import MOMENTUM, Muon
 from ttrain.train.training_options import Cadence, Speed
 
+MUON = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
+CONSTANT = Schedule(kind="constant", warmup_steps=0)
+
+
+def fit(model: Any, recorder: Recorder, cadence: Cadence = SPARSE, **settings: Any) -> None:
+    options: dict[str, Any] = {"callbacks": [recorder], "cadence": cadence}
+    make_trainer(settings_of(**settings), model, NumberedRows(60), **options).fit()
+
+
+def shares_of(metrics: Any, layer: int) -> list[float]:
+    return [metrics[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)]
+
 
 def test_the_logged_loss_is_the_sum_of_its_logged_parts() -> None:
     recorder = Recorder()
-    model, config = (
-        tiny_moe("ernie4_5_moe", balance=0.3, z_loss=0.05),
-        settings_of_training(tokens=5 * 96),
-    )
-    make_trainer(config, model, NumberedRows(60), callbacks=[recorder], rows_per_device=4).fit()
+    fit(tiny_moe("ernie4_5_moe", balance=0.3, z_loss=0.05), recorder, tokens=5 * 96)
     logged = [record.metrics for record in recorder.records if "loss" in record.metrics]
     assert len(logged) == 2
     for m in logged:
-        assert m["loss"] == pytest.approx(
-            m["loss_ce1"] + 0.3 * m["loss_balance"] + 0.05 * m["loss_z"], abs=1e-6
-        )
+        added = 0.3 * m["loss_balance"] + 0.05 * m["loss_z"]
+        assert m["loss"] == pytest.approx(m["loss_ce1"] + added, abs=1e-6)
         assert m["aux_loss"] == pytest.approx(m["loss"] - m["loss_ce1"])
-        shares = [
-            [m[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)]
-            for layer in range(2)
-        ]
-        assert [sum(some) for some in shares] == pytest.approx([1, 1])
+        shares = [shares_of(m, layer) for layer in range(2)]
+        assert [sum(layer) for layer in shares] == pytest.approx([1, 1])
         fullest = [m[f"moe_max_load/layer_{layer}"] for layer in range(2)]
-        assert fullest == pytest.approx([4 * max(some) for some in shares]) and m[
-            "moe_max_load"
-        ] == max(fullest)
+        assert fullest == pytest.approx([4 * max(layer) for layer in shares])
+        assert m["moe_max_load"] == max(fullest)
         assert 0 < m["moe_router_entropy"] <= 1
 
 
 def trained(
-    kind: str,
-    ranks: Ranks = ALONE,
-    how: Speed = PLAIN,
-    *,
-    steps: int = 2,
-    optim: Optim | None = None,
+    kind: str, ranks: Ranks = ALONE, how: Speed = PLAIN, **changes: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights before and after."""
     model = tiny_moe(kind, balance=0.1, bias_rate=0.02)
-    changes: dict[str, Any] = (
-        {"optim": optim, "schedule": Schedule(kind="constant", warmup_steps=0)} if optim else {}
-    )
-    config = settings_of_training(tokens=steps * 96, **changes)
+    config = settings_of(**{"tokens": 2 * 96, **changes})
     trainer = make_trainer(config, model, NumberedRows(60), ranks=ranks, how=how)
     before = copies(trainer.parallel.whole(trainer.weights.state()))
     trainer.fit()
     return before, copies(trainer.parallel.whole(trainer.weights.state()))
 
 
-MUON = Optim(kind="muon", muon_lr=0.1, weight_decay=0)
+def step_of_muon(ranks: Ranks = ALONE, how: Speed = PLAIN) -> Any:
+    return trained("glm4_moe", ranks, how, tokens=96, optim=MUON, schedule=CONSTANT)
 
 
 @pytest.fixture(scope="module")
-def of_rank(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What two sharded ranks have, and what after a step of Muon. Replicated ones: tests/doctor."""
-    sharded = Speed(parallel="fsdp")
+    how = Speed(parallel="fsdp")
 
     def work(ranks: Ranks) -> Any:
-        return trained("ernie4_5_moe", ranks, sharded), trained(
-            "glm4_moe", ranks, sharded, steps=1, optim=MUON
-        )
+        return trained("ernie4_5_moe", ranks, how), step_of_muon(ranks, how)
 
-    return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)
+    return in_ranks(2, tmp_path_factory.mktemp("ranks"), work)[0]
 
 
-def test_sharded_ranks_move_the_biases_as_one_does(of_rank: Any) -> None:
-    """ernie4_5_moe keeps them among its parameters, which are cut; the other among its buffers, which are whole."""
-    (_, alone), (_, found) = trained("ernie4_5_moe"), of_rank[0][0]
-    assert distance(alone, found) < 1e-5
-    biases = [name for name in found if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 2 and all(torch.equal(alone[name], found[name]) for name in biases)
+def test_sharded_ranks_move_the_biases_as_one_does(sharded: Any) -> None:
+    """ernie4_5_moe keeps them among its parameters, which are cut, the other among its buffers."""
+    (_, alone), (_, after) = trained("ernie4_5_moe"), sharded[0]
+    assert distance(alone, after) < 1e-5
+    biases = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2 and all(torch.equal(alone[name], after[name]) for name in biases)
 
 
-def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(of_rank: Any) -> None:
-    moves = []
-    for before, after in (trained("glm4_moe", steps=1, optim=MUON), of_rank[0][1]):
-        moves.append(
-            {name: after[name] - tensor for name, tensor in before.items() if after[name].ndim > 1}
-        )
-    moved = {name: distance({name: moves[0][name]}, {name: moves[1][name]}) for name in moves[0]}
-    assert max(moved.values()) < 1e-4, moved
+def test_a_sharded_step_of_muon_orthogonalises_whole_matrices(sharded: Any) -> None:
+    (before, after), (before_sharded, after_sharded) = step_of_muon(), sharded[1]
+    for name in (name for name in after if after[name].ndim > 1):
+        expected, move = after[name] - before[name], after_sharded[name] - before_sharded[name]
+        assert distance({name: expected}, {name: move}) < 1e-4, name
 
 
 @pytest.mark.parametrize("kind", BIASED)
 def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> None:
-    model = spread_routers(tiny_moe(kind, bias_rate=0.05))
+    model, recorder = spread_routers(tiny_moe(kind, bias_rate=0.05)), Recorder()
     before = [bias.clone() for bias in Routers(model).biases if bias is not None]
-    config, recorder = settings_of_training(tokens=96), Recorder()
-    make_trainer(
-        config, model, NumberedRows(60), callbacks=[recorder], cadence=Cadence(log=1)
-    ).fit()
-    shares = recorder.records[0].metrics
+    fit(model, recorder, Cadence(log=1), tokens=96)
     for layer, (old, new) in enumerate(zip(before, Routers(model).biases, strict=True)):
         assert new is not None
-        load = torch.tensor(
-            [shares[f"moe_load/layer_{layer}/expert_{expert}"] for expert in range(4)]
-        )
+        load = torch.tensor(shares_of(recorder.records[0].metrics, layer))
         assert torch.allclose((new - old).flatten(), 0.05 * torch.sign(0.25 - load), atol=1e-7)
 
 
 def last_max_load(kind: str, **settings: float) -> float:
-    """The fullest expert of any layer, as a multiple of the mean, at the end of a run whose routers have favourites."""
+    """The fullest expert, as a multiple of the mean, after a run whose routers have favourites."""
     model, recorder = tiny_moe(kind, **settings), Recorder()
     with torch.no_grad():
         model.get_input_embeddings().weight += 0.02  # what all tokens have in common
         for block in blocks(model):
             block.gate.weight[:2] += 0.1
-    config = settings_of_training(tokens=30 * 96, optim=Optim(lr=6e-3))
-    make_trainer(
-        config,
-        model,
-        NumberedRows(60),
-        callbacks=[recorder],
-        cadence=Cadence(log=10),
-        rows_per_device=6,
-    ).fit()
+    fit(model, recorder, Cadence(log=10), tokens=30 * 96, optim=Optim(lr=6e-3))
     return recorder.figures("moe_max_load")[-1]
 
 
@@ -152,19 +122,18 @@ def test_balancing_lowers_the_load_of_the_fullest_expert(
     kind: str, balanced: dict[str, float]
 ) -> None:
     nothing = {"balance": 0.0, **({"bias_rate": 0.0} if kind in BIASED else {})}
-    free, found = last_max_load(kind, **nothing), last_max_load(kind, **{**nothing, **balanced})
-    assert found < 1.35 < 1.5 < free, (found, free)
+    free, even = last_max_load(kind, **nothing), last_max_load(kind, **{**nothing, **balanced})
+    assert even < 1.35 < 1.5 < free, (even, free)
 
 
 def test_a_balance_without_a_router_to_watch_and_a_bias_rate_without_a_bias_are_refused() -> None:
+    model = tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4})
     with pytest.raises(UsageError, match=r"model\.moe\.balance=0"):
-        LanguageModeling(
-            settings_of_training(), tiny_model(kind="hunyuan_v1_moe", moe={"experts": 4})
-        )
+        LanguageModeling(settings_of(), model)
     model = tiny_moe("mixtral")
     model.config.router_bias_rate = 0.1
     with pytest.raises(UsageError, match=r"MixtralForCausalLM.*bias"):
-        LanguageModeling(settings_of_training(), model)
+        LanguageModeling(settings_of(), model)
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])
@@ -173,16 +142,13 @@ def test_stacked_matrices_get_what_muon_gives_each(shape: tuple[int, ...]) -> No
     stack = nn.Parameter(torch.randn(shape, generator=generator))
     singles = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
-    ours, theirs = (
-        Muon([stack], **settings),
-        torch.optim.Muon(singles, momentum=MOMENTUM, **settings),
-    )
+    ours = Muon([stack], **settings)
+    theirs = torch.optim.Muon(singles, momentum=MOMENTUM, **settings)
     for _ in range(3):
         stack.grad = torch.randn(shape, generator=generator)
         for single, gradient in zip(singles, stack.grad, strict=True):
             single.grad = gradient.clone()
         ours.step()
         theirs.step()
-    assert (
-        distance({"w": torch.stack([p.detach() for p in singles])}, {"w": stack.detach()}) < 0.02
-    )  # bf16 inside
+    expected = torch.stack([p.detach() for p in singles])
+    assert distance({"w": expected}, {"w": stack.detach()}) < 0.02  # bf16 inside

@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from ttrain.model import factory
 
 EXPERTS = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
+ONE_LAYER = {"share_layers": True, "rope_head_dim": 4}
+ODD = {**EXPERTS, "shared_experts": 0, "expert_size": 9}
 SHAPES: dict[str, dict[str, Any]] = {
     "moyun": {"kind": "moyun"},
     "moyun, heads of its own": {"kind": "moyun", "tie_embeddings": False, "init_std": 0.2},
     "tinyseek": {"kind": "tinyseek", "moe": EXPERTS, "init_std": 0.2},
-    "tinyseek, one layer": {
-        "kind": "tinyseek",
-        "moe": EXPERTS,
-        "fields": {"share_layers": True, "rope_head_dim": 4},
-    },
-    "tinyseek, odd sizes": {
-        "kind": "tinyseek",
-        "moe": {**EXPERTS, "shared_experts": 0, "expert_size": 9},
-    },
+    "tinyseek, one layer": {"kind": "tinyseek", "moe": EXPERTS, "fields": ONE_LAYER},
+    "tinyseek, odd sizes": {"kind": "tinyseek", "moe": ODD},
 }
 T = 20
 
@@ -60,7 +55,7 @@ def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None
     state = {}
     for number, ours in enumerate(model.model.layers):
         attention = ours.self_attn
-        of_torch = {
+        modules = {
             "linear1": ours.mlp.up_proj,
             "linear2": ours.mlp.down_proj,
             "norm1": ours.post_attention_layernorm,
@@ -68,23 +63,16 @@ def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None
             "self_attn.out_proj": attention.o_proj,
         }
         for kind in ("weight", "bias"):
-            parts = [
-                getattr(projection, kind)
-                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-            ]
-            state[f"layers.{number}.self_attn.in_proj_{kind}"] = torch.cat(parts)
-            state |= {
-                f"layers.{number}.{name}.{kind}": getattr(module, kind)
-                for name, module in of_torch.items()
-            }
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            parts = {f"{name}.{kind}": getattr(module, kind) for name, module in modules.items()}
+            parts[f"self_attn.in_proj_{kind}"] = torch.cat([getattr(p, kind) for p in projections])
+            state |= {f"layers.{number}.{name}": tensor for name, tensor in parts.items()}
     encoder.load_state_dict(state)
     model.set_attn_implementation(implementation)
-    ids = random_ids(1, 2, T)
+    ids, mask = random_ids(1, 2, T), nn.Transformer.generate_square_subsequent_mask(T)
     with torch.no_grad():
         x = model.model.embed_tokens(ids) * 4 + model.model.positions.table[:T]
-        expected = model.lm_head(
-            encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(T), is_causal=True)
-        )
+        expected = model.lm_head(encoder(x, mask=mask, is_causal=True))
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -133,11 +121,9 @@ def attended(attention: Any, xs: list[Tensor]) -> list[Tensor]:
     for position, of_heads in enumerate(queries):
         heads = []
         for head, query in enumerate(of_heads):
-            scores = torch.stack([query @ keys[s][head] for s in range(position + 1)]) / math.sqrt(
-                len(query)
-            )
-            seen = torch.stack([values[s][head] for s in range(position + 1)])
-            heads.append(scores.softmax(0) @ seen)
+            scores = torch.stack([query @ keys[s][head] for s in range(position + 1)])
+            visible = torch.stack([values[s][head] for s in range(position + 1)])
+            heads.append((scores / math.sqrt(len(query))).softmax(0) @ visible)
         mixed.append(attention.o_proj(torch.cat(heads)))
     return mixed
 
@@ -147,10 +133,9 @@ def through_experts(moe: Any, x: Tensor) -> Tensor:
     chosen = scores.argsort(descending=True)[: moe.gate.top_k]
     output = moe.shared_experts(x)
     for expert, weight in zip(chosen.tolist(), scores[chosen].softmax(0), strict=True):
-        inner = (moe.experts.up_proj[expert] @ x + moe.experts.up_proj_bias[expert]).relu()
-        output = output + weight * (
-            moe.experts.down_proj[expert] @ inner + moe.experts.down_proj_bias[expert]
-        )
+        up, down = moe.experts.up_proj[expert], moe.experts.down_proj[expert]
+        inner = (up @ x + moe.experts.up_proj_bias[expert]).relu()
+        output = output + weight * (down @ inner + moe.experts.down_proj_bias[expert])
     return output
 
 
@@ -159,9 +144,8 @@ def test_tinyseek_gives_the_logits_of_a_slow_reference(
     share_layers: bool, expert_size: int
 ) -> None:
     fields = {"share_layers": share_layers, "rope_head_dim": 4}
-    model = tiny_model(
-        kind="tinyseek", moe={**EXPERTS, "expert_size": expert_size}, fields=fields, init_std=0.3
-    ).eval()
+    moe = {**EXPERTS, "expert_size": expert_size}
+    model = tiny_model(kind="tinyseek", moe=moe, fields=fields, init_std=0.3).eval()
     ids = random_ids(4, 1, 9)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -170,18 +154,13 @@ def test_tinyseek_gives_the_logits_of_a_slow_reference(
         xs = [*model.model.embed_tokens(ids[0])]
         for number in range(model.config.num_hidden_layers):
             layer = model.model.layers[0 if share_layers else number]
-            mixed = attended(layer.self_attn, xs)
-            xs = [
-                normalized(layer.post_attention_layernorm, x + m)
-                for x, m in zip(xs, mixed, strict=True)
-            ]
-            xs = [
-                normalized(layer.post_mlp_layernorm, x + through_experts(layer.mlp, x)) for x in xs
-            ]
+            norm, mlp_norm = layer.post_attention_layernorm, layer.post_mlp_layernorm
+            mixed = zip(xs, attended(layer.self_attn, xs), strict=True)
+            xs = [normalized(norm, x + m) for x, m in mixed]
+            xs = [normalized(mlp_norm, x + through_experts(layer.mlp, x)) for x in xs]
         assert len(model.model.layers) == (1 if share_layers else 2)
-        torch.testing.assert_close(
-            model(ids).logits[0], model.lm_head(torch.stack(xs)), rtol=1e-4, atol=1e-4
-        )
+        expected = model.lm_head(torch.stack(xs))
+        torch.testing.assert_close(model(ids).logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,4 +1,4 @@
-"""The moving average of the weights: its numbers, what is saved of it, and what the next training continues."""
+"""The moving average of the weights: its values, its state, and what another training continues."""
 
 import importlib
 from pathlib import Path
@@ -29,68 +29,54 @@ def trainer_of(directory: Path, **options: Any) -> Trainer:
     return make_trainer(CONFIG, tiny_model(), ROWS, directory=directory, **options)
 
 
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return copies(trainer.weights.state())
+def newest(trainer: Trainer) -> Snapshot:
+    snapshot = trainer.checkpoints.newest() if trainer.checkpoints else None
+    assert snapshot
+    return snapshot
 
 
-def saved(trainer: Trainer) -> Snapshot:
-    found = trainer.checkpoints.newest() if trainer.checkpoints else None
-    assert found
-    return found
-
-
-def fit(trainer: Trainer) -> tuple[Any, list[dict[str, Tensor]]]:
-    found: list[dict[str, Tensor]] = []
-    step = Optimizers.step
-
-    def watch(optimizers: Optimizers) -> None:
-        step(optimizers)
-        found.append(
-            {optimizers.names[p]: p.detach().double().clone() for p in optimizers.parameters}
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimizers, "step", watch)
-        return trainer.fit(), found
+def averaged_steps(state: dict[str, Tensor]) -> set[int]:
+    return {int(value) for name, value in state.items() if name.startswith("averaged|")}
 
 
 @pytest.fixture(scope="module")
-def averaged(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Trainer, Any, list[dict[str, Tensor]]]:
-    trainer = trainer_of(
-        tmp_path_factory.mktemp("averaged"), validation=VALIDATION, cadence=Cadence(validate=1)
-    )
-    return trainer, *fit(trainer)
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Any, list[Any]]:
+    """A finished trainer, its result, and the weights after each step of its optimizers."""
+    step, weights = Optimizers.step, list[dict[str, Tensor]]()
+
+    def watched(optimizers: Optimizers) -> None:
+        step(optimizers)
+        names = optimizers.names
+        weights.append({names[p]: p.detach().double().clone() for p in optimizers.parameters})
+
+    options: dict[str, Any] = {"validation": VALIDATION, "cadence": Cadence(validate=1)}
+    trainer = trainer_of(tmp_path_factory.mktemp("averaged"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizers, "step", watched)
+        return trainer, trainer.fit(), weights
 
 
-def test_model_validation_and_checkpoint_are_the_average_over_all_steps_with_few_first_ones(
-    averaged: Any,
-) -> None:
-    trainer, result, newest = averaged
-    expected = newest[0]
-    for number, tensors in enumerate(newest):
-        kept = (1 + number) / (10 + number)
+def test_model_validation_and_checkpoint_hold_the_average_over_all_steps(averaged: Any) -> None:
+    trainer, result, weights = averaged
+    expected = weights[0]
+    for number, tensors in enumerate(weights):
+        kept = (1 + number) / (10 + number)  # the first steps count less
         expected = {name: kept * expected[name] + (1 - kept) * tensors[name] for name in expected}
-    found = {trainer.optimizers.names[p]: p.detach() for p in trainer.optimizers.parameters}
-    assert distance(expected, found) < 1e-6 < 1e-3 < distance(newest[-1], found)
+    names = trainer.optimizers.names
+    final = {names[p]: p.detach() for p in trainer.optimizers.parameters}
+    assert distance(expected, final) < 1e-6 < 1e-3 < distance(weights[-1], final)
     assert result.validation_loss == trainer.model.measure(VALIDATION)[0]
-    snapshot = saved(trainer)
-    assert same(dict(snapshot.weights), weights(trainer))
-    names = trainer.optimizers.names.values()
-    assert {name for name in snapshot.optimizer if name.startswith("iterate|")} == {
-        f"iterate|{name}" for name in names
-    }
-    assert {
-        int(value) for name, value in snapshot.optimizer.items() if name.startswith("averaged|")
-    } == {trainer.steps}
+    snapshot = newest(trainer)
+    assert same(dict(snapshot.weights), trainer.weights.state())
+    iterates = {name for name in snapshot.optimizer if name.startswith("iterate|")}
+    assert iterates == {f"iterate|{name}" for name in names.values()}
+    assert averaged_steps(dict(snapshot.optimizer)) == {trainer.steps}
 
 
 def test_a_half_life_is_a_share_of_the_steps() -> None:
     weight = torch.zeros(1)
     average = MovingAverage({weight: "w"}, 0.5, 8)
-    average._count = 1000  # first steps count more
-    average.update()
+    average.load_state({"iterate|w": torch.zeros(1), "averaged|w": torch.tensor(1000)})
     weight += 1
     for _ in range(4):
         average.update()
@@ -104,28 +90,22 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     second = trainer_of(tmp_path)
     assert second.first > 0
     second.fit()
-    assert same(weights(whole), weights(second))
-    assert same(saved(whole).weights, saved(second).weights) and same(
-        saved(whole).optimizer, saved(second).optimizer
-    )
+    assert same(whole.weights.state(), second.weights.state())
+    assert same(newest(whole).weights, newest(second).weights)
+    assert same(newest(whole).optimizer, newest(second).optimizer)
 
 
-def test_two_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
+def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
     importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
-    found, steps = saved(averaged[0]), averaged[0].steps
-    plateau = Snapshot(0, found.weights, found.optimizer, {})
+    snapshot, steps = newest(averaged[0]), averaged[0].steps
+    options = {
+        "rows_per_device": 2,
+        "plateau": Snapshot(0, snapshot.weights, snapshot.optimizer, {}),
+    }
 
     def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
-        trainer = make_trainer(
-            SHORT,
-            tiny_model(seed=3),
-            ROWS,
-            rows_per_device=2,
-            ranks=ranks,
-            how=how,
-            plateau=plateau,
-        )
-        assert trainer.average._count == steps
+        trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, ranks=ranks, how=how, **options)
+        assert averaged_steps(dict(trainer.average.state())) == {steps}
         trainer.fit()
         return copies(trainer.parallel.whole(trainer.weights.state()))
 

@@ -1,7 +1,8 @@
-"""RMSNorm, SwiGLU and low-rank layers in one node each: the results of transformers and PEFT, and less to keep."""
+"""RMSNorm, SwiGLU and low-rank layers in one node each: the results of transformers and PEFT."""
 
 import importlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,37 +14,36 @@ from torch import Tensor
 
 from ttrain.config import Lora
 from ttrain.model import adapters
+from ttrain.model.adapter_layers import FusedLinear
 from ttrain.train.kernels import GATED, NORMS, fuse
 
 BF16 = torch.bfloat16
+MOE = {"Qwen3Moe": "qwen3_moe", "Ernie4_5_Moe": "ernie4_5_moe", "Glm4Moe": "glm4_moe"}
+Results = Mapping[str, Tensor]
+
+
+def worst(expected: Results, results: Results) -> float:
+    assert {*expected} == {*results}
+    return max(distance({name: expected[name]}, {name: results[name]}) for name in expected)
 
 
 def layer(name: str) -> Any:
-    """A norm or a gated layer of transformers with weights that are neither zeros nor ones; width 16."""
+    """A norm or a gated layer of transformers, width 16; its weights are neither zeros nor ones."""
     from transformers import AutoConfig
 
     torch.manual_seed(0)
     family = re.sub("RMSNorm|MLP", "", name)
-    model_type = {
-        "Qwen3Moe": "qwen3_moe",
-        "Ernie4_5_Moe": "ernie4_5_moe",
-        "Glm4Moe": "glm4_moe",
-    }.get(family, family.lower())
-    kind = getattr(
-        importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name
-    )
+    kind = MOE.get(family, family.lower())
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     if name in NORMS:
-        made = kind(16, eps=1e-5)
-        torch.nn.init.uniform_(made.weight, -1, 1)
-        return made
-    return kind(
-        AutoConfig.for_model(
-            model_type, hidden_size=16, intermediate_size=40, num_attention_heads=2
-        )
-    )
+        norm = getattr(module, name)(16, eps=1e-5)
+        torch.nn.init.uniform_(norm.weight, -1, 1)
+        return norm
+    sizes = {"hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
+    return getattr(module, name)(AutoConfig.for_model(kind, **sizes))
 
 
-def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
+def layer_results(module: Any, *, autocast: bool) -> Results:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 5, 16, generator=generator, requires_grad=True)
     with torch.autocast("cpu", BF16, enabled=autocast):
@@ -55,33 +55,25 @@ def results(module: Any, *, autocast: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", sorted(NORMS | GATED))
 def test_a_fused_layer_gives_what_the_layer_of_transformers_gives(name: str) -> None:
     module = layer(name)
-    exact, rounded = results(module, autocast=False), results(module, autocast=True)
-    before = dict(module.named_parameters())
+    exact, theirs = (layer_results(module, autocast=autocast) for autocast in (False, True))
     with torch.no_grad():
-        silent = module(torch.ones(2, 16))
+        without_gradients = module(torch.ones(2, 16))
     fuse(module)
-    assert "forward" in vars(module), "this kind of layer is still made as it was"
-    found, found_rounded = results(module, autocast=False), results(module, autocast=True)
-    for key in exact:
-        assert distance({key: exact[key]}, {key: found[key]}) < 1e-6, key
-        assert found[key].dtype == torch.float32
-    assert distance(exact, found_rounded) < max(0.005, 1.2 * distance(exact, rounded))
-    assert found_rounded["out"].dtype == BF16
+    assert "forward" in vars(module), "this kind of layer is not fused"
+    fused, ours = (layer_results(module, autocast=autocast) for autocast in (False, True))
+    assert worst(exact, fused) < 1e-6
+    assert {tensor.dtype for tensor in fused.values()} == {torch.float32}
+    assert distance(exact, ours) < max(0.005, 1.2 * distance(exact, theirs))
+    assert ours["out"].dtype == BF16
     with torch.no_grad():
-        assert torch.equal(module(torch.ones(2, 16)), silent), (
-            "where no gradient is recorded nothing changes"
-        )
-    assert all(parameter is before[key] for key, parameter in module.named_parameters())
+        assert torch.equal(module(torch.ones(2, 16)), without_gradients)
 
 
-def adapted(**settings: Any) -> Any:
+def adapted() -> Any:
     base = tiny_model(kv_heads=1)
-    for number, layer in enumerate(base.model.layers):
-        if number:
-            layer.mlp.up_proj.bias = torch.nn.Parameter(
-                torch.linspace(-1, 1, layer.mlp.up_proj.out_features)
-            )
-    model = adapters.attach(base, Lora(rank=3, alpha=12.0, **settings)).train()
+    up_proj = base.model.layers[1].mlp.up_proj
+    up_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, up_proj.out_features))
+    model = adapters.attach(base, Lora(rank=3, alpha=12.0)).train()
     torch.manual_seed(4)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -89,7 +81,7 @@ def adapted(**settings: Any) -> Any:
     return model
 
 
-def lora_results(model: Any, *, autocast: bool) -> dict[str, Tensor]:
+def lora_results(model: Any, *, autocast: bool) -> Results:
     ids = torch.randint(9, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     with torch.autocast("cpu", BF16, enabled=autocast):
@@ -99,23 +91,19 @@ def lora_results(model: Any, *, autocast: bool) -> dict[str, Tensor]:
 
 
 def test_a_low_rank_layer_gives_what_that_of_peft_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.model.adapter_layers import FusedLinear
-
     model = adapted()
-    found, rounded = lora_results(model, autocast=False), lora_results(model, autocast=True)
+    fused, ours = (lora_results(model, autocast=autocast) for autocast in (False, True))
     monkeypatch.setattr(FusedLinear, "is_plain", lambda self, name: False)
-    expected, theirs = lora_results(model, autocast=False), lora_results(model, autocast=True)
-    assert {*found} == {*expected} and len(found) == 1 + 2 * 2 * 7
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < 1e-6, name
-    assert distance(expected, rounded) < 1.2 * distance(expected, theirs)
-    assert not same(found, expected), "these were different computations"
+    exact, theirs = (lora_results(model, autocast=autocast) for autocast in (False, True))
+    assert len(exact) == 1 + 2 * 2 * 7 and worst(exact, fused) < 1e-6
+    assert distance(exact, ours) < 1.2 * distance(exact, theirs)
+    assert not same(fused, exact), "these were different computations"
 
 
-def test_the_frozen_weight_that_is_kept_in_bf16_follows_the_weight() -> None:
-    model, other = adapted(), adapted()
-    lora_results(model, autocast=True)
+def test_the_cached_bf16_copy_of_a_frozen_weight_follows_the_weight() -> None:
+    used, fresh = adapted(), adapted()
+    lora_results(used, autocast=True)
     with torch.no_grad():
-        for changed in (model, other):
-            changed.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(2)
-    assert same(lora_results(model, autocast=True), lora_results(other, autocast=True))
+        for model in (used, fresh):
+            model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.mul_(2)
+    assert same(lora_results(used, autocast=True), lora_results(fresh, autocast=True))

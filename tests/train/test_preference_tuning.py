@@ -1,4 +1,4 @@
-"""Preference tuning: both answers of packed pairs in one pass, on any number of ranks, and what it learns.
+"""Preference tuning: both answers of packed pairs in one pass, on any number of ranks.
 
 Letters in names: B rows, T positions, A answers.
 """
@@ -14,7 +14,7 @@ from support.comparing import copies, distance, same
 from support.tiny_data import VOCAB
 from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import log_softmax
 
 from ttrain.config import Optim, Schedule
 from ttrain.config.training import Dpo
@@ -28,7 +28,8 @@ from ttrain.train.preference_tuning import PreferenceTuning, score_answers
 from ttrain.train.training_options import Cadence
 
 T = 48
-GOOD, BAD = 11, 12  # what chosen and rejected answers begin with: the preference that is planted
+SLIDING = {"kind": "mistral", "kv_heads": 1, "fields": {"sliding_window": 5}}
+BUDGET = {"tokens": 6 * 4 * T, "epochs": None, "tokens_per_step": 4 * T, "row_length": T}
 
 
 class Pair(NamedTuple):
@@ -37,34 +38,27 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
-def make_pairs(count: int, seed: int = 0) -> list[Pair]:
-    generator = np.random.default_rng(seed)
+def make_pairs(count: int) -> list[Pair]:
+    """Chosen answers begin with 11, rejected ones with 12: the preference that is planted."""
+    generator = np.random.default_rng(0)
 
     def ids(most: int) -> list[int]:
-        return [
-            int(number) for number in generator.integers(13, VOCAB, generator.integers(1, most))
-        ]
+        numbers: list[int] = generator.integers(13, VOCAB, generator.integers(1, most)).tolist()
+        return numbers
 
-    return [Pair(ids(9), [GOOD, *ids(6)], [BAD, *ids(6)]) for _ in range(count)]
+    return [Pair(ids(9), [11, *ids(6)], [12, *ids(6)]) for _ in range(count)]
 
 
 def packed(directory: Path, pairs: Sequence[Pair], reference: Any = None) -> InMemoryRows:
-    """The pairs in rows as a stage packs them; with a reference, the log-probabilities of its answers."""
+    """The pairs in rows as a stage packs them; with a reference, its scores of the answers."""
     directory.mkdir(parents=True, exist_ok=True)
     sizes = np.array([[*map(len, pair)] for pair in pairs])
-    branches = np.repeat(np.tile([PROMPT, CHOSEN, REJECTED], len(pairs)), sizes.ravel()).astype(
-        np.uint8
-    )
+    parts = np.tile([PROMPT, CHOSEN, REJECTED], len(pairs))
+    branches = np.repeat(parts, sizes.ravel()).astype(np.uint8)
     ids = np.concatenate([part for pair in pairs for part in pair])
     column = Column(ids, offsets_of(sizes.sum(1)), branches != PROMPT, branches)
-    entry = write_shard(directory / "0.arrow", column, VOCAB)
-    write_index(
-        directory,
-        kind="pairs",
-        vocab_size=VOCAB,
-        tokenizer="t",
-        shards=[{**entry, "bytes": 0, "group": 0}],
-    )
+    shard = {**write_shard(directory / "0.arrow", column, VOCAB), "bytes": 0, "group": 0}
+    write_index(directory, kind="pairs", vocab_size=VOCAB, tokenizer="t", shards=[shard])
     rows = PairRows(ShardSet(directory), T, 0, 3)
     batch = rows.batch(range(len(rows)))
     assert isinstance(batch, PairBatch) and len(rows) < len(pairs)
@@ -77,83 +71,61 @@ def packed(directory: Path, pairs: Sequence[Pair], reference: Any = None) -> InM
     return InMemoryRows(batch, references)
 
 
-def config_of(**changes: Any) -> Dpo:
-    values: dict[str, Any] = {
-        "tokens": 6 * 4 * T,
-        "epochs": None,
-        "tokens_per_step": 4 * T,
-        "row_length": T,
-        "precision": "fp32",
-        "optim": Optim(lr=1e-2, weight_decay=0.0),
-        "schedule": Schedule(warmup_steps=2),
-        **changes,
-    }
-    return Dpo(**values)
+def config_of(lr: float = 1e-2, eps: float = 1e-8, **changes: Any) -> Dpo:
+    optim = Optim(lr=lr, weight_decay=0.0, eps=eps)
+    schedule = Schedule(warmup_steps=2)
+    return Dpo(precision="fp32", optim=optim, schedule=schedule, **BUDGET, **changes)  # type: ignore[arg-type]
 
 
-def alone(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    ids = torch.tensor([prompt + answer])
-    log_probs = F.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[
-        :, 0
-    ]
-    return log_probs[len(prompt) - 1 :].sum()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"kind": "gemma2"}, {"kind": "mistral", "kv_heads": 1, "fields": {"sliding_window": 5}}],
-    ids=lambda options: options.get("kind", "llama"),
-)
+@pytest.mark.parametrize("options", [{}, {"kind": "gemma2"}, SLIDING], ids=str)
 def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     model, pairs = tiny_model(**options).eval(), make_pairs(9)
-    batch = packed(tmp_path, pairs).whole
+
+    def alone(prompt: list[int], answer: list[int]) -> Tensor:
+        ids = torch.tensor([prompt + answer])
+        log_probs = log_softmax(model(input_ids=ids).logits[0, :-1], -1)
+        return log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0].sum()
+
+    batch: Any = packed(tmp_path, pairs).whole
     answers = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    answers = [answers[number] for number in batch.answer_ids_A]  # type: ignore[attr-defined]
+    answers = [answers[number] for number in batch.answer_ids_A]
     assert len(answers) == 18
     weights_A = torch.linspace(-1, 1, len(answers), dtype=torch.float64)
-    expected_A = torch.stack([alone(model, *answer) for answer in answers])
-    named = dict(model.named_parameters())
-    expected = torch.autograd.grad((expected_A * weights_A).sum(), list(named.values()))
-    found_A, tokens_A = score_answers(NextTokenLoss(model), batch, CPU)  # type: ignore[arg-type]
-    found = torch.autograd.grad((found_A * weights_A).sum(), list(named.values()))
-    assert float((found_A - expected_A).abs().max()) < 1e-5
+    expected_A = torch.stack([alone(*answer) for answer in answers])
+    scores_A, tokens_A = score_answers(NextTokenLoss(model), batch, CPU)
+    assert float((scores_A - expected_A).abs().max()) < 1e-5
     assert tokens_A.tolist() == [len(answer) for _, answer in answers]
-    assert (
-        distance(dict(zip(named, expected, strict=True)), dict(zip(named, found, strict=True)))
-        < 1e-5
+    named = dict(model.named_parameters())
+    expected, gradients = (
+        dict(zip(named, torch.autograd.grad((x * weights_A).sum(), [*named.values()]), strict=True))
+        for x in (expected_A, scores_A)
     )
+    assert distance(expected, gradients) < 1e-5
 
 
 def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path) -> None:
     rows = packed(tmp_path / "pairs", make_pairs(30), tiny_model())
 
     def train(ranks: Ranks, rows_per_device: int) -> list[dict[str, Tensor]]:
-        found = []
-        for options in ({"loss": "dpo", "sft_weight": 0.2}, {"loss": "kto", "beta": 0.5}):
-            model, config = (
-                tiny_model(),
-                config_of(optim=Optim(lr=1e-3, weight_decay=0.0, eps=1e-4), **options),
-            )
+        states = []
+        for changes in ({"loss": "dpo", "sft_weight": 0.2}, {"loss": "kto", "beta": 0.5}):
+            model, config = tiny_model(), config_of(lr=1e-3, eps=1e-4, **changes)
             task = PreferenceTuning(config, model)
-            make_trainer(
-                config, model, rows, task=task, ranks=ranks, rows_per_device=rows_per_device
-            ).fit()
+            options: dict[str, Any] = {"ranks": ranks, "rows_per_device": rows_per_device}
+            make_trainer(config, model, rows, task=task, **options).fit()
             point = torch.tensor([1 + task.state()["reference_point"]])
-            found.append(copies(dict(model.named_parameters())) | {"point": point})
-        return found
+            states.append(copies(dict(model.named_parameters())) | {"point": point})
+        return states
 
     once = train(ALONE, 4)
     assert float(once[1]["point"]) > 1.0, "which has moved"
-    # With four rows at a time one of two ranks has none, hence no target
-    of_ranks = [
-        state
-        for size in (1, 4)
-        for state in in_ranks(2, tmp_path / str(size), lambda ranks, n=size: train(ranks, n))
-    ]
-    for others in (train(ALONE, 1), *of_ranks):
-        assert max(map(distance, once, others)) < 1e-5
+    others = [train(ALONE, 1)]
+    for size in (1, 4):  # with four rows at a time one of two ranks has none, hence no target
+        others += in_ranks(2, tmp_path / str(size), lambda ranks, size=size: train(ranks, size))
+    for states in others:
+        assert max(map(distance, once, states)) < 1e-5
 
 
 def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(
@@ -165,19 +137,15 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
     def train(directory: Path, stop_after: int | None) -> tuple[Any, PreferenceTuning, Recorder]:
         model, recorder = tiny_model(), Recorder()
         task = PreferenceTuning(config, model)
-        cadence = Cadence(log=1)
-        options: dict[str, Any] = {
-            "directory": directory,
-            "stop_after": stop_after,
-            "callbacks": [recorder],
-        }
-        make_trainer(config, model, rows, task=task, cadence=cadence, **options).fit()
+        options: dict[str, Any] = {"directory": directory, "stop_after": stop_after}
+        options |= {"callbacks": [recorder], "cadence": Cadence(log=1)}
+        make_trainer(config, model, rows, task=task, **options).fit()
         return model, task, recorder
 
     straight, expected, recorder = train(tmp_path / "straight", None)
     points, ratios = recorder.figures("reference_point"), recorder.figures("kl_to_reference")
     assert points == pytest.approx([max(0.0, ratio) for ratio in ratios]) and len(points) == 6
     train(tmp_path / "resumed", 3)
-    resumed, found, _ = train(tmp_path / "resumed", None)
-    assert expected.state() == found.state() and expected.state()["reference_point"] > 0
+    resumed, task, _ = train(tmp_path / "resumed", None)
+    assert expected.state() == task.state() and expected.state()["reference_point"] > 0
     assert same(straight.state_dict(), resumed.state_dict())

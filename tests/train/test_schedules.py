@@ -22,112 +22,60 @@ from ttrain.train.schedules import (
 
 KINDS = ("linear", "cosine", "constant", "minimind", "exponential", "wsd", "infinite")
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
+# Four steps of cooldown: 1, 1 - sqrt(1/4), 1 - sqrt(2/4), 1 - sqrt(3/4), between the peak and 0.2.
+COOLDOWN = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.6, 0.434314575050762, 0.307179676972449]
+MINIMIND = [1.0, 0.977975432332819, 0.914057647468726, 0.814503363531613, 0.689057647468726, 0.55]
+MINIMIND += [0.410942352531274, 0.285496636468387, 0.185942352531274, 0.122024567667181]
+# One step of warm-up, two of hold, then half of what is above the floor every two steps.
+HALVING = [0.5, 1, 1, 1, 0.6, 0.4, 0.3, 0.25, 0.225, 0.2125]
+
+
+def of(kind: str, warmup_steps: int | None = None, **settings: Any) -> Schedule:
+    return Schedule(kind=kind, warmup_steps=warmup_steps, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("config", "steps", "table"),
+    ("config", "table"),
     [
-        # two steps of warm-up, four of trunk, four of decay: 1, 3/4, 2/4, 1/4
-        (
-            Schedule(kind="linear", warmup_steps=2, decay_fraction=0.4),
-            10,
-            [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
-        ),
-        (
-            Schedule(kind="linear", warmup_steps=0, decay_fraction=1.0, floor=0.2),
-            4,
-            [1.0, 0.8, 0.6, 0.4],
-        ),
-        (
-            Schedule(kind="linear", warmup_steps=3, decay_fraction=1.0),
-            6,
-            [0.25, 0.5, 0.75, 1, 2 / 3, 1 / 3],
-        ),
-        (Schedule(kind="cosine", warmup_steps=2, floor=0.1), 10, [1 / 3, 2 / 3, *COSINE]),
-        (Schedule(kind="constant", warmup_steps=1), 4, [0.5, 1, 1, 1]),
-        (
-            Schedule(kind="linear", warmup_steps=9),
-            3,
-            [0.1, 0.2, 0.3],
-        ),  # the run ends within the warm-up
-        (
-            Schedule(kind="linear"),
-            3,
-            [1 / 11, 2 / 11, 3 / 11],
-        ),  # ten steps of warm-up, where nothing else is said
-        (
-            Schedule(kind="linear", warmup_steps=1, hold_steps=2, decay_fraction=1),
-            7,
-            [0.5, 1, 1, 1, 0.75, 0.5, 0.25],
-        ),
-        # one step of warm-up, two of hold, then half of what is above the floor every two steps
-        (
-            Schedule(
-                kind="exponential",
-                warmup_steps=1,
-                hold_steps=2,
-                decay_rate=0.25,
-                decay_steps=2,
-                floor=0.2,
-            ),
-            10,
-            [0.5, 1, 1, 1, 0.6, 0.4, 0.3, 0.25, 0.225, 0.2125],
-        ),
-        (
-            Schedule(kind="exponential", warmup_steps=0, decay_rate=0.5, decay_steps=1),
-            5,
-            [1, 0.5, 0.25, 0.125, 0.0625],
-        ),
-        # four steps of cooldown: 1, 1 - sqrt(1/4), 1 - sqrt(2/4), 1 - sqrt(3/4), between the peak and 0.2
-        *(
-            (
-                Schedule(kind=kind, warmup_steps=3, decay_fraction=0.4, floor=0.2),
-                10,
-                [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.6, 0.434314575050762, 0.307179676972449],
-            )
-            for kind in ("wsd", "infinite")
-        ),
-        (
-            Schedule(kind="minimind"),
-            10,
-            [
-                1.0,
-                0.977975432332819,
-                0.914057647468726,
-                0.814503363531613,
-                0.689057647468726,
-                0.55,
-                0.410942352531274,
-                0.285496636468387,
-                0.185942352531274,
-                0.122024567667181,
-            ],
-        ),
-        (Schedule(kind="minimind", warmup_steps=2), 10, [1 / 3, 2 / 3, *COSINE]),
+        # Two steps of warm-up, four of trunk, four of decay.
+        (of("linear", 2, decay_fraction=0.4), [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+        (of("linear", 0, decay_fraction=1.0, floor=0.2), [1.0, 0.8, 0.6, 0.4]),
+        (of("linear", 3, decay_fraction=1.0), [0.25, 0.5, 0.75, 1, 2 / 3, 1 / 3]),
+        (of("cosine", 2, floor=0.1), [1 / 3, 2 / 3, *COSINE]),
+        (of("constant", 1), [0.5, 1, 1, 1]),
+        (of("linear", 9), [0.1, 0.2, 0.3]),  # the run ends within the warm-up
+        (of("linear"), [1 / 11, 2 / 11, 3 / 11]),  # ten steps of warm-up by default
+        (of("linear", 1, hold_steps=2, decay_fraction=1), [0.5, 1, 1, 1, 0.75, 0.5, 0.25]),
+        (of("exponential", 1, hold_steps=2, decay_rate=0.25, decay_steps=2, floor=0.2), HALVING),
+        (of("exponential", 0, decay_rate=0.5, decay_steps=1), [1, 0.5, 0.25, 0.125, 0.0625]),
+        (of("wsd", 3, decay_fraction=0.4, floor=0.2), COOLDOWN),
+        (of("infinite", 3, decay_fraction=0.4, floor=0.2), COOLDOWN),
+        (of("minimind"), MINIMIND),
+        (of("minimind", 2), [1 / 3, 2 / 3, *COSINE]),
     ],
 )
-def test_rates_follow_the_table(config: Schedule, steps: int, table: list[float]) -> None:
-    factor = schedule(config, steps)
-    assert [factor(step) for step in range(steps)] == pytest.approx(table, abs=1e-12)
+def test_rates_follow_the_table(config: Schedule, table: list[float]) -> None:
+    factor = schedule(config, len(table))
+    assert [factor(step) for step in range(len(table))] == pytest.approx(table, abs=1e-12)
 
 
 def test_minimind_has_a_floor_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r"floor is 0\.3 but schedule\.kind is minimind.*cosine"):
-        Schedule(kind="minimind", floor=0.3)
+    with pytest.raises(ValueError, match=r"0\.3 .*minimind.*cosine"):
+        of("minimind", floor=0.3)
 
 
 @pytest.mark.parametrize(
     ("config", "start"),
     [
-        (Schedule(kind="linear", warmup_steps=2, decay_fraction=0.4), 6),
-        (Schedule(kind="linear", warmup_steps=8, decay_fraction=0.4), 8),
-        (Schedule(kind="linear", warmup_steps=20, decay_fraction=0.4), 10),
-        (Schedule(kind="linear", warmup_steps=2, decay_fraction=0.0), 10),
-        (Schedule(kind="cosine", warmup_steps=2, hold_steps=3), 5),
-        (Schedule(kind="constant", warmup_steps=2), 10),
-        (Schedule(kind="exponential", warmup_steps=2), 10),
-        (Schedule(kind="minimind"), 0),
-        (Schedule(kind="wsd", warmup_steps=2, hold_steps=6, decay_fraction=0.3), 8),
+        (of("linear", 2, decay_fraction=0.4), 6),
+        (of("linear", 8, decay_fraction=0.4), 8),
+        (of("linear", 20, decay_fraction=0.4), 10),
+        (of("linear", 2, decay_fraction=0.0), 10),
+        (of("cosine", 2, hold_steps=3), 5),
+        (of("constant", 2), 10),
+        (of("exponential", 2), 10),
+        (of("minimind"), 0),
+        (of("wsd", 2, hold_steps=6, decay_fraction=0.3), 8),
     ],
 )
 def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> None:
@@ -137,24 +85,24 @@ def test_the_decay_starts_where_the_table_says(config: Schedule, start: int) -> 
 @pytest.mark.parametrize(
     ("config", "end"),
     [
-        (Schedule(kind="infinite", warmup_steps=2, decay_fraction=0.3), 7),
-        (Schedule(kind="infinite", warmup_steps=0, decay_fraction=0.0), 10),
-        (Schedule(kind="infinite", warmup_steps=0, decay_fraction=1.0), None),
-        (Schedule(kind="wsd", warmup_steps=2, decay_fraction=0.3), None),
+        (of("infinite", 2, decay_fraction=0.3), 7),
+        (of("infinite", 0, decay_fraction=0.0), 10),
+        (of("infinite", 0, decay_fraction=1.0), None),
+        (of("wsd", 2, decay_fraction=0.3), None),
     ],
 )
-def test_an_infinite_schedule_alone_has_a_plateau_to_continue(
-    config: Schedule, end: int | None
-) -> None:
+def test_an_infinite_schedule_alone_has_a_plateau(config: Schedule, end: int | None) -> None:
     assert plateau_end(config, 10) == end
 
 
+def any_schedule(kind: str, floor: float, **settings: Any) -> Schedule:
+    return of(kind, floor=0.0 if kind == "minimind" else floor, **settings)
+
+
 SCHEDULES = st.builds(
-    lambda floor, **others: Schedule(
-        floor=0.0 if others["kind"] == "minimind" else floor, **others
-    ),
-    floor=st.floats(0, 1),
+    any_schedule,
     kind=st.sampled_from(KINDS),
+    floor=st.floats(0, 1),
     warmup_steps=st.none() | st.integers(0, 30),
     hold_steps=st.integers(0, 30),
     decay_fraction=st.floats(0, 1),
@@ -170,42 +118,34 @@ def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(
     factor = schedule(config, steps)
     rates = [factor(step) for step in range(steps)]
     warm = min(warmup_steps(config), steps)
+    held = rates[warm : warm + config.hold_steps + 1]
     assert all(first < second for first, second in pairwise(rates[: warm + 1]))
     assert all(first >= second - 1e-12 for first, second in pairwise(rates[warm:]))
     assert 0 < min(rates) <= max(rates) <= 1 + 1e-12
     assert min(rates[warm:], default=1.0) >= config.floor - 1e-12
-    assert rates[warm : warm + config.hold_steps + 1] == pytest.approx(
-        [1.0] * len(rates[warm : warm + config.hold_steps + 1])
-    )
+    assert held == pytest.approx([1.0] * len(held))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "constant"])
-def test_a_decay_nears_its_floor_to_the_last_step_and_never_lies_flat_on_it(kind: Any) -> None:
-    config = Schedule(
-        kind=kind,
-        warmup_steps=0,
-        decay_fraction=1,
-        decay_steps=100,
-        floor=0.0 if kind == "minimind" else 0.3,
-    )
+def test_a_decay_nears_its_floor_to_the_last_step_and_never_lies_flat_on_it(kind: str) -> None:
+    config = any_schedule(kind, 0.3, warmup_steps=0, decay_fraction=1, decay_steps=100)
     factor = schedule(config, 1000)
     assert all(factor(step) > factor(step + 1) for step in range(1000))
     assert factor(1000) == pytest.approx(0.1 if kind == "minimind" else 0.3, abs=1e-3)
 
 
 def test_in_more_steps_than_those_of_the_full_rate_it_is_lower_by_the_root_of_their_ratio() -> None:
-    config = Schedule(kind="infinite", decay_fraction=0, warmup_steps=0, full_rate_steps=8)
+    config = of("infinite", 0, decay_fraction=0, full_rate_steps=8)
     for steps, peak in ((1, 1.0), (8, 1.0), (32, 0.5), (800, 0.1)):
         assert {schedule(config, steps)(step) for step in range(steps)} == {peak}
-        assert shared_steps(config, steps) == (steps if steps <= 8 else 0), (
-            "no two longer ones agree"
-        )
+        shared = steps if steps <= 8 else 0
+        assert shared_steps(config, steps) == shared, "no two longer ones agree"
         assert plateau_end(config, steps) == steps
-    decays = Schedule(kind="linear", decay_fraction=0.5, warmup_steps=3, full_rate_steps=8)
-    plain = schedule(decays.model_copy(update={"full_rate_steps": None}), 32)
-    assert [schedule(decays, 32)(step) for step in range(32)] == [
-        0.5 * plain(step) for step in range(32)
-    ]
+    lowered, plain = (
+        schedule(of("linear", 3, decay_fraction=0.5, full_rate_steps=steps), 32)
+        for steps in (8, None)
+    )
+    assert [lowered(step) for step in range(32)] == [0.5 * plain(step) for step in range(32)]
 
 
 @given(SCHEDULES, st.integers(1, 60), st.integers(1, 60))

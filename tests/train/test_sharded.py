@@ -7,18 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support import tiny_trainers
 from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import (
-    ALONE,
-    Held,
-    Recorder,
-    WatchedTask,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, Held, Recorder, in_ranks, tiny_model
 from torch import nn
 
 from ttrain.errors import UsageError
@@ -30,36 +22,16 @@ FSDP = Speed(parallel="fsdp")
 
 
 def fit(
-    ranks: Ranks,
-    how: Speed,
-    directory: Path,
-    *,
-    steps: int = 6,
-    stop_after: int | None = None,
-    layers: int = 2,
-    rows_per_device: int = 2,
+    ranks: Ranks, how: Speed, directory: Path, steps: int = 6, layers: int = 2, **options: Any
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = settings_of_training(tokens=steps * 96)
+    config = tiny_trainers.settings_of_training(tokens=steps * 96)
     model, recorder, rows = tiny_model(layers=layers), Recorder(), NumberedRows(13)
-    trainer = make_trainer(
-        config,
-        model,
-        rows,
-        rows_per_device=rows_per_device,
-        ranks=ranks,
-        how=how,
-        task=WatchedTask(config, model),
-        callbacks=[recorder],
-        cadence=Cadence(log=1, checkpoint=100),
-        directory=directory,
-        stop_after=stop_after,
-        validation=[rows.batch([n]) for n in range(3)],
-    )
-    held = sum(
-        p.to_local().numel() if hasattr(p, "to_local") else p.numel()
-        for p in trainer.bare.parameters()
-    )
+    options = {"rows_per_device": 2, "directory": directory, "callbacks": [recorder], **options}
+    options |= {"ranks": ranks, "how": how, "cadence": Cadence(log=1, checkpoint=100)}
+    validation = [rows.batch([n]) for n in range(3)]
+    trainer = tiny_trainers.make_trainer(config, model, rows, validation=validation, **options)
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
     result = trainer.fit()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
     others = Held(tiny_model(layers=layers, seed=2)).state()
@@ -69,7 +41,7 @@ def fit(
         "loaded": same(others, trainer.parallel.whole(trainer.weights.state())),
         "losses": recorder.figures("loss"),
         "norms": recorder.figures("grad_norm"),
-        "held": held,
+        "held": sum(part.numel() for part in parts),
         "validation": result.validation_loss,
         "first": result.resumed_from_step,
         "compiled": trainer.model.compiled,
@@ -79,21 +51,19 @@ def fit(
 def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(
     tmp_path: Path,
 ) -> None:
-    """Sharded to step 3 and whole to the end, and the other way round: as one run of a whole model."""
+    """Sharded to step 3 and whole to the end, and the other way round."""
+    sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     straight = fit(ALONE, Speed(), tmp_path / "straight")
-    begun_whole = fit(ALONE, Speed(), tmp_path / "whole", stop_after=3)
+    begun_whole = fit(ALONE, Speed(), whole, stop_after=3)
 
     def work(ranks: Ranks) -> list[dict[str, Any]]:
-        return [
-            fit(ranks, FSDP, tmp_path / "sharded", stop_after=3),
-            fit(ranks, FSDP, tmp_path / "whole"),
-        ]
+        return [fit(ranks, FSDP, sharded, stop_after=3), fit(ranks, FSDP, whole)]
 
-    (begun, ended), (_, other) = in_ranks(2, tmp_path, work)
+    (begun, ended), (_, second_rank) = in_ranks(2, tmp_path, work)
     assert begun["held"] < 0.6 * straight["held"], "a rank holds about half of the parameters"
-    assert ended["validation"] == other["validation"]
+    assert ended["validation"] == second_rank["validation"]
     assert begun["loaded"] and ended["loaded"], "whole weights into the parts of each rank"
-    for first, second in ((begun, fit(ALONE, Speed(), tmp_path / "sharded")), (begun_whole, ended)):
+    for first, second in ((begun, fit(ALONE, Speed(), sharded)), (begun_whole, ended)):
         assert second["first"] == 3
         assert [*first["losses"], *second["losses"]] == pytest.approx(straight["losses"], rel=1e-5)
         assert [*first["norms"], *second["norms"]] == pytest.approx(straight["norms"], rel=1e-3)
@@ -101,35 +71,35 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
         assert distance(straight["weights"], second["weights"]) < 1e-4
 
 
+def failing(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no compiler here")
+
+
 @pytest.mark.soak  # compiling takes 8 s
 def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without inductor, whose code is another test's, and on one rank also without a compiled backward pass: each layer is
-    compiled in place, within what gathers it. One layer and few shapes, since compiling takes most of the time."""
-    size, compile_module = {"steps": 2, "layers": 1, "rows_per_device": 3}, nn.Module.compile
-
-    def fail(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no compiler here")
+    """Without inductor, and on one rank also without a compiled backward pass: each layer is compiled
+    in place, within what gathers it. One layer and few shapes, since compiling takes most of the time."""
+    size: dict[str, Any] = {"steps": 2, "layers": 1, "rows_per_device": 3}
+    compile_module, how = nn.Module.compile, Speed(parallel="fsdp", compile=True)
 
     def both(ranks: Ranks) -> list[dict[str, Any]]:
-        found = []
-        for backend in (fail, "aot_eager" if ranks.first else "eager"):
-            monkeypatch.setattr(
-                nn.Module, "compile", partialmethod(compile_module, backend=backend)
-            )
-            how = Speed(parallel="fsdp", compile=True)
-            found.append(fit(ranks, how, tmp_path / f"{len(found)}", **size))
-        return found
+        results = []
+        for backend in (failing, "aot_eager" if ranks.first else "eager"):
+            patched = partialmethod(compile_module, backend=backend)
+            monkeypatch.setattr(nn.Module, "compile", patched)
+            results.append(fit(ranks, how, tmp_path / f"{len(results)}", **size))
+        return results
 
     whole = fit(ALONE, Speed(), tmp_path / "alone", **size)
     failed, compiled = in_ranks(2, tmp_path, both, seconds=240, compiles=True)[0]
     assert (whole["compiled"], failed["compiled"], compiled["compiled"]) == (False, False, True)
-    for found in (failed, compiled):
-        assert found["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-        assert found["norms"] == pytest.approx(whole["norms"], rel=1e-4)
-        assert found["validation"] == pytest.approx(whole["validation"], rel=1e-5)
-        assert distance(whole["weights"], found["weights"]) < 1e-4, "under the same names, too"
+    for results in (failed, compiled):
+        assert results["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+        assert results["norms"] == pytest.approx(whole["norms"], rel=1e-4)
+        assert results["validation"] == pytest.approx(whole["validation"], rel=1e-5)
+        assert distance(whole["weights"], results["weights"]) < 1e-4, "under the same names, too"
 
 
 def test_where_a_replica_cannot_be_compiled_none_is(
@@ -137,19 +107,18 @@ def test_where_a_replica_cannot_be_compiled_none_is(
 ) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
 
-    def kept(ranks: Ranks) -> tuple[bool, bool]:
+    def keep(ranks: Ranks) -> tuple[bool, bool]:
         layers = CompiledLayers(layer := nn.Linear(2, 2))
         attempt = Mock(side_effect=RuntimeError("no compiler here") if ranks.rank == 1 else None)
-        found = layers.keep(attempt, ranks, sharded=False)
+        is_kept = layers.keep(attempt, ranks, sharded=False)
         with layers.used():
-            return found, layer._compiled_call_impl is not None
+            return is_kept, layer._compiled_call_impl is not None
 
-    assert in_ranks(2, tmp_path, kept, compiles=True) == [(False, False)] * 2
+    assert in_ranks(2, tmp_path, keep, compiles=True) == [(False, False)] * 2
 
 
-def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error_and_not_a_training_with_wrong_gradients() -> (
-    None
-):
+def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error() -> None:
+    """Training would continue with wrong gradients."""
     attempt = Mock(side_effect=RuntimeError("in the backward pass"))
     with pytest.raises(UsageError, match=r"backward pass.*runtime\.compile=false"):
         CompiledLayers(nn.Linear(2, 2)).keep(attempt, ALONE, sharded=True)

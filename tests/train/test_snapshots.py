@@ -1,4 +1,4 @@
-"""Snapshots and their files: out of training's way, in memory that stays, in the library's own format, without a copy."""
+"""Files of tensors: in the library's own format to the last bit, and what a failing disk does to them."""
 
 import errno
 import hashlib
@@ -15,27 +15,14 @@ import torch
 from ttrain.train import checkpoint_format
 from ttrain.train.checkpoint_format import tensor_parts
 
-TYPES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-)
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
 def samples() -> dict[str, torch.Tensor]:
-    """Every type, and the shapes that break writers; odd lengths, so that a type's place depends on those before it."""
-    generator = torch.Generator().manual_seed(1)
-    numbers = torch.rand(3, 5, generator=generator) * 100
-    found = {name: numbers.to(getattr(torch, name)) for name in TYPES}
-    return {
-        **found,
+    """Every type, and the shapes that break writers; odd lengths, so that offsets matter."""
+    numbers = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) * 100
+    return {str(dtype): numbers.to(dtype) for dtype in (*FLOATS, *INTEGERS)} | {
         "scalar": torch.tensor(3.5),
         "step": torch.tensor(7),
         "empty": torch.empty(0, 4),
@@ -48,38 +35,37 @@ def samples() -> dict[str, torch.Tensor]:
     }
 
 
-def bits(tensor: torch.Tensor) -> tuple[Any, Any, bytes]:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    flat = {
+        name: t.detach().contiguous().reshape(-1).view(torch.uint8) for name, t in tensors.items()
+    }
+    return {name: (t.dtype, t.shape, flat[name].numpy().tobytes()) for name, t in tensors.items()}
 
 
 def test_the_library_reads_what_is_written_to_the_last_bit(tmp_path: Path) -> None:
-    wanted, path = samples(), tmp_path / "t.safetensors"
-    entry = checkpoint_format.write(path, tensor_parts(wanted, {"format": "pt"}))
-    for found in (safetensors.torch.load_file(path), safetensors.torch.load(path.read_bytes())):
-        assert {name: bits(tensor) for name, tensor in found.items()} == {
-            name: bits(tensor) for name, tensor in wanted.items()
-        }
+    tensors, path = samples(), tmp_path / "t.safetensors"
+    entry = checkpoint_format.write(path, tensor_parts(tensors, {"format": "pt"}))
+    data = path.read_bytes()
+    assert (
+        bits(safetensors.torch.load_file(path))
+        == bits(safetensors.torch.load(data))
+        == bits(tensors)
+    )
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert entry == {
-        "bytes": path.stat().st_size,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-    }
+    assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     of_one_type = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
-    for tensors, metadata in ((of_one_type, {"format": "pt"}), ({}, None)):
-        assert b"".join(tensor_parts(tensors, metadata)) == safetensors.torch.save(
-            tensors, metadata
-        ), "byte by byte"
+    for few, metadata in ((of_one_type, {"format": "pt"}), ({}, None)):
+        assert b"".join(tensor_parts(few, metadata)) == safetensors.torch.save(few, metadata)
 
 
-def test_a_write_that_is_cut_short_goes_on_and_an_error_of_the_disk_names_the_file(
+def test_a_short_write_is_continued_and_an_error_of_the_disk_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, real = {"w": torch.rand(64)}, os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
-    entry = checkpoint_format.write(tmp_path / "t", tensor_parts(wanted))
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "t")["w"], wanted["w"])
+    tensors, write = {"w": torch.rand(64)}, os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    entry = checkpoint_format.write(tmp_path / "t", tensor_parts(tensors))
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "t")["w"], tensors["w"])
     assert entry["sha256"] == hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest()
     monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match=f"'{tmp_path / 'u'}'"):

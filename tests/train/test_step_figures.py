@@ -1,6 +1,7 @@
 """Figures that stay on the device until a logging step: the same training, and no step waits for the device."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,38 +9,29 @@ import pytest
 import torch
 from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import (
-    Recorder,
-    WatchedTask,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import Recorder, WatchedTask, make_trainer, tiny_model
+from support.tiny_trainers import settings_of_training as settings_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrain.config import Optim
 from ttrain.train import losses
-from ttrain.train.checkpoint import Snapshot
+from ttrain.train.callbacks import Callback
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
 
-DEFERRED = Speed(defer=True)
-EVERY_FIVE = Cadence(log=5, checkpoint=5)
+READ, DEFERRED = Speed(), Speed(defer=True)
 
 
 def trainer_of(
     how: Speed,
     directory: Path | None = None,
     *,
-    kind: Any = "muon",
+    kind: Any = "adamw",
     spoilt: Any = (),
-    cadence: Cadence = EVERY_FIVE,
     **changes: Any,
 ) -> tuple[Trainer, Recorder]:
-    config = settings_of_training(
-        **{"tokens": 10 * 96, "optim": Optim(kind=kind, lr=1e-2), **changes}
-    )
+    config = settings_of(tokens=10 * 96, optim=Optim(kind=kind, lr=1e-2), **changes)
     model, recorder, rows = tiny_model(layers=1), Recorder(), NumberedRows(13)
     task = WatchedTask(config, model, lambda passes: math.inf if passes in spoilt else 1.0)
     trainer = make_trainer(
@@ -50,112 +42,99 @@ def trainer_of(
         how=how,
         task=task,
         callbacks=[recorder],
-        cadence=cadence,
+        cadence=Cadence(log=5, checkpoint=5 if directory else 0),
         directory=directory,
-        validation=[rows.batch([n]) for n in range(3)],
+        validation=[rows.batch([n]) for n in range(3)] if directory else (),
     )
     return trainer, recorder
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def lifecycle(recorder: Recorder) -> list[Any]:
+    return sorted(event for event in recorder.events if event[0] in ("start", "saved", "end"))
+
+
+@pytest.mark.parametrize(("kind", "rel", "limit"), [("adamw", 1e-5, 1e-4), ("muon", 2e-4, 1e-2)])
 def test_deferred_figures_are_those_of_a_training_that_reads_every_step(
-    kind: Any, tmp_path: Path
+    kind: str, rel: float, limit: float, tmp_path: Path
 ) -> None:
-    found = []
-    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
-        trainer, recorder = trainer_of(how, tmp_path / name, kind=kind)
-        result = trainer.fit()
-        assert (trainer._deferred is None) is (name == "read")
-        events = sorted(
-            (name, *map(str, rest))
-            for name, *rest in recorder.events
-            if name in ("start", "saved", "end")
-        )
-        found.append((result, copies(trainer.bare.state_dict()), recorder, events))
-    (read, weights, first, events), (deferred, others, second, other_events) = found
-    assert second.figures("loss") == pytest.approx(
-        first.figures("loss"), rel=2e-4 if kind == "muon" else 1e-5
+    (read, first), (deferred, second) = (
+        trainer_of(how, tmp_path / str(how.defer), kind=kind) for how in (READ, DEFERRED)
     )
+    assert read.deferred is None and deferred.deferred is not None
+    expected, result = read.fit(), deferred.fit()
+    assert second.figures("loss") == pytest.approx(first.figures("loss"), rel=rel)
     assert second.figures("grad_norm") == pytest.approx(first.figures("grad_norm"), rel=1e-2)
-    assert distance(weights, others) < (1e-2 if kind == "muon" else 1e-4)
-    assert events == other_events
+    assert distance(copies(read.bare.state_dict()), copies(deferred.bare.state_dict())) < limit
+    assert lifecycle(first) == lifecycle(second)
     names = ("step", "stop_reason", "live_tokens", "skipped_steps")
-    assert [getattr(read, name) for name in names] == [getattr(deferred, name) for name in names]
-    assert (
-        deferred.loss == pytest.approx(read.loss, rel=2e-4) and deferred.validation_loss is not None
-    )
+    assert [getattr(expected, name) for name in names] == [getattr(result, name) for name in names]
+    assert result.loss == pytest.approx(expected.loss, rel=2e-4)
+    assert result.validation_loss is not None
 
 
 class Reads(TorchDispatchMode):
-    """Counts the values that the host asks of the device, as `.item()` and `float()` do; on a GPU each would wait for it."""
+    """Counts the values that the host asks of the device; on a GPU each would wait for it."""
 
     count = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            Reads.count += 1
+        self.count += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 
 
+class CountReads(Callback):
+    """Notes the number of reads so far at the start of each step."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads, self.counts = reads, list[int]()
+
+    def step_start(self, step: int) -> None:
+        self.counts.append(self.reads.count)
+
+
+@pytest.mark.parametrize(("how", "is_deferred"), [(READ, False), (DEFERRED, True)])
 def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+    how: Speed, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the loss alone asks how many tokens have a target, which it does not ask elsewhere."""
     monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
-    monkeypatch.setattr(Reads, "count", 0)
-    counts = {}
-    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
-        trainer, _ = trainer_of(how, kind="muon", cadence=Cadence(log=5, checkpoint=100))
-        step, counts[name] = trainer._train_step, []
-
-        def counted(*given: Any, step: Any = step, name: str = name) -> Any:
-            before = Reads.count
-            with Reads():
-                result = step(*given)
-            counts[name].append(Reads.count - before)
-            return result
-
-        monkeypatch.setattr(trainer, "_train_step", counted)
+    trainer, _ = trainer_of(how, kind="muon")
+    with Reads() as reads:
+        counter = CountReads(reads)
+        trainer.callback_list.callbacks = [counter]
         trainer.fit()
-    assert min(counts["read"]) > 0, "the counter counts"
-    assert counts["deferred"][1:4] == [0] * 3 and counts["deferred"][5:9] == [0] * 4
+    steps = [after - before for before, after in pairwise(counter.counts)]
+    assert len(steps) == 9
+    for between_logs in (steps[1:4], steps[5:9]):
+        assert max(between_logs) == 0 if is_deferred else min(between_logs) > 0
 
 
-def test_a_step_that_is_not_finite_is_skipped_though_it_is_seen_later() -> None:
-    found = []
-    for how in (Speed(), DEFERRED):
-        trainer, recorder = trainer_of(
-            how, kind="adamw", nonfinite="skip", spoilt=(5, 15)
-        )  # of steps 3 and 8
-        result = trainer.fit()
-        found.append(
-            (
-                result.skipped_steps,
-                recorder.figures("skipped_steps"),
-                copies(trainer.bare.state_dict()),
-            )
-        )
-    assert found[0][:2] == found[1][:2]
-    assert found[1][0] == 2
-    assert distance(found[0][2], found[1][2]) < 1e-4
+def test_a_step_that_is_not_finite_is_skipped_though_it_is_read_later() -> None:
+    results = []
+    for how in (READ, DEFERRED):
+        trainer, recorder = trainer_of(how, nonfinite="skip", spoilt=(5, 15))  # of steps 3 and 8
+        skipped = trainer.fit().skipped_steps
+        weights = copies(trainer.bare.state_dict())
+        results.append((skipped, recorder.figures("skipped_steps"), weights))
+    assert results[0][:2] == results[1][:2]
+    assert results[1][0] == 2
+    assert distance(results[0][2], results[1][2]) < 1e-4
 
 
-def test_the_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
-    errors, snapshots = [], list[Snapshot]()
-    for name, how in (("read", Speed()), ("deferred", DEFERRED)):
-        trainer, _ = trainer_of(how, tmp_path / name, kind="adamw", nonfinite="stop", spoilt=(15,))
+def test_a_run_ends_with_the_weights_before_the_step_and_names_its_rows(tmp_path: Path) -> None:
+    errors, snapshots = [], []
+    for how in (READ, DEFERRED):
+        trainer, _ = trainer_of(how, tmp_path / str(how.defer), nonfinite="stop", spoilt=(15,))
         with pytest.raises(NonFinite) as error:
             trainer.fit()
-        newest = trainer.checkpoints.newest() if trainer.checkpoints else None
-        assert newest is not None
+        assert trainer.checkpoints is not None
+        snapshots.append(trainer.checkpoints.newest())
         errors.append((error.value.step, error.value.rows))
-        snapshots.append(newest)
     assert errors[0] == errors[1] and errors[1][0] == 8
-    assert [snapshot.step for snapshot in snapshots] == [7, 7]
-    assert distance(*(dict(snapshot.weights) for snapshot in snapshots)) < 1e-5
-    names = ("rows", "optimizers")
-    assert [snapshots[0].state[name] for name in names] == [
-        snapshots[1].state[name] for name in names
-    ]
+    read, deferred = snapshots
+    assert read is not None and deferred is not None and read.step == deferred.step == 7
+    assert distance(dict(read.weights), dict(deferred.weights)) < 1e-5
+    for name in ("rows", "optimizers"):
+        assert read.state[name] == deferred.state[name]

@@ -1,4 +1,4 @@
-"""Attention of variable lengths: indices, positions and gradients, with the kernel of CUDA replaced by a plain one."""
+"""Attention of variable lengths: indices, positions and gradients, with a plain kernel in the place of CUDA's."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -11,29 +11,30 @@ from support.comparing import distance, with_gradients
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from ttrain.train import varlen
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 
 T = 24
-SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 15 + [2] * 6])
+SEGMENTS = np.array([[0] * T, [0] * 3 + [1] * 15 + [2] * 6])
+CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
     """Of each record by itself, as the kernel of CUDA has it: [tokens, heads, width]."""
     pieces = []
+    how: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
     for start, end in itertools.pairwise(spans.tolist()):
         states = [state[None, start:end].transpose(1, 2) for state in (q, k, v)]
-        out = F.scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True)
-        pieces.append(out[0].transpose(0, 1))
+        pieces.append(scaled_dot_product_attention(*states, **how)[0].transpose(0, 1))
     return torch.cat(pieces)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The spans of each backward pass, whose kernels are plain ones in the place of CUDA's."""
-    found: list[Tensor] = []
+    """The spans of each backward pass; the kernels are plain ones in the place of CUDA's."""
+    backward_spans: list[Tensor] = []
 
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, longest: int, scale: float) -> Any:
         assert spans.dtype == torch.int32 and int(spans.diff().max()) == longest
@@ -41,9 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         out = attend(q, k, v, spans, scale).contiguous()
         return out, q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
 
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        *states, _, _, spans, _, scale = given
-        found.append(spans)
+    def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *states, _, _, spans, _, scale = arguments
+        backward_spans.append(spans)
         leaves = [state.detach().requires_grad_() for state in states]
 
         def gradients() -> tuple[Tensor, ...]:
@@ -56,16 +57,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(varlen, "backward_kernel", backward)
     monkeypatch.setattr(varlen, "is_usable", lambda device, dtype, width, dropout: not dropout)
     monkeypatch.setattr(varlen, "DEVICE", "cpu")
-    return found
+    return backward_spans
 
 
-def test_spans_are_the_records_of_the_rows_one_after_the_other_and_empty_ones_up_to_a_power_of_two() -> (
-    None
-):
+def test_spans_are_the_records_of_the_rows_and_empty_ones_up_to_a_power_of_two() -> None:
+    """A record ends with its row, though the next row begins with the same number."""
     spans = varlen.record_spans(np.array([[0, 0, 1], [1, -1, -1], [5, 5, 5]]))
-    assert spans.tolist() == [0, 2, 3, 4, 6, 9, 9, 9, 9], (
-        "a record ends with its row, though the next has its number"
-    )
+    assert spans.tolist() == [0, 2, 3, 4, 6, 9, 9, 9, 9]
     assert varlen.record_spans(np.zeros((1, 4))).tolist() == [0, 4]
 
 
@@ -76,19 +74,18 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_with_a_mask(
     options: dict[str, Any], chunk_tokens: int | None, calls: list[Tensor]
 ) -> None:
     def gradients(kind: str) -> dict[str, Tensor]:
-        task = LanguageModeling(
-            settings_of_training(), tiny_model(**options), chunk_tokens=chunk_tokens, attention=kind
-        )
+        config, model = settings_of_training(), tiny_model(**options)
+        task = LanguageModeling(config, model, chunk_tokens=chunk_tokens, attention=kind)
         module = task.build_model().train()
         loss = task.train_step(module, NumberedRows(6, T).batch(range(6)), ALONE.device).total
         return with_gradients(loss, torch.ones(()), dict(module.named_parameters()))
 
-    found = gradients("records")
+    results = gradients("records")
     assert len(calls) == 2, "each of the two layers took its attention from here"
     expected = gradients("masked")
     assert len(calls) == 2
-    for name in expected:
-        assert distance({name: expected[name]}, {name: found[name]}) < 1e-3, name
+    for name, tensor in expected.items():
+        assert distance({name: tensor}, {name: results[name]}) < 1e-3, name
 
 
 def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
@@ -103,67 +100,33 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
 
 
 def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(calls: list[Tensor]) -> None:
-    """Without inductor, which has nothing to say about it; graphs break at the loss alone."""
-    q, k, v = (
-        torch.randn(2, T, 4, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        for seed in range(3)
-    )
-    spans = varlen.spans_of(SEGMENTS.numpy(), ALONE.device)
+    """Without inductor, which has no part in it."""
+    generator, spans = torch.Generator().manual_seed(0), varlen.spans_of(SEGMENTS, ALONE.device)
+    states = [torch.randn(2, T, 4, 8, generator=generator).requires_grad_() for _ in "qkv"]
 
     def total(*states: Tensor) -> Tensor:
         return varlen.span_attention(*states, spans, 0.3).square().sum()
 
-    expected = torch.autograd.grad(total(q, k, v), (q, k, v))
+    expected = torch.autograd.grad(total(*states), states)
     compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
-    assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+    gradients = torch.autograd.grad(compiled(*states), states)
+    assert all(torch.equal(left, right) for left, right in zip(expected, gradients, strict=True))
 
 
-def test_the_kernel_runs_on_cuda_alone_in_half_precision_and_for_heads_that_it_has(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("capability", "arguments", "is_usable"),
+    [
+        ((8, 0), (CUDA, BF16, 64, 0.0), True),
+        ((7, 5), (CUDA, BF16, 64, 0.0), False),
+        ((8, 0), (CPU, BF16, 64, 0.0), False),
+        ((8, 0), (CUDA, torch.float32, 64, 0.0), False),
+        ((8, 0), (CUDA, BF16, 320, 0.0), False),
+        ((8, 0), (CUDA, BF16, 36, 0.0), False),
+        ((8, 0), (CUDA, BF16, 64, 0.1), False),
+    ],
+)
+def test_the_kernel_is_for_cuda_half_precision_and_heads_that_it_has(
+    capability: tuple[int, int], arguments: Any, is_usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda, half = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert varlen.is_usable(cuda, half, 64, 0.0)
-    for others in (
-        (torch.device("cpu"), half, 64, 0.0),
-        (cuda, torch.float32, 64, 0.0),
-        (cuda, half, 320, 0.0),
-        (cuda, half, 36, 0.0),
-        (cuda, half, 64, 0.1),
-    ):
-        assert not varlen.is_usable(*others), others
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not varlen.is_usable(cuda, half, 64, 0.0)
-
-
-def test_torch_still_has_the_operations_with_the_arguments_that_are_passed() -> None:
-    """Their signatures are not public; the arguments are as `forward_kernel` and `backward_kernel` pass them."""
-    forward = [
-        one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments
-    ]
-    names = [
-        "query",
-        "key",
-        "value",
-        "cum_seq_q",
-        "cum_seq_k",
-        "max_q",
-        "max_k",
-        "dropout_p",
-        "is_causal",
-    ]
-    assert forward[:11] == [*names, "return_debug_mask", "scale"]
-    backward = [
-        one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments
-    ]
-    assert backward[:15] == [
-        "grad_out",
-        *names[:3],
-        "out",
-        "logsumexp",
-        *names[3:],
-        "rng_state",
-        "unused",
-        "scale",
-    ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert varlen.is_usable(*arguments) is is_usable

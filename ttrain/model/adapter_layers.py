@@ -1,4 +1,4 @@
-"""A linear layer with a low-rank adapter as one node of the autograd graph: PEFT's layer, names and files, fewer passes."""
+"""A linear layer with a low-rank adapter as one autograd node, and prefixes."""
 
 from typing import Any
 
@@ -13,11 +13,10 @@ from ttrain.errors import UsageError
 
 
 class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
-    """y = x W' + s (x A') B' in three products; all other cases are left to PEFT.
+    """y = x W' + s (x A') B' in three products; all other cases are left to PEFT."""
 
-    PEFT casts the input twice (to the adapter's fp32 and back), autocast casts the frozen W in every pass, and the sum, its
-    scale and their gradients are passes of their own over [tokens, out].
-    """
+    # PEFT casts the input twice, autocast the frozen W in every pass, and the sum, its scale and
+    # their gradients are passes over [tokens, out].
 
     _narrow: tuple[Any, Tensor] | None = None
 
@@ -31,17 +30,19 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
             if torch.is_autocast_enabled(kind)
             else self.base_layer.weight.dtype
         )
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight
+        down = self.lora_A[name].weight
+        up = self.lora_B[name].weight
         bias = None if self.base_layer.bias is None else self.base_layer.bias.to(dtype)
         arguments = (x.to(dtype), self._weight(dtype), bias, down, up, self.scaling[name])
-        output: Tensor = LowRank.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+        output: Tensor = LowRank.apply(*arguments)  # type: ignore[no-untyped-call]
         return output
 
     def is_plain(self, name: str) -> bool:
-        """Whether the fused computation gives what PEFT gives: one active adapter, without dropout, variant or bias."""
+        """Whether this equals PEFT's result: one active adapter, no dropout, variant or bias."""
         return (
             name in self.lora_A
-            and not torch.compiler.is_compiling()  # it fuses by itself, and cannot trace a cached copy
+            # It fuses by itself, and cannot trace a cached copy.
+            and not torch.compiler.is_compiling()
             and not self.disable_adapters
             and not self.merged
             and name not in self.lora_variant
@@ -51,7 +52,7 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
         )
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
-        """The frozen weight in `dtype`. Cached on a CPU only: a GPU casts fast, and has less room for a copy."""
+        # Cached on a CPU only: a GPU casts fast, and has less room for a copy.
         weight: Tensor = self.base_layer.weight.detach()
         if weight.dtype == dtype or weight.device.type != "cpu":
             return weight.to(dtype)
@@ -76,15 +77,16 @@ class LowRank(torch.autograd.Function):
     ) -> Tensor:
         dtype = weight_FD.dtype
         x_ND = x.flatten(0, -2)
-        down, up = down_rD.to(dtype), (up_Fr * scale).to(dtype)
+        down = down_rD.to(dtype)
+        up = (up_Fr * scale).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
             h_Nr = x_ND @ down.T
-            y = torch.nn.functional.linear(
-                x, weight_FD, bias_F
-            )  # not a view, since some models write into it
+            # Not a view, since some models write into it.
+            y = torch.nn.functional.linear(x, weight_FD, bias_F)
             y.view(-1, y.shape[-1]).addmm_(h_Nr, up.T)
         ctx.save_for_backward(x_ND, weight_FD, down, up, h_Nr)
-        ctx.scale, ctx.type = scale, down_rD.dtype
+        ctx.scale = scale
+        ctx.type = down_rD.dtype
         return y
 
     @staticmethod
@@ -101,16 +103,17 @@ class LowRank(torch.autograd.Function):
 
 
 class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no types
-    """PEFT's model that can also be called token by token with its cache: PEFT alone would start over.
+    """PEFT's model, which can also be called token by token with its cache.
 
-    Callers do not count virtual tokens: a mask and positions that they pass are those of the text.
+    Callers do not count virtual tokens: their mask and positions are those of the text.
     """
 
     def forward(self, *arguments: Any, past_key_values: Any = None, **options: Any) -> Any:
         if past_key_values is None or not past_key_values.get_seq_length():
             return super().forward(*arguments, **options)
         virtual = self.active_peft_config.num_virtual_tokens
-        mask_BT, positions_BT = options.get("attention_mask"), options.get("position_ids")
+        mask_BT = options.get("attention_mask")
+        positions_BT = options.get("position_ids")
         if mask_BT is not None:
             options["attention_mask"] = torch.cat(
                 [mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1
@@ -121,9 +124,9 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
-    """Add a prefix of random keys and values, as PEFT draws them, to a model and freeze the base.
+    """Add a prefix of random keys and values to a model and freeze the base.
 
-    Raises UsageError if there are too few positions, or if the architecture caches other things than keys and values.
+    Raises UsageError if positions are too few, or the architecture caches other things.
     """
     _check_positions(model, config)
     was_training = model.training
@@ -135,8 +138,8 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     shapes: set[Any] = {None if state is None else state.shape for state in states}
     if len(shapes) != 1 or None in shapes:
         raise UsageError(
-            f"lora.kind is prefix, but a model of the kind {model.config.model_type} does not cache keys and values of one "
-            f"shape in every layer; set lora.kind=lora"
+            f"lora.kind is prefix, but a model of the kind {model.config.model_type} does not "
+            "cache keys and values of one shape in every layer; set lora.kind=lora"
         )
     [(_, heads, _, width)] = shapes
     settings = PrefixTuningConfig(
@@ -163,6 +166,7 @@ def _check_positions(model: PreTrainedModel, config: Lora) -> None:
             else "lower lora.virtual_tokens"
         )
         raise UsageError(
-            f"lora.row_length is {config.row_length} and lora.virtual_tokens {config.virtual_tokens}, together {needed} "
-            f"positions, but the base model has {limit}; {fix}"
+            f"lora.row_length is {config.row_length} and lora.virtual_tokens "
+            f"{config.virtual_tokens}, together {needed} positions, but the base model has "
+            f"{limit}; {fix}"
         )

@@ -1,6 +1,6 @@
-"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes; the base is not changed.
+"""Adapters through PEFT: LoRA (arXiv:2106.09685), DoRA (arXiv:2402.09353) and prefixes.
 
-Only the adapter's weights are trained and saved, with the digest of the base's weights beside them.
+Only the adapter's weights are trained and saved, with the digest of the base's weights.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG, BASE, base_digest_
 
 NAME = "default"  # PEFT's, of the only adapter
 
+COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
+
 log = logging.getLogger("ttrain")
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
     """Add a new adapter to a model and freeze everything else.
 
-    LoRA and DoRA begin with A random under the seed and B zero, so that nothing changes yet; a prefix begins with random
-    keys and values. Raises UsageError for targets that the model does not have, or that cannot be adapted in this way.
+    Raises UsageError for unknown targets, or some that cannot be adapted so.
     """
+    # LoRA and DoRA begin with A random under the seed and B zero, a prefix with random keys and
+    # values.
     torch.manual_seed(config.seed)
     if config.kind == "prefix":
         with without_warnings_of_peft():
@@ -67,20 +70,18 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         bias="none",
     )
     if config.kind == "lora" and not getattr(model, "is_quantized", False):
-        settings._register_custom_module(
-            {torch.nn.Linear: adapter_layers.FusedLinear}
-        )  # not written to adapter_config.json
+        # Not written to adapter_config.json.
+        settings._register_custom_module({torch.nn.Linear: adapter_layers.FusedLinear})
     with without_warnings_of_peft():
         return get_peft_model(model, settings)
 
 
 @contextlib.contextmanager
 def without_warnings_of_peft() -> Iterator[None]:
-    """Hide what PEFT warns of while it wraps a model, and no user can change."""
+    """Hide PEFT's warnings that no user can change."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="fan_in_fan_out is set to"
-        )  # where a model has both kinds of layers
+        # Where a model has both kinds of layers.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         # PEFT 0.21.2, its newest version, asks transformers 5.23 by a name that is to go.
         warnings.filterwarnings(
             "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
@@ -89,15 +90,15 @@ def without_warnings_of_peft() -> Iterator[None]:
 
 
 def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
-    """Raise UsageError if weights that are not layers, mostly stacked experts, would need more than plain LoRA."""
     weight_names = ", ".join(
         sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters})
     )
     for key, value in (("kind", config.kind), ("dropout", config.dropout)):
         if targets.parameters and value not in ("lora", 0):
             raise UsageError(
-                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of experts ({weight_names}); "
-                f"set lora.{key}={'lora' if key == 'kind' else 0}, or lora.targets=attention"
+                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of "
+                f"experts ({weight_names}); set lora.{key}={'lora' if key == 'kind' else 0}, or "
+                "lora.targets=attention"
             )
 
 
@@ -112,7 +113,7 @@ def state(model: PeftModel) -> dict[str, torch.Tensor]:
 def files(
     model: PeftModel, *, base: str, base_digest: str, held_in: str | None = None
 ) -> dict[str, bytes]:
-    """`adapter_config.json`: rank, alpha, targets, the base's name; `base.json`: the digest of the base's weights.
+    """`adapter_config.json`, PEFT's, and `base.json`, with the digest of the base's weights.
 
     `held_in`: the base's quantization during training; None: not quantized.
     """
@@ -128,11 +129,11 @@ def files(
     }
 
 
-# --- existing adapters ------------------------------------------------------------------------------------------------
+# --- existing adapters ---
 def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
-    """The base with the adapter of `directory`, frozen. `base_digest`: `store.model_files.weights_digest` of the base.
+    """The base with the adapter of `directory`, frozen. `base_digest`: of the base's weights.
 
-    Raises ArtifactError if it was trained on another base, or if its weights do not fit.
+    Raises ArtifactError if it was trained on another base, or its weights do not fit.
     """
     _check_base(directory, base_digest)
     try:
@@ -156,29 +157,30 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """Merge the adapter into the base's weights permanently; the logits stay the same up to rounding.
+    """Merge the adapter into the base's weights; logits stay the same up to rounding.
 
     Raises UsageError for a prefix, which does not change weights.
     """
     if model.active_peft_config.is_prompt_learning:
         raise UsageError(
-            "a prefix cannot be merged: it does not change the base's weights but adds keys and values before every "
-            "text; keep it as an adapter, or train one with lora.kind=lora"
+            "a prefix cannot be merged: it does not change the base's weights but adds keys and "
+            "values before every text; keep it as an adapter, or train one with lora.kind=lora"
         )
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     return merged
 
 
 def _check_base(directory: Path, base_digest: str) -> None:
-    """Raise ArtifactError if the adapter was trained on other weights. One that does not name its base is accepted."""
     if (expected_digest := base_digest_of(directory)) is None:
         log.warning(
-            "the adapter %s does not say on which base it was trained; only names and shapes are checked",
+            "the adapter %s does not say on which base it was trained; only names and shapes are "
+            "checked",
             directory,
         )
     elif expected_digest != base_digest:
         raise ArtifactError(
-            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on {base_digest[:12]}"
+            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on "
+            f"{base_digest[:12]}"
         )
 
 
@@ -187,9 +189,9 @@ ALL_LINEAR, ATTENTION = PRESETS
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """Targets for PEFT: suffixes of layers and of parameters, which match `layers` and `parameters` and nothing else.
+    """Suffixes for PEFT that match exactly the weights in `layers` and `parameters`.
 
-    `parameters` are weights that are adapted directly, without a layer: mostly experts stacked in three dimensions.
+    `parameters` are adapted directly, without a layer: mostly stacked experts.
     """
 
     layers: frozenset[str]
@@ -200,19 +202,22 @@ class AdapterTargets:
 
 
 def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets:
-    """The targets that `lora.targets` names. Raises UsageError, with all possible names, for an unknown one.
+    """The targets that `lora.targets` names. Raises UsageError for an unknown one.
 
-    `all-linear`: every linear layer and every stack of experts but the output head (arXiv:2305.14314, section 4);
-    `attention`: the linear layers within attention; else the last parts of a name, such as q_proj or mlp.down_proj.
+    `all-linear`: every linear layer and stack of experts but the output head (arXiv:2305.14314,
+    section 4); `attention`: the linear layers within attention; else the last parts of a name, such
+    as q_proj or mlp.down_proj.
     """
-    linear, stacked, head_layer = (
-        linear_layers(model),
-        expert_stacks(model),
-        model.get_output_embeddings(),
-    )
+    linear = linear_layers(model)
+    stacked = expert_stacks(model)
+    head_layer = model.get_output_embeddings()
     head = next((name for name, layer in linear.items() if layer is head_layer), None)
     body = [name for name in linear if name != head]
-    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: _within_attention(model, body)}
+    # Every architecture of transformers has "attention" in the names of such classes.
+    modules = model.named_modules()
+    blocks = [f"{n}." for n, module in modules if "attention" in type(module).__name__.lower()]
+    attention = [name for name in body if name.startswith(tuple(blocks))]
+    presets = {ALL_LINEAR: [*body, *stacked], ATTENTION: attention}
     matches = {
         name: presets[name] if name in presets else _matching([*linear, *stacked], name)
         for name in names
@@ -221,15 +226,21 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
     if unknown := [name for name in names if not matches[name]]:
         choices = sorted({full.rpartition(".")[2] for full in (*linear, *stacked)})
         raise UsageError(
-            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are {', '.join(choices)}; "
-            f"name some of them, or write {' or '.join(PRESETS)}"
+            f"lora.targets names {', '.join(unknown)}, but the model's linear layers are "
+            f"{', '.join(choices)}; name some of them, or write {' or '.join(PRESETS)}"
         )
     if head in targets and model.config.get_text_config().tie_word_embeddings:
         raise UsageError(
-            f"lora.targets names the output head {head}, but model.tie_embeddings makes it the embedding too, which an "
-            f"adapter must not change; remove it from lora.targets"
+            f"lora.targets names the output head {head}, but model.tie_embeddings makes it the "
+            "embedding too, which an adapter must not change; remove it from lora.targets"
         )
-    renamed = _renamed_by_peft(model, {name.rpartition(".")[2] for name in linear})
+    # PEFT takes some names for the experts' names of transformers 4, and would adapt the stacked
+    # experts at twice the rank, so that shared experts and dense layers would get no adapter. Given
+    # the parameter instead of the layer, it adapts them.
+    names_of_layers = {name.rpartition(".")[2] for name in linear}
+    probe = LoraConfig(target_modules=sorted(names_of_layers))
+    convert_peft_config_for_transformers(probe, model, None)
+    renamed = names_of_layers - {*(probe.target_modules or ())}
     layers = {name for name in targets - {*stacked} if name.rpartition(".")[2] not in renamed}
     parameters = {f"{name}.weight" if name in linear else name for name in targets - layers}
     return AdapterTargets(
@@ -242,7 +253,7 @@ def find_targets(model: PreTrainedModel, names: Sequence[str]) -> AdapterTargets
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by its full name, the output head among them."""
+    """Every linear layer by its full name, with the output head."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -251,7 +262,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
-    """Full names of weights in three dimensions, [experts, out, in], that belong to no layer of torch (convolutions do)."""
+    """Full names of weights [experts, out, in] that belong to no layer of torch."""
     return [
         f"{name}.{parameter}"
         for name, module in model.named_modules()
@@ -261,29 +272,7 @@ def expert_stacks(model: nn.Module) -> list[str]:
     ]
 
 
-def _renamed_by_peft(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Names that PEFT takes for the experts' names of transformers 4.
-
-    It adapts the stacked experts instead, at twice the rank, so that shared experts and dense layers of a mixture of
-    experts would get no adapter. Given the parameter instead of the layer, it adapts them.
-    """
-    probe = LoraConfig(target_modules=sorted(names))
-    convert_peft_config_for_transformers(probe, model, None)
-    return names - {*(probe.target_modules or ())}
-
-
-def _within_attention(model: nn.Module, linear: Iterable[str]) -> list[str]:
-    """Layers inside a module whose class name contains "attention", as in every architecture of transformers."""
-    inside = [
-        f"{name}."
-        for name, module in model.named_modules()
-        if "attention" in type(module).__name__.lower()
-    ]
-    return [name for name in linear if name.startswith(tuple(inside))]
-
-
 def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[str, ...]:
-    """The shortest suffixes that match the targets and no other name: q_proj, but attn.c_proj if there is an mlp.c_proj."""
     others = {*everything} - targets
     suffixes = set()
     for name in targets:
@@ -294,29 +283,24 @@ def _shortest_suffixes(targets: set[str], everything: Iterable[str]) -> tuple[st
 
 
 def _matching(names: Iterable[str], suffix: str) -> list[str]:
-    """The names that match as in PEFT: as a whole, or by their last parts."""
     return [name for name in names if name == suffix or name.endswith(f".{suffix}")]
 
 
-COMPUTED_IN = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}  # else bf16
-
-
 def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
-    """Load the base model as `lora.quantize` says: fp32, or its linear layers in NF4 (double-quantized) or int8.
+    """Load the base model as `lora.quantize` says: fp32, or linear layers in NF4 or int8.
 
-    Embeddings, norms and the output head stay in fp32, and so do stacked experts, which bitsandbytes does not support.
-    Raises UsageError, with the command to install it, if bitsandbytes is missing.
+    Embeddings, norms, output head and stacked experts stay in fp32. Raises UsageError without
+    bitsandbytes.
     """
     if config.quantize == "none":
         return factory.load(directory)
     if find_spec("bitsandbytes") is None:
         raise UsageError(
-            f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip install bitsandbytes, "
-            f"or set lora.quantize=none"
+            f"lora.quantize is {config.quantize}, which needs bitsandbytes; install it with: pip "
+            "install bitsandbytes, or set lora.quantize=none"
         )
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
-        logging.ERROR
-    )  # a line per layer and pass on a CPU
+    # A line per layer and pass on a CPU.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings = BitsAndBytesConfig(
         load_in_8bit=config.quantize == "int8",
         load_in_4bit=config.quantize == "nf4",
@@ -327,11 +311,12 @@ def load_quantized(directory: Path, config: Lora) -> PreTrainedModel:
     model = factory.load(directory, quantization_config=settings)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Otherwise the first validation packs the weights for inference, and later steps get no gradient through them.
+            # Otherwise the first validation packs the weights for inference, and later steps get no
+            # gradient through them.
             module.support_avx512bf16_for_cpu = False
     if all(p.is_floating_point() for p in model.parameters()):
         raise UsageError(
-            f"lora.quantize is {config.quantize}, but the model {model.config.model_type} has no linear layer that "
-            f"bitsandbytes can quantize so; set lora.quantize=none"
+            f"lora.quantize is {config.quantize}, but the model {model.config.model_type} has no "
+            "linear layer that bitsandbytes can quantize so; set lora.quantize=none"
         )
     return model

@@ -1,8 +1,6 @@
-"""Converts model settings to the config of a transformers architecture, checking every name and type.
-
-transformers uses the same names for most sizes in all its configs (`attribute_map`); exceptions are listed here. A changed
-setting that the architecture does not have is refused, never ignored.
-"""
+"""Converts model settings to the config of a transformers architecture, with checks."""
+# Most sizes have the same names in all configs (`attribute_map`); exceptions are listed here. A
+# changed setting that the architecture does not have is refused.
 
 import contextlib
 import copy
@@ -23,7 +21,8 @@ from ttrain.model import kinds
 
 Fields = dict[str, Any]  # of a config of transformers
 
-# Our setting, transformers' name for it, and other names that configs have where `attribute_map` does not say so.
+# Our setting, transformers' name for it, and other names that configs have where `attribute_map`
+# does not say so.
 NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
     "layers": ("num_hidden_layers", "num_layers"),
@@ -51,9 +50,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 ROPE = ("rope_theta", "rope_type", "rope_factor")
 
-OWN_ROPE = (
-    "partial_rotary_factor",
-)  # rotary settings of the architecture that we have no setting for
+# Rotary settings of the architecture that we have no setting for.
+OWN_ROPE = ("partial_rotary_factor",)
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1 (arXiv:2407.21783)
 # A record alone in a row gave other logits than in a packed row, by 0.2 to 0.3 at logits of 0.5.
@@ -70,14 +68,33 @@ OFFSET = frozenset(
     }
 )
 
-OURS = frozenset(
-    {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
-)  # come from the tokenizer
+# Come from the tokenizer.
+OURS = frozenset({"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"})
+
+
+# Of an expert's inner width: grouped products want rows of 16 bytes, also in bf16.
+SIZE_MULTIPLE = 8
+# Field names of the same setting; the first one that a config class has is used.
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+# What makes glm4_moe a qwen3 with shared experts.
+AS_QWEN3 = {
+    "norm_topk_prob": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "partial_rotary_factor": 1.0,
+}
 
 
 def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> PretrainedConfig:
-    """The architecture's config. `ids`: bos_token_id, eos_token_id, pad_token_id. Raises UsageError naming a setting."""
-    names, mixture = FieldNames(config.kind), Fields()
+    """The architecture's config. Raises UsageError naming a setting.
+
+    `ids`: bos_token_id, eos_token_id, pad_token_id.
+    """
+    names = FieldNames(config.kind)
+    mixture = Fields()
     if config.moe:
         names, mixture = _mixture(config, config.moe)
     values = {
@@ -100,13 +117,14 @@ def build_config(config: Model, *, vocab_size: int, ids: Mapping[str, int]) -> P
         AttributeError,
     ) as error:
         raise UsageError(
-            f"model.kind is {names.kind}, whose config refuses these settings: {one_line(str(error), most=1000)}"
+            f"model.kind is {names.kind}, whose config refuses these settings: "
+            f"{one_line(str(error), most=1000)}"
         ) from None
     return hf_config
 
 
 class FieldNames:
-    """Field names of an architecture's config. Raises UsageError for an unknown kind, or one that is not a plain decoder."""
+    """Field names of an architecture's config. Raises UsageError if it is no plain decoder."""
 
     def __init__(self, kind: str) -> None:
         kinds.check_kind(kind)
@@ -132,12 +150,12 @@ class FieldNames:
             raise UsageError(f"model.kind is '{kind}', which {why}; {hint}")
 
     def of(self, setting: str) -> str | None:
-        """The field that holds one of our settings; None if there is none."""
+        """The field that holds one of our settings, or None."""
         candidates = (self.aliases.get(name, name) for name in NAMES[setting])
         return next((name for name in candidates if name in self.fields), None)
 
     def decoder(self) -> Fields:
-        """Fields that make it a decoder trained as the settings say: causal, with a cache, all its own dropouts 0."""
+        """Fields of a decoder to train: causal, with a cache, all its own dropouts 0."""
         fields: Fields = {
             name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields
         }
@@ -152,7 +170,6 @@ class FieldNames:
 
 
 def _unsuitable(config_class: Any, kind: str) -> str:
-    """Why an architecture with a causal head cannot be trained here; "" if it can."""
     if config_class.sub_configs:
         return "is made of several models"
     if config_class.is_encoder_decoder:
@@ -163,12 +180,10 @@ def _unsuitable(config_class: Any, kind: str) -> str:
 
 
 def _dense_size(config: Model) -> int:
-    """Inner width of a layer without experts."""
     return config.intermediate_size or usual_intermediate_size(config.hidden_size)
 
 
 def _sizes(config: Model, names: FieldNames) -> Fields:
-    """The sizes under the architecture's own names."""
     values = {setting: getattr(config, setting) for setting in NAMES}
     values |= {
         "kv_heads": config.kv_heads or config.heads,
@@ -193,7 +208,8 @@ def _sizes(config: Model, names: FieldNames) -> Fields:
 
 
 def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
-    value, default = getattr(config, setting), Model.model_fields[setting].default
+    value = getattr(config, setting)
+    default = Model.model_fields[setting].default
     if value == default or setting == "max_length":  # without such a field any length is allowed
         return
     near = difflib.get_close_matches(
@@ -207,7 +223,6 @@ def _refuse_if_set(config: Model, setting: str, names: FieldNames) -> None:
 
 
 def _fields(config: Model, names: FieldNames) -> Fields:
-    """`model.fields`, checked against the config's own fields."""
     reserved = {names.of(setting): f"model.{setting}" for setting in NAMES} | dict.fromkeys(
         OURS, "tokenizer"
     )
@@ -230,14 +245,12 @@ def _fields(config: Model, names: FieldNames) -> Fields:
             raise UsageError(
                 f"model.fields.{field_name} is what {reserved[name]} says; leave it out"
             )
-        fields[name] = _typed(
-            copy.deepcopy(value), names.fields[name].type
-        )  # transformers completes mappings in place
+        # transformers completes mappings in place.
+        fields[name] = _typed(copy.deepcopy(value), names.fields[name].type)
     return fields
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Convert a number to the field's type: 1 to float, and 1e-6, which YAML reads as a string."""
     types = get_args(kind) or (kind,)
     is_number = isinstance(value, str) or (isinstance(value, int) and int not in types)
     if float not in types or str in types or isinstance(value, bool) or not is_number:
@@ -248,7 +261,6 @@ def _typed(value: Any, kind: Any) -> Any:
 
 
 def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> None:
-    """Set base, type and factor of the rotary positions, keeping the architecture's own settings (arXiv:2104.09864)."""
     present = getattr(hf_config, "rope_parameters", None) or {}
     if "rope_type" not in present:
         for setting in ROPE:
@@ -273,66 +285,46 @@ def _set_rope(config: Model, hf_config: PretrainedConfig, names: FieldNames) -> 
     hf_config.validate()
 
 
-SIZE_MULTIPLE = (
-    8  # of an expert's inner width: grouped products want rows of 16 bytes, also in bf16
-)
-# Field names of the same setting; the first one that a config class has is used.
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-
-TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
-
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-
-DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-
-# What makes glm4_moe a qwen3 with shared experts.
-AS_QWEN3 = {
-    "norm_topk_prob": True,
-    "use_qk_norm": True,
-    "num_mtp_layers": 0,
-    "partial_rotary_factor": 1.0,
-}
-
-
 def _mixture(model: Model, moe: Moe) -> tuple[FieldNames, Fields]:
-    """(architecture, fields of its config) that `model.kind` with `model.moe` stands for.
-
-    The fields go over those that `_sizes` gives. They hold the weights of the balance as well, by the names in
-    `Moe.IN_CONFIG`, so that a stage which starts from these weights balances them in the same way.
-    Raises UsageError if no architecture has the requested features.
-    """
+    """(architecture, fields of its config) for `model.kind` with `model.moe`."""
+    # The fields override those of `_sizes`. They hold the weights of the balance, too, so that a
+    # stage that starts from these weights balances them in the same way.
     if moe.dense_layers >= model.layers:
         raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, which leaves no layer with "
-            f"experts; set model.moe.dense_layers={model.layers - 1} at most"
+            f"model.moe.dense_layers is {moe.dense_layers} but model.layers is {model.layers}, "
+            f"which leaves no layer with experts; set model.moe.dense_layers={model.layers - 1} "
+            "at most"
         )
-    kind, added = model.kind, Fields()
+    kind = model.kind
+    added = Fields()
     if kind == "llama":
         kind = (
             "ernie4_5_moe" if moe.shared_experts or moe.bias_rate or moe.dense_layers else "mixtral"
         )
     elif kind == "qwen3" and moe.shared_experts:
-        kind, added = "glm4_moe", AS_QWEN3
+        kind = "glm4_moe"
+        added = AS_QWEN3
     elif kind == "qwen3":
         if moe.bias_rate:
             raise UsageError(
-                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but with model.kind=qwen3 no "
-                f"architecture has routers with a bias and no shared expert; set model.moe.shared_experts=1, or "
-                f"model.kind=llama"
+                f"model.moe.bias_rate is {moe.bias_rate} and model.moe.shared_experts is 0, but "
+                "with model.kind=qwen3 no architecture has routers with a bias and no shared "
+                "expert; set model.moe.shared_experts=1, or model.kind=llama"
             )
-        kind, added = "qwen3_moe", {"norm_topk_prob": True}
+        kind = "qwen3_moe"
+        added = {"norm_topk_prob": True}
     names = FieldNames(kind)
     balance = {name: getattr(moe, setting) for name, setting in Moe.IN_CONFIG.items()}
     return names, {**_expert_fields(names, model, moe), **added, **balance}
 
 
 def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
-    """The settings as fields of an architecture with its own experts. Raises UsageError if it has none."""
     experts = _name(EXPERTS, names)
     if experts is None:
         raise UsageError(
-            f"model.moe is set but model.kind is {names.kind}, which has no experts; set model.kind=llama or qwen3, or one "
-            f"that has them, such as mixtral, qwen3_moe, olmoe, deepseek_v3; or leave model.moe empty"
+            f"model.moe is set but model.kind is {names.kind}, which has no experts; set "
+            "model.kind=llama or qwen3, or one that has them, such as mixtral, qwen3_moe, olmoe, "
+            "deepseek_v3; or leave model.moe empty"
         )
     fields: Fields = {experts: moe.experts}
     for setting, candidates, value in (
@@ -343,17 +335,18 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
             fields[name] = value
         elif value:
             raise UsageError(
-                f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; leave it out"
+                f"model.moe.{setting} is {value} but model.kind {names.kind} has no such size; "
+                "leave it out"
             )
-    dense, visited = _dense_size(model), moe.top_k + moe.shared_experts
+    dense = _dense_size(model)
+    visited = moe.top_k + moe.shared_experts
     # By default, a token's experts together are as wide as a dense layer
     width = moe.expert_size or -(-dense // (visited * SIZE_MULTIPLE)) * SIZE_MULTIPLE
     fields["intermediate_size"] = width
     if "moe_intermediate_size" in names.fields:
         fields |= {"moe_intermediate_size": width, "intermediate_size": dense}
-    fields |= {
-        name: 1 for name in ("n_group", "topk_group") if name in names.fields
-    }  # all experts form one group
+    # All experts form one group.
+    fields |= {name: 1 for name in ("n_group", "topk_group") if name in names.fields}
     if name := _name(DENSE, names):
         fields[name] = moe.dense_layers
     elif "mlp_only_layers" in names.fields:
@@ -364,7 +357,8 @@ def _expert_fields(names: FieldNames, model: Model, moe: Moe) -> Fields:
         )
     elif moe.dense_layers:
         raise UsageError(
-            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have experts; set it to 0"
+            f"model.moe.dense_layers is {moe.dense_layers} but all layers of {names.kind} have "
+            "experts; set it to 0"
         )
     return fields
 

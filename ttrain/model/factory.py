@@ -1,4 +1,4 @@
-"""Models from settings: architectures of transformers and our own, initialised under a seed, loaded strictly."""
+"""Models from settings: initialised under a seed, or loaded strictly."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,19 +20,55 @@ from ttrain.store.model_files import INDEX_SUFFIX, MODEL, shard_names
 
 Tensors = Mapping[str, torch.Tensor]
 Shape = Sequence[int]
-# What architectures raise where their config contradicts itself; transformers checks it by such dataclasses.
+# What architectures raise where their config contradicts itself; transformers checks it by such
+# dataclasses.
 BUILD_ERRORS = (
     *(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, AttributeError),
     *(LookupError, StrictDataclassError),
 )
 
 
+# Last name parts of weights that write into the residual stream: outputs of attention and of the
+# feed-forward layer.
+RESIDUAL = frozenset(
+    {
+        "o_proj",
+        "down_proj",
+        "c_proj",
+        "out_proj",
+        "dense",
+        "dense_4h_to_h",
+        "fc2",
+        "fc_out",
+        "w2",
+        "wo",
+        "Wo",
+        "linear_out",
+        "proj_down",
+    }
+)
+# Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router,
+# a norm.
+ELSEWHERE = frozenset(
+    {
+        "intermediate",
+        "transform",
+        "lm_head",
+        "predictions",
+        "generator_predictions",
+        "gate",
+        "router_mlp",
+        "input_layernorm",
+    }
+)
+
+
 def build(
     config: Model, *, vocab_size: int, ids: dict[str, int], stop_ids: list[int], seed: int
 ) -> PreTrainedModel:
-    """Build a freshly initialised causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
+    """Build a new causal language model in fp32. `ids`: bos_token_id, eos_token_id, pad_token_id.
 
-    Raises UsageError, naming the setting, if the architecture cannot have these sizes.
+    Raises UsageError if the architecture cannot have these sizes.
     """
     hf = build_config(config, vocab_size=vocab_size, ids=ids)
     torch.manual_seed(seed)
@@ -40,8 +76,8 @@ def build(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
     except BUILD_ERRORS as error:
         raise UsageError(
-            f"model.kind is {hf.model_type}, which cannot be built in these sizes: {_reason(error)}; set other sizes of it "
-            f"with model.fields.NAME=value"
+            f"model.kind is {hf.model_type}, which cannot be built in these sizes: "
+            f"{_reason(error)}; set other sizes of it with model.fields.NAME=value"
         ) from error
     scale_residuals(model, config)
     model.generation_config.eos_token_id = stop_ids
@@ -49,26 +85,26 @@ def build(
 
 
 def _reason(error: Exception) -> str:
-    """The message in one line; of a key that is missing it is the key alone."""
     text = " ".join(str(error).split())
     return f"there is no {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def load(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a model from its Hugging Face directory, in fp32; one file of weights or several with an index.
+    """Load a model from its Hugging Face directory, in fp32.
 
-    `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and mis-shaped tensor.
+    `options` go to `from_pretrained`. Raises ArtifactError that lists every missing, unexpected and
+    mis-shaped tensor.
     """
     if (
         not (directory / MODEL).is_file()
         and (index := directory / (MODEL + INDEX_SUFFIX)).is_file()
     ):
         shard_names(index)  # which transformers opens wherever they lead
-    if (
-        directory / "adapter_config.json"
-    ).exists():  # which transformers loads too, also from a pickle
+    # Which transformers loads too, also from a pickle.
+    if (directory / "adapter_config.json").exists():
         raise ArtifactError(
-            f"{directory} holds a model and an adapter; move the adapter_config.json to another directory"
+            f"{directory} holds a model and an adapter; move the adapter_config.json to another "
+            "directory"
         )
     try:
         if read_object(directory / "config.json").get("model_type") in kinds.OWN_KINDS:
@@ -80,7 +116,8 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
             use_safetensors=True,  # never a pickle
-            trust_remote_code=False,  # unset, transformers asks, and takes the first line of a pipe for the answer
+            # Unset, transformers asks, and takes the first line of a pipe for the answer.
+            trust_remote_code=False,
             **options,
         )
     except (OSError, SafetensorError, *BUILD_ERRORS) as error:
@@ -102,7 +139,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
 
 
 def need_finite(weights: Tensors, place: str) -> None:
-    """Raise ArtifactError where weights hold NaN or infinite numbers: all that a model computes with them is NaN, too."""
+    """Raise ArtifactError if weights hold NaN or infinite numbers, which spoil every result."""
     wrong = [
         name
         for name, tensor in weights.items()
@@ -113,13 +150,14 @@ def need_finite(weights: Tensors, place: str) -> None:
     ]
     if wrong:
         raise ArtifactError(
-            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not finite "
-            f"({first_of(wrong, 3)}), so that the model can answer nothing; train it again, or use another one"
+            f"{len(wrong)} of the {len(weights)} weights in {place} hold numbers that are not "
+            f"finite ({first_of(wrong, 3)}), so that the model can answer nothing; train it "
+            "again, or use another one"
         )
 
 
 def files(model: PreTrainedModel) -> dict[str, bytes]:
-    """The JSON files beside the weights that make a directory open with `from_pretrained`."""
+    """The JSON files, apart from the weights, with which `from_pretrained` opens a directory."""
     config = model.config.to_dict()
     config["architectures"] = [type(model).__name__]
     config.pop("_name_or_path", None)  # the base's local path: not content, and private
@@ -133,14 +171,15 @@ def files(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights by their Hugging Face names; tied tensors once, under the name of the embedding."""
+    """Weights by their Hugging Face names; tied tensors once, as the embedding."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def overwrite(own_tensors: Tensors, weights: Tensors) -> None:
-    """Overwrite a model's own tensors, name by name. Raises ArtifactError if names or shapes differ."""
-    own, given = _shapes(own_tensors), _shapes(weights)
+    """Overwrite a model's own tensors by name. Raises ArtifactError if names or shapes differ."""
+    own = _shapes(own_tensors)
+    given = _shapes(weights)
     missing = {name: own[name] for name in own.keys() - given}
     reshaped = [
         (name, given[name], own[name]) for name in own.keys() & given if own[name] != given[name]
@@ -163,7 +202,7 @@ def _misfits(
     unexpected: Iterable[str],
     reshaped: Iterable[tuple[str, Shape, Shape]],
 ) -> list[str]:
-    """A line for each weight that does not fit. `reshaped`: (name, its shape, the model's shape)."""
+    """A line per weight that does not fit. `reshaped`: (name, its shape, the model's)."""
     return [
         *(f"missing: {name} {missing[name]}" for name in sorted(missing)),
         *(f"unexpected: {name}" for name in sorted(unexpected)),
@@ -174,41 +213,8 @@ def _misfits(
     ]
 
 
-# Last name parts of weights that write into the residual stream: outputs of attention and of the feed-forward layer.
-RESIDUAL = frozenset(
-    {
-        "o_proj",
-        "down_proj",
-        "c_proj",
-        "out_proj",
-        "dense",
-        "dense_4h_to_h",
-        "fc2",
-        "fc_out",
-        "w2",
-        "wo",
-        "Wo",
-        "linear_out",
-        "proj_down",
-    }
-)
-# Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router, a norm.
-ELSEWHERE = frozenset(
-    {
-        "intermediate",
-        "transform",
-        "lm_head",
-        "predictions",
-        "generator_predictions",
-        "gate",
-        "router_mlp",
-        "input_layernorm",
-    }
-)
-
-
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """The number of parameters, or of those alone that are trained."""
+    """The number of parameters, or only of trained ones."""
     return sum(
         parameter.numel()
         for parameter in model.parameters()
@@ -217,25 +223,25 @@ def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
 
 
 def scale_residuals(model: PreTrainedModel, config: Model) -> None:
-    """If set, redraw the weights that write into the residual stream with a deviation of init_std / sqrt(2 layers).
+    """If set, redraw weights that write into the residual stream: init_std / sqrt(2 layers).
 
-    So the stream's variance does not grow with depth: GPT-2 (Radford et al. 2019, section 2.3). Every layer adds twice.
     Raises UsageError if the architecture has no weight with a known name of this kind.
     """
+    # So its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
     if not config.scaled_residuals:
         return
     weights = residual_weights(model)
     if not weights:
         raise UsageError(
-            f"model.scaled_residuals is set, but it is not known which weights of {model.config.model_type} write into the "
-            f"residual stream; remove the setting"
+            "model.scaled_residuals is set, but it is not known which weights of "
+            f"{model.config.model_type} write into the residual stream; remove the setting"
         )
     for weight in weights.values():
         torch.nn.init.normal_(weight, std=config.init_std / (2 * config.layers) ** 0.5)
 
 
 def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Weights that write into the residual stream, by name; those of experts stacked, with three dimensions."""
+    """Weights that write into the residual stream, by name; experts' are stacked."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

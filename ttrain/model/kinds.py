@@ -1,4 +1,4 @@
-"""Names of the known architectures; without heavy imports, so that a wrong name is reported before anything is built."""
+"""Names of the known architectures; without heavy imports, so that the plan can check them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ if TYPE_CHECKING:
 
 OWN_KINDS = ("moyun", "tinyseek")  # architectures that transformers lacks
 
-# transformers' table of causal architectures. Importing that module takes seconds, reading it 26 ms.
-MODULE, TABLE = ("auto", "modeling_auto.py"), "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+# transformers' table of causal architectures. Importing that module takes seconds, reading it 26
+# ms.
+MODULE = ("auto", "modeling_auto.py")
+TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+RULED_KINDS = ("llama", "qwen3")  # new models of these kinds have the layers below
+RULED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PRESETS = ("all-linear", "attention")
 
 
 def check_kind(kind: str) -> None:
-    """Raise UsageError, with the closest names, if there is no such `model.kind`."""
+    """Raise UsageError, with the closest names, for an unknown `model.kind`."""
     if kind not in names():
         near = difflib.get_close_matches(kind, sorted(names()), n=3, cutoff=0.5)
         hint = (
@@ -37,7 +44,7 @@ def check_kind(kind: str) -> None:
 
 @functools.cache
 def names() -> frozenset[str]:
-    """Architectures with a causal head in transformers, and ours; not all of them can be trained here."""
+    """Architectures with a causal head in transformers, and ours; not all can be trained here."""
     spec = importlib.util.find_spec("transformers")
     source = (
         Path((spec and spec.origin) or "")
@@ -50,15 +57,10 @@ def names() -> frozenset[str]:
     return frozenset(dict(ast.literal_eval(table.strip()))) | frozenset(OWN_KINDS)
 
 
-RULED_KINDS = ("llama", "qwen3")  # new models of these kinds have the layers below
-RULED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PRESETS = ("all-linear", "attention")
-
-
 def check_targets(section: str, adapter: Lora, model: Model) -> None:
-    """Raise UsageError for targets of an adapter that the new model does not have, where its layers are known without it.
+    """Raise UsageError for an adapter's targets that a new llama or qwen3 does not have.
 
-    Those of other kinds are compared with the model itself, where the adapter is made. `section`: of its settings.
+    Other kinds are checked against the model itself. `section`: of the adapter's settings.
     """
     if model.kind not in RULED_KINDS or model.moe is not None or adapter.kind == "prefix":
         return
@@ -68,13 +70,13 @@ def check_targets(section: str, adapter: Lora, model: Model) -> None:
     ]
     if unknown:
         raise UsageError(
-            f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted are {', '.join(layers)}; "
-            f"name some of them, or write {' or '.join(PRESETS)}"
+            f"{section}.targets names {', '.join(unknown)}, but the layers that can be adapted "
+            f"are {', '.join(layers)}; name some of them, or write {' or '.join(PRESETS)}"
         )
 
 
 def register_own() -> None:
-    """Register our architectures with transformers, so that no code beside weights is ever executed here."""
+    """Register our architectures with transformers, so that no code next to weights runs here."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ttrain.model.modeling_moyun import MoyunConfig, MoyunForCausalLM
@@ -86,9 +88,9 @@ def register_own() -> None:
 
 
 def own_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Source files with which a directory of this config opens without ttrain; {} for transformers' own architectures.
+    """Source files with which a directory of this config opens without ttrain.
 
-    Its `auto_map` is in the config already. Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
+    Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
     """
     if config.model_type not in OWN_KINDS:
         return {}

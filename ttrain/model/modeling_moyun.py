@@ -1,12 +1,12 @@
-"""Lingmao Moyun's architecture: a post-norm transformer with sinusoidal positions, and the causal mask that it lacked.
+"""Lingmao Moyun's architecture: a post-norm transformer with sinusoidal positions."""
+# This file and `modeling_shared.py` need only transformers. They are saved with the weights of such
+# a model, so that `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens
+# it without ttrain.
+# Letters in names: B rows, T positions, S visible positions, D width, H heads, K width of a head, V
+# vocabulary.
 
-This file and `modeling_shared.py` need only transformers. They are saved beside the weights of such a model, so that
-`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
-
-Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a head, V vocabulary.
-"""
-
-# No `from __future__ import annotations`: transformers checks the types of a config's fields, which must not be strings.
+# No `from __future__ import annotations`: transformers checks the types of a config's fields, which
+# must not be strings.
 import math
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ WAVELENGTH = 10_000.0  # of the slowest pair of dimensions, over 2 pi; arXiv:170
 
 @strict
 class MoyunConfig(OwnConfig):
-    """Sizes. `dropout` acts on attention weights, within the feed-forward layer, and on what both add."""
+    """Sizes. `dropout` acts on attention weights, in the feed-forward layer, on what both add."""
 
     model_type = "moyun"
     class_name = "Moyun"
@@ -44,7 +44,7 @@ class MoyunConfig(OwnConfig):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """[length, width] of sin(p / 10000^(2i/width)) at 2i and the cosine at 2i+1; arXiv:1706.03762, section 3.5."""
+    """[length, width]: sin(p / 10000^(2i/width)) at 2i, the cosine at 2i+1; arXiv:1706.03762."""
     positions_T1 = torch.arange(length, dtype=torch.float32, device="cpu")[:, None]
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
     angles = positions_T1 * torch.exp(pairs * (-math.log(WAVELENGTH) / width))
@@ -55,7 +55,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class MoyunPositions(nn.Module):
-    """Adds the position to each embedding; the table is not a parameter, and is recomputed instead of saved."""
+    """Adds the position to each embedding; the table is recomputed instead of saved."""
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__()
@@ -68,7 +68,8 @@ class MoyunPositions(nn.Module):
         table: Any = self.table
         if last >= len(table):
             raise ValueError(
-                f"position {last} is beyond the {len(table)} that the model has (max_position_embeddings)"
+                f"position {last} is beyond the {len(table)} that the model has "
+                "(max_position_embeddings)"
             )
         added: Tensor = x_BTD + table[position_ids_BT].to(x_BTD.dtype)
         return added
@@ -80,7 +81,8 @@ class MoyunAttention(nn.Module):
     def __init__(self, config: MoyunConfig, layer: int) -> None:
         super().__init__()
         D = config.hidden_size
-        self.config, self.layer_idx = config, layer
+        self.config = config
+        self.layer_idx = layer
         self.head_dim = D // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.dropout
@@ -140,7 +142,7 @@ class MoyunPreTrainedModel(OwnPreTrainedModel):
 
 
 class MoyunModel(OwnModel, MoyunPreTrainedModel):
-    """Embeddings times the root of the width, positions, layers; nothing is normalised after the last of them."""
+    """Embeddings times the root of the width, positions, layers; no norm after the last one."""
 
     def __init__(self, config: MoyunConfig) -> None:
         super().__init__(config)

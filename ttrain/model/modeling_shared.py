@@ -1,10 +1,8 @@
-"""What ttrain's own architectures share: their config, post-norm layers, plain attention, and the passes.
-
-This file needs only transformers and its dependencies. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py` beside
-the weights of such a model.
-
-Letters in names: B rows, T positions, S positions that can be seen, D width, H heads, K width of a head, V vocabulary.
-"""
+"""What ttrain's own architectures share: config, post-norm layers, attention, passes."""
+# This file needs only transformers. It is saved with `modeling_moyun.py` or `modeling_tinyseek.py`
+# and the weights of such a model.
+# Letters in names: B rows, T positions, S visible positions, D width, H heads, K width of a head, V
+# vocabulary.
 
 import math
 from typing import Any, ClassVar
@@ -49,11 +47,12 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers has no 
         }
 
     def validate_architecture(self) -> None:
-        """Raise ValueError if sizes do not fit each other: heads must divide the width."""
+        """Raise ValueError unless heads divide the width."""
         heads = self.num_attention_heads
         if self.hidden_size % heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads {heads}"
+                f"hidden_size is {self.hidden_size} but must be a multiple of num_attention_heads "
+                f"{heads}"
             )
 
 
@@ -67,7 +66,7 @@ def eager_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, [B, T, H, K], and its weights: transformers uses it unless `sdpa` is requested."""
+    """Attention, [B, T, H, K], and its weights; used unless `sdpa` is requested."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * scaling
     if mask is not None:
         scores_BHTS = (
@@ -85,7 +84,8 @@ class ReluMLP(nn.Module):
 
     def __init__(self, width: int, inner: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.up_proj = nn.Linear(width, inner)
+        self.down_proj = nn.Linear(inner, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,11 +94,12 @@ class ReluMLP(nn.Module):
 
 
 class PostNormLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Each part adds to its input, and the sum is normalised after it (post-norm)."""
+    """Each part adds to its input, and the sum is normalised (post-norm)."""
 
     def __init__(self, config: OwnConfig, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.self_attn, self.mlp = self_attn, mlp
+        self.self_attn = self_attn
+        self.mlp = mlp
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.post_mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
@@ -121,7 +122,7 @@ class OwnPreTrainedModel(PreTrainedModel):  # type: ignore[misc]  # transformers
 
 
 class OwnModel:
-    """The forward pass of a decoder: `decode` is what its layers make of the embeddings."""
+    """The forward pass of a decoder, whose layers are in `decode`."""
 
     config: Any
 
@@ -133,7 +134,7 @@ class OwnModel:
     def decode(
         self, x_BTD: Tensor, position_ids: Tensor, past_length: int, **others: Any
     ) -> Tensor:
-        """Hidden states after the last layer. `past_length`: positions in the cache; `others` go to each layer."""
+        """Hidden states after the last layer. `past_length`: of the cache."""
         raise NotImplementedError
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
@@ -146,7 +147,7 @@ class OwnModel:
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where a position may see."""
+        """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where visible."""
         x_BTD = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -174,7 +175,7 @@ class OwnModel:
 
 
 class OwnForCausalLM:
-    """Causal language model. The output head has a bias; if tied, it shares the embeddings' weight."""
+    """Causal language model. The output head has a bias; if tied, the embeddings' weight."""
 
     config: Any
     post_init: Any  # of transformers, as is loss_function

@@ -1,13 +1,13 @@
-"""TinySeek's architecture: latent attention with one rotated part for all heads, experts with biases, post-norm layers.
+"""TinySeek's architecture: latent attention, experts with biases, post-norm layers."""
+# This file and `modeling_shared.py` need only transformers. They are saved with the weights of such
+# a model, so that `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens
+# it without ttrain.
+# Letters in names: B rows, T positions, S visible positions, D width, C width of the latent, H
+# heads, K width of a head, R width of the rotated part, N positions of all rows, E experts, F inner
+# width of an expert, V vocabulary.
 
-This file and `modeling_shared.py` need only transformers. They are saved beside the weights of such a model, so that
-`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` opens it where ttrain is not installed.
-
-Letters in names: B rows, T positions, S positions that can be seen, D width, C width of the latent, H heads, K width of a
-head, R width of the rotated part, N positions of all rows, E experts, F inner width of an expert, V vocabulary.
-"""
-
-# No `from __future__ import annotations`: transformers checks the types of a config's fields, which must not be strings.
+# No `from __future__ import annotations`: transformers checks the types of a config's fields, which
+# must not be strings.
 from typing import Any, ClassVar
 
 import torch
@@ -35,14 +35,16 @@ ALIGNED = 8  # what sizes must be a multiple of for grouped products: rows of 16
 
 @strict
 class TinySeekConfig(OwnConfig):
-    """Sizes; in brackets what TinySeek's own `model_config.json` calls them.
+    """Sizes; in brackets their names in TinySeek's own `model_config.json`.
 
-    latent_size             what queries, and keys with values, are made from (d_c)
+    latent_size             width of the latent of queries, and of keys with values (d_c)
     rope_head_dim           the rotated part of queries and keys, one for all heads (d_r)
     moe_intermediate_size   inner width of an expert (hidden)
-    num_local_experts       routed experts (other_experts), of which each token visits num_experts_per_tok (keep)
-    n_shared_experts        experts that every token visits besides (shared_experts)
-    router_noise            normal noise of a learnt size on the router's logits, in training only (arXiv:1701.06538, eq. 4)
+    num_local_experts       routed experts (other_experts)
+    num_experts_per_tok     routed experts that a token visits (keep)
+    n_shared_experts        experts that every token visits (shared_experts)
+    router_noise            normal noise of a learned size on logits in training
+                            (arXiv:1701.06538, eq. 4)
     router_aux_loss_coef    weight of the balance loss, which the training code computes (alpha)
     dropout                 on what attention and experts add
     share_layers            one layer, passed num_hidden_layers times
@@ -82,9 +84,11 @@ class TinySeekConfig(OwnConfig):
         if self.rope_head_dim % 2:
             raise ValueError(f"rope_head_dim is {self.rope_head_dim} but must be even")
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            visited, experts = self.num_experts_per_tok, self.num_local_experts
+            visited = self.num_experts_per_tok
+            experts = self.num_local_experts
             raise ValueError(
-                f"num_experts_per_tok is {visited} but must be from 1 to {experts}, as many as there are"
+                f"num_experts_per_tok is {visited} but must be from 1 to {experts}, as many as "
+                "there are"
             )
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind != "default":
@@ -94,29 +98,34 @@ class TinySeekConfig(OwnConfig):
 
 
 def rotated(x_BTR: Tensor, position_ids_BT: Tensor, theta: float) -> Tensor:
-    """RoPE (arXiv:2104.09864) of neighbouring pairs: dimensions 2i and 2i+1 turn by position / theta^(2i/R)."""
+    """RoPE (arXiv:2104.09864) of pairs: dimensions 2i, 2i+1 turn by position / theta^(2i/R)."""
     R = x_BTR.shape[-1]
     rates = theta ** (-torch.arange(0, R, 2, dtype=torch.float32, device=x_BTR.device) / R)
     angles = position_ids_BT[..., None].float() * rates
-    even, odd = x_BTR[..., 0::2].float(), x_BTR[..., 1::2].float()
+    even = x_BTR[..., 0::2].float()
+    odd = x_BTR[..., 1::2].float()
     turned = (even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin())
     return torch.stack(turned, -1).flatten(-2).to(x_BTR.dtype)
 
 
 class TinySeekAttention(nn.Module):
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1), with biases and a rotated query that heads share."""
+    """Latent attention (arXiv:2405.04434, section 2.1), with biases and a shared rotated query."""
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__()
-        D, C, R = config.hidden_size, config.latent_size or 0, config.rope_head_dim
+        D = config.hidden_size
+        C = config.latent_size or 0
+        R = config.rope_head_dim
         self.config = config
         self.head_dim = D // config.num_attention_heads
         self.scaling = (self.head_dim + R) ** -0.5
         self.is_causal = True
         self.theta = float((config.rope_parameters or {})["rope_theta"])
-        self.q_a_proj, self.kv_a_proj = nn.Linear(D, C), nn.Linear(D, C)
+        self.q_a_proj = nn.Linear(D, C)
+        self.kv_a_proj = nn.Linear(D, C)
         self.q_b_proj, self.k_b_proj, self.v_b_proj = (nn.Linear(C, D) for _ in range(3))
-        self.q_rope_proj, self.k_rope_proj = nn.Linear(C, R), nn.Linear(D, R)
+        self.q_rope_proj = nn.Linear(C, R)
+        self.k_rope_proj = nn.Linear(D, R)
         self.o_proj = nn.Linear(D, D)
 
     def forward(
@@ -128,9 +137,10 @@ class TinySeekAttention(nn.Module):
         past_key_values: Cache | None = None,
         **others: Any,
     ) -> Tensor:
-        """`number`: number of the pass through the layers, the index of its keys and values in the cache."""
+        """`number`: of the pass through the layers, the index in the cache."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q_BTC, kv_BTC = self.q_a_proj(x_BTD), self.kv_a_proj(x_BTD)
+        q_BTC = self.q_a_proj(x_BTD)
+        kv_BTC = self.kv_a_proj(x_BTD)
         projections = (self.q_b_proj(q_BTC), self.k_b_proj(kv_BTC), self.v_b_proj(kv_BTC))
         q, k, v = (each.view(heads).transpose(1, 2) for each in projections)
         turned = (self.q_rope_proj(q_BTC), self.k_rope_proj(x_BTD))
@@ -138,7 +148,8 @@ class TinySeekAttention(nn.Module):
             rotated(each, position_ids_BT, self.theta)[:, None].expand(-1, q.shape[1], -1, -1)
             for each in turned
         )
-        q, k = torch.cat((q, q_R.to(q.dtype)), -1), torch.cat((k, k_R.to(k.dtype)), -1)
+        q = torch.cat((q, q_R.to(q.dtype)), -1)
+        k = torch.cat((k, k_R.to(k.dtype)), -1)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, number)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -157,17 +168,15 @@ class TinySeekAlignedExperts(nn.Module):
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__()
-        E, D, F = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
+        E = config.num_local_experts
+        D = config.hidden_size
+        F = config.moe_intermediate_size
         self.num_experts = E
         self.act_fn = ACT2FN["relu"]
-        self.up_proj, self.up_proj_bias = (
-            nn.Parameter(torch.empty(E, F, D)),
-            nn.Parameter(torch.zeros(E, F)),
-        )
-        self.down_proj, self.down_proj_bias = (
-            nn.Parameter(torch.empty(E, D, F)),
-            nn.Parameter(torch.zeros(E, D)),
-        )
+        self.up_proj = nn.Parameter(torch.empty(E, F, D))
+        self.up_proj_bias = nn.Parameter(torch.zeros(E, F))
+        self.down_proj = nn.Parameter(torch.empty(E, D, F))
+        self.down_proj_bias = nn.Parameter(torch.zeros(E, D))
 
     def forward(self, x_ND: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Used when the experts are not computed in groups."""
@@ -202,15 +211,17 @@ class TinySeekExperts(TinySeekAlignedExperts):
 
 
 class TinySeekTopKRouter(nn.Module):
-    """Softmax over the top-k logits alone. In training they carry normal noise, whose size is learnt (softplus).
+    """Softmax over the top-k logits alone, in training with normal noise of a learned size.
 
-    `noise_scale` multiplies the noise: 0 turns it off without taking its weight out of the graph.
+    `noise_scale`: a factor; 0 turns the noise off with its weight still in the graph.
     """
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__()
-        E, D = config.num_local_experts, config.hidden_size
-        self.top_k, self.noise_scale = config.num_experts_per_tok, 1.0
+        E = config.num_local_experts
+        D = config.hidden_size
+        self.top_k = config.num_experts_per_tok
+        self.noise_scale = 1.0
         self.weight = nn.Parameter(torch.empty(E, D))
         self.noise_weight = nn.Parameter(torch.empty(E, D)) if config.router_noise else None
 
@@ -229,11 +240,11 @@ class TinySeekMoE(nn.Module):
 
     def __init__(self, config: TinySeekConfig) -> None:
         super().__init__()
-        self.gate, self.experts = TinySeekTopKRouter(config), TinySeekExperts(config)
+        self.gate = TinySeekTopKRouter(config)
+        self.experts = TinySeekExperts(config)
         inner = config.n_shared_experts * config.moe_intermediate_size
-        self.shared_experts = (
-            ReluMLP(config.hidden_size, inner) if inner else None
-        )  # one wide one: outputs are summed
+        # One wide one: outputs are summed.
+        self.shared_experts = ReluMLP(config.hidden_size, inner) if inner else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, 1)
@@ -290,7 +301,9 @@ class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
         return x_BTD
 
 
-class TinySeekForCausalLM(OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class TinySeekForCausalLM(  # type: ignore[misc]
+    OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin
+):
     """The causal language model."""
 
     model_class = TinySeekModel

@@ -1,8 +1,7 @@
-"""A second output head on the same hidden state, for the token after the next one (arXiv:2404.19737), as in TinySeek.
-
-It is trained with the model and saved beside its weights, in `multi_token.safetensors` ("weight" [V, D], maybe "bias" [V]),
-never among them. The model's config records how it is trained, so that a stage starting from these files continues it.
-"""
+"""A second output head for the token after the next one (arXiv:2404.19737), as in TinySeek."""
+# It is trained with the model and saved in a file of its own, `multi_token.safetensors` ("weight"
+# [V, D], maybe "bias" [V]). The model's config records how, so that a stage that starts from these
+# files continues it.
 
 from pathlib import Path
 
@@ -18,14 +17,14 @@ from ttrain.model import factory
 from ttrain.store.model_files import SECOND_HEAD
 
 NAME = "multi_token"  # of the head among the model's modules, where the loss looks for it
-WEIGHT, KEEP = "multi_token_loss_weight", "multi_token_keep_head"  # in the model's config
-SEED_OFFSET = (
-    0x5EC0  # a separate generator, so that the model's own weights are the same with and without it
-)
+WEIGHT = "multi_token_loss_weight"
+KEEP = "multi_token_keep_head"  # in the model's config
+# A separate generator, so that the model's own weights are the same with and without it.
+SEED_OFFSET = 0x5EC0
 
 
 def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
-    """Give the model a new head, drawn under the seed like its output head; if it has one, only the settings."""
+    """Give the model a new head, drawn under the seed; if it has one, only the settings."""
     if not hasattr(model, NAME):
         head = _put(model, bias=model.get_output_embeddings().bias is not None)
         generator = torch.Generator().manual_seed(seed + SEED_OFFSET)
@@ -39,7 +38,7 @@ def attach(model: PreTrainedModel, settings: MultiToken, seed: int) -> None:
 
 
 def attach_from(model: PreTrainedModel, directory: Path) -> bool:
-    """Load the second head saved beside the weights; returns whether there is one.
+    """Load the second head saved with the weights; returns whether there is one.
 
     Raises ArtifactError if the file cannot be read, or its sizes are not the model's.
     """
@@ -63,7 +62,7 @@ def attach_from(model: PreTrainedModel, directory: Path) -> bool:
 
 
 def state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's weights, and the head's under the names FILE/NAME, so that they get a file of their own."""
+    """The model's weights, and the head's under FILE/NAME, so that they get their own file."""
     return {
         f"{SECOND_HEAD}/{name.partition('.')[2]}" if name.startswith(f"{NAME}.") else name: tensor
         for name, tensor in factory.state(model).items()
@@ -83,7 +82,6 @@ def _put(model: PreTrainedModel, *, bias: bool) -> nn.Linear:
 
 
 def _note(model: PreTrainedModel, settings: MultiToken) -> None:
-    """Say how the head is trained: `loss_weight` times its loss is added to that of the first head."""
     getattr(model, NAME).loss_weight = settings.weight
     setattr(model.config, WEIGHT, settings.weight)
     setattr(model.config, KEEP, settings.keep_head)

@@ -1,14 +1,10 @@
-"""Causal attention within the records of packed rows: masks for torch's attention, and the attention of CPUs.
+"""Causal attention within the records of packed rows: masks, and native kernels on CPUs.
 
-`varlen` has the attention of CUDA.
-
-On a CPU native kernels compute records one by one: no score between two is computed, and no mask is read. What they do not
-take, torch's attention computes with a mask.
-
-A record may branch: a prefix, and branches that see it and themselves alone, such as two answers to one prompt.
-
-Letters in names: B rows, T and S positions, H heads, G heads of keys and values, K width of a head.
+A record may branch: a prefix, and branches that see it and themselves alone, such as two answers to
+one prompt.
 """
+# Letters in names: B rows, T and S positions, H heads, G heads of keys and values, K width of a
+# head.
 
 from functools import cached_property
 from typing import Any, final
@@ -25,14 +21,15 @@ Inputs = dict[str, Any]  # of a model of transformers
 
 NAME = "ttrain"  # among the attention implementations of transformers
 
-SLIDING, CHUNKED = "sliding_attention", "chunked_attention"  # kinds of layers, as configs name them
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"  # kinds of layers, as configs name them
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 
 
 def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tensor:
     """[B, 1, T, T] bool: a position sees itself and the earlier positions of its own record.
 
-    Where records branch, of those the ones in the prefix, which is branch 0, and in its own branch.
+    Where records branch, it sees only their prefix, which is branch 0, and its own branch.
     """
     T = segments_BT.shape[1]
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=segments_BT.device).tril()
@@ -45,12 +42,13 @@ def segment_mask(segments_BT: Tensor, branches_BT: Tensor | None = None) -> Tens
 
 
 def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
-    """Convert the mask of `segment_mask` in a model's inputs to the form that its attention expects.
-
-    Layers with a sliding window get a mask of their own: transformers adds no window to a mask that it is given.
-    `eager` attention adds the mask to the scores, so that True and False would hide nothing (gemma2 and gpt_oss have no
-    other).
-    """
+    """Convert the mask of `segment_mask` in a model's inputs to the form of its attention."""
+    # Layers with a sliding window get a mask of their own: transformers adds no window to a given
+    # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
+    # (gemma2 and gpt_oss have no other).
+    # Layers with a sliding window get a mask of their own: transformers adds no window to a given
+    # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
+    # (gemma2 and gpt_oss have no other).
     mask_B1TS: Tensor = inputs["attention_mask"]
     windows = {
         kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]
@@ -60,13 +58,12 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
         return {**inputs, "attention_mask": _scores(mask_B1TS)} if additive else inputs
     queries_BT = inputs["position_ids"]
     B, T = queries_BT.shape
+    # Of virtual tokens.
     virtual_positions = torch.arange(mask_B1TS.shape[-1] - T, device=queries_BT.device).expand(
         B, -1
-    )  # of virtual tokens
-    q_B1T1, k_B11S = (
-        queries_BT[:, None, :, None],
-        torch.cat([virtual_positions, queries_BT], 1)[:, None, None],
     )
+    q_B1T1 = queries_BT[:, None, :, None]
+    k_B11S = torch.cat([virtual_positions, queries_BT], 1)[:, None, None]
     masks = {}
     for kind in dict.fromkeys(getattr(model.config, "layer_types", None) or windows):
         size = windows.get(kind)
@@ -81,24 +78,23 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
 
 
 def _windows(config: Any) -> dict[str, int]:
-    """Window size in positions of each kind of layer, the position itself included; kinds without a window are left out."""
     kinds = getattr(config, "layer_types", None) or [SLIDING]
     sizes = {kind: getattr(config, name, None) for kind, name in WINDOWS.items() if kind in kinds}
     return {kind: size for kind, size in sizes.items() if size is not None}
 
 
 def _scores(mask: Tensor) -> Tensor:
-    """The mask as a term added to the scores: 0 where it is True, else the smallest number."""
     zeros = torch.zeros(mask.shape, device=mask.device)
     return zeros.masked_fill_(~mask, torch.finfo(zeros.dtype).min)
 
 
 @final
 class Records:
-    """The records of a batch: as the native kernels take them, or as a mask; each made when it is asked for."""
+    """The records of a batch, as the native kernels take them or as a mask; each made on demand."""
 
     def __init__(self, segments_BT: Tensor, branches_BT: Tensor | None = None) -> None:
-        self._segments, self._branches = segments_BT, branches_BT
+        self._segments = segments_BT
+        self._branches = branches_BT
 
     @cached_property
     def mask(self) -> Tensor:
@@ -106,8 +102,7 @@ class Records:
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The number of each record's first token among the B * T, and how many it has, longest first; all tokens'
-        branches."""
+        """Start (of B * T) and length of each record, longest first; branches of all tokens."""
         starts = record_starts(self._segments.numpy())
         lengths = np.diff(starts, append=self._segments.numel())
         order = np.argsort(-lengths, kind="stable")
@@ -116,11 +111,8 @@ class Records:
 
 
 def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None = None) -> Inputs:
-    """Extra arguments with which a transformers model computes its attention here; {} where it does not.
-
-    Without them, as in `generate`, attention is what it was. The model's implementation must be torch's (`sdpa`), and the
-    device a CPU. A compiler would make a graph for every batch.
-    """
+    """Extra arguments that make a transformers model compute attention here; {} where it cannot."""
+    # Only on a CPU and for `sdpa`. A compiler would make a graph for every batch.
     if segments_BT.device.type != "cpu" or is_compiled(model):
         return {}
     native.warn_if_missing()
@@ -132,14 +124,14 @@ def record_arguments(model: Any, segments_BT: Tensor, branches_BT: Tensor | None
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether a compiler reads this call, or calls of the model's layers."""
+    """Whether a compiler traces this call, or calls of the model's layers."""
     return torch.compiler.is_compiling() or any(
         module._compiled_call_impl is not None for module in model.modules()
     )
 
 
 def takes_records(model: Any, length: int) -> bool:
-    """Whether a model computes rows of this length record by record where it is given them; prepares it for that."""
+    """Whether a model can compute rows of this length record by record; prepares it for that."""
     if min(_windows(model.config).values(), default=length) < length:
         return False
     if model.config._attn_implementation == "sdpa":

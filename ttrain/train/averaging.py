@@ -1,8 +1,6 @@
-"""An exponential moving average of the weights, which is the model; what the optimizer moves is part of its state.
-
-A training at a constant rate ends as low as one that decays, where its weights are averaged (arXiv:2405.18392), and a model
-that learns one kind of text after the other forgets less (arXiv:2203.05482).
-"""
+"""An exponential moving average of the weights, which is the model that is saved."""
+# With it a training at a constant rate ends as low as one that decays (arXiv:2405.18392), and a
+# model trained on one kind of text after another forgets less (arXiv:2203.05482).
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,29 +10,27 @@ from torch import Tensor
 
 from ttrain.train.distributed import Tensors, local_part, shard_like
 
-ITERATE, COUNT = (
-    "iterate",
-    "averaged",
-)  # names of its state: weights as the optimizer left them, and averaged steps
-FIRST_STEPS = 9  # the average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights stay;
+ITERATE = "iterate"
+COUNT = "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
+# The average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights
+# stay
+FIRST_STEPS = 9
 # a training from the start is bound by it alone, and ends as one that was extended
 
 
 class MovingAverage:
-    """The average over all steps, also those of a plateau that is continued; the parameters hold the newest weights."""
+    """The average over all steps, also those of a continued plateau."""
 
     def __init__(self, names: Mapping[Tensor, str], share: float | None, steps: int) -> None:
-        """`names`: of the trained parameters. `share`: the half-life, of the steps; None: there is no average, and nothing
-        has an effect."""
+        """`share`: the half-life, as a fraction of the steps; None: there is no average."""
         self._names = dict(names) if share else {}
         self._decay = 0.5 ** (1 / max(1, round(share * steps))) if share else 0.0
-        self._count: int | Tensor = (
-            0  # a tensor once the device alone knows which steps were prevented
-        )
+        # A tensor once the device alone knows which steps were prevented.
+        self._count: int | Tensor = 0
         self._averages: list[Tensor] = []
 
     def update(self, prevented: Tensor | None = None) -> None:
-        """Count in the weights of a step; where `prevented` is 1.0, on the device, the average stays as it is."""
+        """Add the weights of a step, except where `prevented` (on the device) is 1.0."""
         if not self._names:
             return
         newest = _parts(self._names)
@@ -52,7 +48,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def as_weights(self) -> Iterator[None]:
-        """The parameters hold the average."""
+        """Let the parameters hold the average inside the context."""
         self._swap()
         try:
             yield
@@ -60,12 +56,12 @@ class MovingAverage:
             self._swap()
 
     def end(self) -> None:
-        """The parameters hold the average from now on."""
+        """Let the parameters hold the average from now on."""
         self._swap()
         self._averages = []
 
     def state(self) -> Tensors:
-        """Named tensors beside those of the optimizer; to be called where the parameters hold the average."""
+        """Named tensors for the optimizer's file; call it while the parameters hold the average."""
         if not self._averages:
             return {}
         newest = {
@@ -78,7 +74,7 @@ class MovingAverage:
         }
 
     def load_state(self, tensors: Tensors) -> Tensors:
-        """Restore what `state` returned; the parameters hold the average. Returns the other tensors, the optimizer's."""
+        """Restore what `state` returned; returns the other tensors, which are the optimizer's."""
         own = {
             name: value
             for name, value in tensors.items()
@@ -96,7 +92,8 @@ class MovingAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         if self._averages:
-            weights, averages = _parts(self._names), _parts(self._averages)
+            weights = _parts(self._names)
+            averages = _parts(self._averages)
             held = [tensor.clone() for tensor in weights]
             torch._foreach_copy_(weights, averages)
             torch._foreach_copy_(averages, held)

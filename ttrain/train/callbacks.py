@@ -16,6 +16,7 @@ from ttrain.data.order import Order
 from ttrain.data.packing import Array
 from ttrain.errors import TTrainError, UsageError
 
+# In the log; prefixes of names.
 LOGGED_PREFIXES = (
     "loss",
     "grad_norm",
@@ -23,9 +24,11 @@ LOGGED_PREFIXES = (
     "skipped_steps",
     "validation_loss",
     "perplexity",
-)  # in the log; prefixes of names
+)
 
 LARGEST_EXPONENT = 709.0  # exp of more than 709.78 overflows a float
+
+GROUP = "ttrain.callbacks"
 
 log = logging.getLogger("ttrain")
 
@@ -49,7 +52,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Figures at a logging step: means over the tokens since the last one, over all ranks."""
+    """Metrics at a logging step: means over the tokens since the last one, over all ranks."""
 
     step: int
     steps: int
@@ -58,45 +61,45 @@ class LogRecord:
 
 
 class Callback:
-    """Hooks, called on rank 0 only: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    """Hooks that rank 0 calls; the base class does nothing.
 
-    On CUDA the figures of a step are read at the next logging step, and `step_end` is called for all steps since the last.
-
-    After an error anywhere, `failed` is the last call on every callback.
-
-    A callback may add figures to the log, ask for a stop, and keep a state of its own in the checkpoint. One that raises
-    ends the run with an error that names it.
+    A callback may add metrics to the log, ask for a stop, and keep a state in the checkpoint. One
+    that raises ends the run with an error that names it.
     """
 
-    saved_attributes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # that are its state in the checkpoint, as JSON
-    keeps_metrics = (
-        False  # whether `log` keeps what it is given, so that later metrics are given to it too
-    )
-    may_stop = True  # False: an error where it asks for a stop, since what it watches has a key that does not hold it
+    # Order: start, (epoch_start, (step_start, step_end, log, validated, saved)*, epoch_end)*, end.
+    # After an error `failed` is the last call on every callback. On CUDA `step_end` is called at
+    # logging steps, for all steps since the last one.
+
+    # That are its state in the checkpoint, as JSON.
+    saved_attributes: ClassVar[tuple[str, ...]] = ()
+    # Whether `log` keeps what it is given, so that later metrics are given to it too.
+    keeps_metrics = False
+    # False: an error where it asks for a stop, since what it watches has a key that does not hold
+    # it.
+    may_stop = True
 
     def start(self, step: int, steps: int) -> None:
         """The loop begins at `step`; above 0, it continues."""
 
     def epoch_start(self, epoch: int) -> None:
-        """The next step holds the first row of an epoch, counted from 0; also where a run continues within it."""
+        """The next step holds the first row of an epoch (from 0), or the run continues in one."""
 
     def step_start(self, step: int) -> None:
-        """The loop begins to wait for the rows of a step, which will be number `step`."""
+        """The loop begins to wait for the rows of step number `step`."""
 
     def step_end(self, record: StepRecord) -> None:
         """The weights were updated."""
 
     def figures(self, record: StepRecord) -> Mapping[str, float]:
-        """Figures that this callback adds to the log, asked for at a logging step before `log`."""
+        """Metrics to add to the log, requested before `log`."""
         return {}
 
     def log(self, record: LogRecord) -> None:
-        """A logging step, or the figures of a validation."""
+        """A logging step, or the metrics of a validation."""
 
     def validation_figures(self, loss: float) -> Mapping[str, float]:
-        """Figures that this callback adds beside the loss of a validation, asked for before `log`."""
+        """Metrics to add to a validation loss, requested before `log`."""
         return {}
 
     def validated(self, step: int, loss: float) -> None:
@@ -109,10 +112,11 @@ class Callback:
         """The last step held the last row of an epoch."""
 
     def stop_reason(self) -> str | None:
-        """Reason to stop the run here and save its state, else None. Asked after each step and each validation.
-
-        After a step the answer travels with the next step's collective, so that the run ends one step later.
-        """
+        """Reason to stop the run and save its state, or None; called after steps, validations."""
+        # After a step the answer travels with the next step's collective: the run ends one step
+        # later.
+        # After a step the answer travels with the next step's collective: the run ends one step
+        # later.
         return None
 
     def state(self) -> JsonDict:
@@ -131,13 +135,11 @@ class Callback:
         """The loop raised `error`, which is raised again afterwards."""
 
 
-GROUP = "ttrain.callbacks"
-
-
 def installed_callbacks(*, may_stop: bool) -> list[Callback]:
-    """New callbacks of the installed packages, in the order of their names: each entry point is called without arguments.
+    """New callbacks of the installed packages, sorted by name.
 
-    Raises UsageError for one that cannot be imported or made, or makes something else.
+    Entry points are called without arguments. Raises UsageError for one that cannot be imported or
+    made, or makes something else.
     """
     callbacks = []
     for point in sorted(entry_points(group=GROUP)):
@@ -149,8 +151,8 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
                 )
         except Exception as error:
             raise UsageError(
-                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised {error!r}; fix or "
-                f"uninstall its package"
+                f"the callback {point.name} ({point.value}, of the entry points {GROUP}) raised "
+                f"{error!r}; fix or uninstall its package"
             ) from error
         callback.may_stop = may_stop
         callbacks.append(callback)
@@ -158,8 +160,7 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Truncate a file of JSON lines for a run that continues at `step`: drop lines of later steps and torn lines; all
-    lines if step is 0."""
+    """Drop the torn lines of a JSON lines file and those after `step`; all lines if step is 0."""
     kept_lines = []
     if path.exists():
         for line in path.read_bytes().splitlines(keepends=True):
@@ -170,7 +171,6 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for what a power cut made of one."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ def _step_of(line: bytes) -> float:
 
 
 class MetricsFile(Callback):
-    """Writes metrics as JSON lines, the source from which trackers are fed. Resuming drops lines after the checkpoint."""
+    """Writes metrics as JSON lines for trackers. Resuming drops lines after the checkpoint."""
 
     keeps_metrics = True
 
@@ -211,7 +211,9 @@ class ProgressBar(Callback):
     def __init__(
         self, progress: ProgressWriter, tokens_per_step: int, unit: str = "tokens"
     ) -> None:
-        self._progress, self._tokens_per_step, self._unit = progress, tokens_per_step, unit
+        self._progress = progress
+        self._tokens_per_step = tokens_per_step
+        self._unit = unit
 
     def start(self, step: int, steps: int) -> None:
         self._progress.update(
@@ -226,7 +228,8 @@ class ProgressBar(Callback):
         }
         if not shown:  # a quick validation: the bar goes on showing the loss
             return
-        done, total = record.step * self._tokens_per_step, record.steps * self._tokens_per_step
+        done = record.step * self._tokens_per_step
+        total = record.steps * self._tokens_per_step
         self._progress.update(done, total, self._unit, start=False, **shown)
 
 
@@ -245,7 +248,8 @@ class LogLines(Callback):
 
     def step_end(self, record: StepRecord) -> None:
         log.debug(
-            "step %d/%d  loss %.6g  grad_norm %.4g  %d targets in %.3f s, %.3f s of them waiting for rows",
+            "step %d/%d  loss %.6g  grad_norm %.4g  %d targets in %.3f s, %.3f s of them waiting "
+            "for rows",
             *(record.step, record.steps, record.loss, record.grad_norm),
             *(record.live_tokens, record.seconds, record.data_seconds),
         )
@@ -270,7 +274,8 @@ class CallbackList:
     """Dispatches events to the callbacks of rank 0, the only rank with any."""
 
     def __init__(self, callbacks: Sequence[Callback], order: Order) -> None:
-        self.callbacks, self._order = callbacks, order
+        self.callbacks = callbacks
+        self._order = order
 
     def dispatch(self, event: str, *arguments: Any) -> None:
         """Call the hook of this name on every callback."""
@@ -278,16 +283,17 @@ class CallbackList:
             _call(callback, event, *arguments)
 
     def epoch_start(self, step: int, *, continued: bool) -> None:
-        """Dispatch `epoch_start` for epochs whose first row is in this step, or in which the run begins."""
+        """Dispatch `epoch_start` for epochs that begin in this step, or in which the run begins."""
         start, end = self._rows(step)
         first = start // self._order.rows if continued else -(-start // self._order.rows)
         for epoch in range(first, -(-end // self._order.rows)):
             self.dispatch("epoch_start", epoch)
 
     def epoch_end(self, step: int) -> None:
-        """Dispatch `epoch_end` for epochs whose last row is in this step, or with which the run ends."""
+        """Dispatch `epoch_end` for epochs that end in this step, or with the run."""
         start, end = self._rows(step)
-        begun, ended = -(-end // self._order.rows), end // self._order.rows
+        begun = -(-end // self._order.rows)
+        ended = end // self._order.rows
         for epoch in range(
             start // self._order.rows, begun if end == self._order.total_rows else ended
         ):
@@ -306,15 +312,16 @@ class CallbackList:
             reason = _call(callback, "stop_reason")
             if reason and not callback.may_stop:
                 raise TTrainError(
-                    f"the callback {type(callback).__name__}.stop_reason returned {reason!r}, but in a stage of a pipeline "
-                    f"a callback of another package only watches: no key holds it; set early_stopping.patience of the stage"
+                    f"the callback {type(callback).__name__}.stop_reason returned {reason!r}, but "
+                    "in a stage of a pipeline a callback of another package only watches: no key "
+                    "holds it; set early_stopping.patience of the stage"
                 )
             if reason:
                 return True
         return False
 
     def failed(self, error: BaseException) -> None:
-        """Call `failed` on every callback; an error raised by one of them is logged and does not hide `error`."""
+        """Call `failed` on every callback; errors raised there are logged only."""
         for callback in self.callbacks:
             try:
                 callback.failed(error)
@@ -322,7 +329,7 @@ class CallbackList:
                 log.warning("the callback %s.failed raised %r", type(callback).__name__, second)
 
     def state(self) -> list[JsonDict]:
-        """Callback states for the checkpoint; callbacks with an empty state are left out."""
+        """Callback states for the checkpoint, without empty ones."""
         entries = [
             {"name": type(callback).__name__, "state": _call(callback, "state")}
             for callback in self.callbacks
@@ -337,7 +344,6 @@ class CallbackList:
                 callback.load_state(states[type(callback).__name__])
 
     def _rows(self, step: int) -> tuple[int, int]:
-        """Index of the first row of a step, and after its last one."""
         start = step * self._order.rows_per_step
         return start, min(start + self._order.rows_per_step, self._order.total_rows)
 

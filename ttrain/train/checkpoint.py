@@ -1,11 +1,9 @@
-"""Checkpoints: Hugging Face directories that also hold all that a run needs to continue bit for bit.
-
-`checkpoints/step-00000100/` = weights (safetensors, fp32) with the files that `from_pretrained` needs,
-`optimizer.safetensors`, and `state.json`, written last, with position, counters, the validation loss where there is one, its
-own digest and that of every other file. It is written under a temporary name, fsynced and renamed, in a background
-thread, from a snapshot in memory. Beside the directories lie `latest`, `best` and, once training has ended, `final`, which
-name a step for people and tools; nothing here relies on them.
-"""
+"""Checkpoints: Hugging Face directories that also hold what a run needs to continue bit for bit."""
+# `checkpoints/step-00000100/` has the weights (safetensors, fp32), the files that `from_pretrained`
+# needs, `optimizer.safetensors`, and `state.json`, written last, with position, counters,
+# validation loss and the digests of itself and of every file. A background thread writes it from a
+# snapshot in memory, under a temporary name, with fsync and a rename. The files `latest`, `best`
+# and, after training, `final` name a step for people and tools; nothing here relies on them.
 
 import contextlib
 import errno
@@ -43,9 +41,13 @@ from ttrain.train.snapshots import Snapshot, SnapshotBuffers, needed_bytes
 
 __all__ = ["WEIGHTS", "Checkpoints", "Snapshot", "SnapshotBuffers", "read"]
 
-LATEST, BEST, FINAL = "latest", "best", "final"
+LATEST = "latest"
+BEST = "best"
+FINAL = "final"
 
 UNDER_WAY = 2  # snapshots that may exist at once: one being written, one that waits
+
+NICENESS = 10  # of 19
 
 log = logging.getLogger("ttrain")
 
@@ -53,7 +55,8 @@ log = logging.getLogger("ttrain")
 class Checkpoints:
     """The checkpoints of one run, written by one process.
 
-    Retained: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the best.
+    Retained: the `keep` newest, every `keep_every` steps (0: none), the steps in `permanent`, the
+    best.
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class Checkpoints:
         permanent: frozenset[int] = frozenset(),
     ) -> None:
         self.directory = directory
-        self.files, self._weights_file = files, weights_file
-        self._keep, self._keep_every, self._permanent = keep, keep_every, permanent
+        self.files = files
+        self._weights_file = weights_file
+        self._keep = keep
+        self._keep_every = keep_every
+        self._permanent = permanent
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
@@ -79,8 +85,8 @@ class Checkpoints:
     def save(self, snapshot: Snapshot, *, metric: float | None = None) -> None:
         """Write a checkpoint in the background, then release the snapshot.
 
-        `metric` is the validation loss at this step; None or a non-finite number is never the best.
-        Waits while two snapshots are being written. Raises ArtifactError if an earlier write failed.
+        `metric`: the validation loss; None or a non-finite number is never the best. Waits while
+        two snapshots are written. Raises ArtifactError if an earlier write failed.
         """
         try:
             self.wait(but=UNDER_WAY - 1)
@@ -104,7 +110,7 @@ class Checkpoints:
             self._pool.shutdown()
 
     def newest(self) -> Snapshot | None:
-        """The newest checkpoint whose digests match; damaged ones are logged and skipped. None if there is no checkpoint.
+        """The newest checkpoint whose digests match, or None; damaged ones are logged and skipped.
 
         Raises ArtifactError if all are damaged: training must not silently restart.
         """
@@ -123,9 +129,9 @@ class Checkpoints:
         return None
 
     def best(self) -> Snapshot | None:
-        """The undamaged checkpoint with the smallest logged metric, the earlier of equals. None if there is none.
+        """The undamaged checkpoint with the smallest metric, the earlier of equals, or None.
 
-        Waits for this process's writer; the caller must make sure that no other process is writing.
+        Waits for this process's writer; no other process may be writing.
         """
         self.wait()
         ranked = self._ranked()
@@ -137,7 +143,6 @@ class Checkpoints:
         return self._first_whole((path for _, _, path in ranked), "the next best")[0]
 
     def _first_whole(self, paths: Iterable[Path], other: str) -> tuple[Snapshot | None, list[str]]:
-        """The first of the checkpoints whose digests match, and what is wrong with those before it."""
         problems = list[str]()
         for path in paths:
             try:
@@ -153,11 +158,10 @@ class Checkpoints:
         (self.directory / FINAL).unlink(missing_ok=True)
 
     def end(self, step: int) -> None:
-        """Write the `final` pointer: the trained model has the weights of this step. Waits for the writer."""
+        """Write the `final` pointer: the trained model has the weights of this step."""
         self.wait()
-        if self._durable is None and list_checkpoints(
-            self.directory
-        ):  # the writer of the newest may have been killed
+        # The writer of the newest may have been killed.
+        if self._durable is None and list_checkpoints(self.directory):
             self._clear_interrupted_writes()
             newest = list_checkpoints(self.directory)[-1]
             self._update_pointers(step_of(newest), logged_metric(newest))
@@ -165,7 +169,7 @@ class Checkpoints:
         write_json(self.directory / FINAL, {"step": step})
 
     def keep(self, step: int) -> None:
-        """Never prune the checkpoint of this step during this run, whether it is written yet or not."""
+        """Never prune the checkpoint of this step during this run."""
         self._permanent = self._permanent | {step}
 
     def forget_after(self, step: int) -> None:
@@ -175,7 +179,7 @@ class Checkpoints:
             if step_of(path) > step:
                 remove_tree(path)
 
-    # --- in the writer thread ---------------------------------------------------------------------------------------------
+    # --- in the writer thread ---
 
     def _save(self, snapshot: Snapshot, metric: float | None) -> None:
         try:
@@ -190,7 +194,6 @@ class Checkpoints:
             snapshot.release()
 
     def _write(self, snapshot: Snapshot, metric: float | None) -> None:
-        """Write a checkpoint durably: its files, `state.json`, the name. Raises OSError."""
         files = self.files()
         if not self.directory.exists():
             self.directory.mkdir(parents=True)
@@ -212,7 +215,6 @@ class Checkpoints:
             raise
 
     def _clear_interrupted_writes(self) -> None:
-        """Remove what killed writers left; what is complete gets its final name."""
         for temporary in self.directory.glob(".writing-*"):
             if (temporary / STATE).exists():
                 with contextlib.suppress(ArtifactError):
@@ -224,10 +226,9 @@ class Checkpoints:
             pointer.unlink(missing_ok=True)
 
     def _failure_message(self, snapshot: Snapshot, error: OSError) -> str:
-        """What could not be written and why, which step's checkpoint is intact, and what to do."""
         message = (
-            f"cannot write the checkpoint of step {snapshot.step}: {error.filename or self.directory}: "
-            f"{error.strerror or error}; "
+            f"cannot write the checkpoint of step {snapshot.step}: "
+            f"{error.filename or self.directory}: {error.strerror or error}; "
         )
         intact = self._newest_other(snapshot.step)
         if intact is None:
@@ -239,10 +240,13 @@ class Checkpoints:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = format_size(shutil.disk_usage(self.directory).free)
             return (
-                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: make room, set "
-                f"runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
+                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: "
+                "make room, set runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
             )
-        return f"{message}. Check whether the disk is failing (see `dmesg`), or set TTRAIN_HOME to another one"
+        return (
+            f"{message}. Check whether the disk is failing (see `dmesg`), "
+            f"or set TTRAIN_HOME to another one"
+        )
 
     def _update_pointers(self, step: int, metric: float | None) -> None:
         write_json(self.directory / LATEST, {"step": step, "metric": metric})
@@ -253,7 +257,6 @@ class Checkpoints:
             write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
-        """Remove checkpoints that are not retained, and damaged ones, once the newest is durable."""
         ranked = self._ranked()
         steps = [step_of(path) for path in self._intact()]
         retained_steps = {*sorted({*steps})[-self._keep :], *(self._permanent & {*steps})}
@@ -265,14 +268,12 @@ class Checkpoints:
                 remove_tree(path)
         remove_trash(self.directory)
 
-    # --- lookup ----------------------------------------------------------------------------------------------------------
+    # --- lookup ---
 
     def _intact(self) -> list[Path]:
-        """The checkpoints that are not known to be damaged."""
         return [path for path in list_checkpoints(self.directory) if path not in self._damaged]
 
     def _newest_other(self, step: int) -> int | None:
-        """Step of the newest intact checkpoint, other than the one being written unless that is durable already."""
         steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
         return max(
             (candidate for candidate in steps if candidate != step or candidate == self._durable),
@@ -285,7 +286,6 @@ class Checkpoints:
         return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
 
     def _pointed_best(self) -> int | None:
-        """The step that `best` names; None if there is no such file, or (with a warning) if it is damaged."""
         path = self.directory / BEST
         if not path.exists():
             return None
@@ -296,9 +296,6 @@ class Checkpoints:
         return step
 
 
-NICENESS = 10  # of 19
-
-
 def remove_trash(directory: Path) -> None:
     """Finish interrupted removals."""
     for trash in directory.glob(".trash-*"):
@@ -306,19 +303,18 @@ def remove_trash(directory: Path) -> None:
 
 
 def lower_priority() -> None:
-    """Lower the writer thread's priority, so that it runs when training leaves a core idle or waits for it.
+    """Lower the writer thread's priority, so that it runs when training leaves a core idle.
 
-    Linux keeps a niceness per thread; elsewhere it belongs to the whole process, and is left as it is.
+    Only Linux keeps a niceness per thread; elsewhere nothing changes.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(
-            OSError
-        ):  # where a sandbox forbids it, the writer keeps its priority
+        # Where a sandbox forbids it, the writer keeps its priority.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _publish(temporary: Path) -> None:
-    """Rename a complete checkpoint to its final name; only then move an older one of the same step to the trash."""
+    # Only now, when the new checkpoint is complete, an older one of its step becomes trash.
     final = temporary.with_name(f"step-{step_of(temporary):08d}")
     if final.exists():
         final.rename(final.with_name(f".trash-{final.name}-{time.time_ns()}"))

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 @dataclass
 class LogWindow:
-    """Sums since the last logging step; saved too, so that a resumed run logs the same curve."""
+    """Sums since the last logging step; saved, so that a resumed run logs the same curve."""
 
     loss: float = 0.0
     live_tokens: float = 0.0
@@ -20,7 +20,7 @@ class LogWindow:
 
 @dataclass
 class Counters:
-    """Sums and last figures of a run."""
+    """Sums and latest metrics of a run."""
 
     window: LogWindow = field(default_factory=LogWindow)
     live_tokens: int = 0
@@ -44,7 +44,7 @@ class Counters:
         parts: Mapping[str, float],
         sums: Mapping[str, Sequence[float]],
     ) -> None:
-        """Add a step with a finite gradient; all values are sums over ranks, `sums` those that are not parts of the loss."""
+        """Add a step with a finite gradient: sums over ranks; `sums` are no parts of the loss."""
         window = self.window
         window.loss += loss
         window.live_tokens += live_tokens
@@ -65,8 +65,9 @@ class Counters:
         return window.loss / window.live_tokens if window.steps else self.last_loss
 
     def close_window(self) -> dict[str, float]:
-        """Means since the last logging step; a new window begins. Empty where every step was skipped."""
-        window, self.window = self.window, LogWindow()
+        """Means since the last logging step, {} without any; begins a new window."""
+        window = self.window
+        self.window = LogWindow()
         if not window.steps:
             return {}
         self.last_loss = window.loss / window.live_tokens

@@ -23,7 +23,7 @@ NETWORK_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` equal ones; a single process unless the environment gives a rank."""
+    """This process among `world` equal ones; alone unless the environment gives a rank."""
 
     rank: int
     world: int
@@ -31,9 +31,9 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device, timeout_seconds: float) -> Self:
-        """Join the process group with the rank from the environment, by torchrun's variables: gloo, and NCCL on CUDA.
+        """Join the process group by torchrun's variables: gloo, and NCCL on CUDA.
 
-        A rank that waits for another one for longer than `timeout_seconds` fails.
+        A rank that waits longer than `timeout_seconds` for another one fails.
         """
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
@@ -42,7 +42,7 @@ class Ranks:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             file = os.environ.get(RENDEZVOUS)
-            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]  # torch's export
+            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
                 timeout = timedelta(seconds=timeout_seconds)
@@ -58,12 +58,14 @@ class Ranks:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether no network lies between the ranks; False where nothing says how many run on this machine."""
+        """Whether no network lies between the ranks; False where that is unknown."""
         return os.environ.get("LOCAL_WORLD_SIZE") == str(self.world)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in fp64: the one collective that a step uses to agree on anything. It is on the CPU, so that
-        no rank waits for its GPU."""
+        """Sums over all ranks in fp64: the one collective by which a step agrees on anything.
+
+        On the CPU, so that no rank waits for its GPU.
+        """
         return (
             values
             if self.world == 1
@@ -71,21 +73,21 @@ class Ranks:
         )
 
     def add_up(self, figures: Tensor) -> Tensor:
-        """Sum figures over all ranks in place, on their device."""
+        """Sum a tensor over all ranks in place, on its device."""
         if self.world > 1:
             with self._naming_lost_ranks():
                 dist.all_reduce(figures)
         return figures
 
     def gather(self, numbers_N: Tensor) -> Tensor:
-        """The numbers of all ranks, [W, N], on their device; each has as many."""
+        """The numbers of all ranks, [W, N], on their device; each rank has N."""
         gathered_WN = numbers_N.new_empty((self.world, len(numbers_N)))
         with self._naming_lost_ranks():  # as bytes: not every backend knows bf16
             dist.all_gather([*gathered_WN.view(torch.uint8)], numbers_N.view(torch.uint8))
         return gathered_WN
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """All names that any rank has, sorted; the same list on all of them."""
+        """All names that any rank has, sorted."""
         if self.world == 1:
             return sorted(names)
         gathered = [list[str]()] * self.world
@@ -98,22 +100,22 @@ class Ranks:
         self.sum([0.0])
 
     def exchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Turn network errors for a lost rank into RankLost; used around backward passes, which exchange gradients."""
+        """Turn network errors of backward passes, which exchange gradients, into RankLost."""
         return self._naming_lost_ranks("exchanging gradients", NETWORK_WORDS)
 
     @contextlib.contextmanager
     def _naming_lost_ranks(
         self, activity: str = "waiting for the others", words: Sequence[str] = ("",)
     ) -> Iterator[None]:
-        """Turn the error that a lost rank causes into RankLost; `words`: it has one of them in its message."""
         try:
             yield
         except RuntimeError as error:
             if self.world == 1 or not any(word in str(error).lower() for word in words):
                 raise
             raise RankLost(
-                f"another rank ended while rank {self.rank} was {activity}, or it hangs: {first_line(error)}; "
-                f"run the same command again, which continues at the last checkpoint"
+                f"another rank ended while rank {self.rank} was {activity}, or it hangs: "
+                f"{first_line(error)}; run the same command again, which continues at the last "
+                "checkpoint"
             ) from error
 
     def leave(self) -> None:
@@ -123,29 +125,27 @@ class Ranks:
 
 
 def share_cores(threads: int | None) -> int:
-    """Give this process so many threads, or its share of the cores; returns its number among the ranks of this machine."""
-    local_world_size, local_rank = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        int(os.environ.get("LOCAL_RANK", "0")),
-    )
+    """Set the threads, by default this process's share; returns its rank on this machine."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
     return local_rank
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Gather a sharded tensor from all ranks, which must all call this; return any other tensor unchanged."""
+    """Gather a sharded tensor, called on all ranks; returns any other tensor unchanged."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def local_part(tensor: Any) -> Tensor:
-    """This rank's part of a sharded tensor; experts are split between experts, so each is complete on one rank."""
+    """This rank's part of a sharded tensor; experts are split between experts."""
     local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local_tensor
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:
-    """Move a full tensor to the device of `like`; where `like` is sharded, return this rank's shard."""
+    """Move a full tensor to the device of `like`; returns this rank's shard if that is sharded."""
     tensor = tensor.to(like.device)
     if not hasattr(like, "full_tensor") or tensor.shape != like.shape:
         return tensor
@@ -155,7 +155,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 
 
 def on_device(arrays: Iterable[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on the device. From memory that is not pinned, a copy would wait for all that a GPU is to do."""
+    """Arrays as tensors on the device; pinned, since other copies would wait for the GPU."""
     tensors = (torch.from_numpy(array) for array in arrays)
     return [
         (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

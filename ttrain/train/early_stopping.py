@@ -1,7 +1,5 @@
-"""End a training whose validation loss no longer falls; the trainer then keeps the best weights.
-
-A module of its own, because it shapes the result of a stage, unlike the guards, which only observe.
-"""
+"""End a training whose validation loss no longer falls; the trainer then keeps the best weights."""
+# Apart from the guards, which only observe, because it shapes the result of a stage.
 
 import logging
 from collections.abc import Sequence
@@ -15,19 +13,21 @@ log = logging.getLogger("ttrain")
 
 
 class EarlyStopping(Callback):
-    """Asks for a stop after `patience` validations in a row without a loss that is lower by more than `min_delta`."""
+    """Asks for a stop after `patience` validations in a row not better by over `min_delta`."""
 
     saved_attributes = ("best", "waited")
 
     def __init__(self, patience: int, min_delta: float = 0.0) -> None:
-        self.patience, self.min_delta = patience, min_delta
+        self.patience = patience
+        self.min_delta = min_delta
         self._best: float | None = None
         self._waited = 0
 
     def validated(self, step: int, loss: float) -> None:
         """Count validations without improvement; a NaN loss is never the best."""
         if loss == loss and (self._best is None or loss < self._best - self.min_delta):
-            self._best, self._waited = loss, 0
+            self._best = loss
+            self._waited = 0
             return
         self._waited += 1
         if self._waited == self.patience:
@@ -42,13 +42,14 @@ class EarlyStopping(Callback):
 
 
 def early_stopping(config: Loop, validation: Sequence[Any]) -> list[Callback]:
-    """The callback for the settings, or none. Raises UsageError if there is no held-out data to validate on."""
+    """The callback for the settings, or none. Raises UsageError without rows to validate on."""
     settings = config.early_stopping
     if settings is None:
         return []
     if not validation:
         raise UsageError(
-            f"{config.prefix}early_stopping is set, but there are no held-out rows to validate on; hold some out "
-            f"(reading.heldout_fraction, or held-out data), or set {config.prefix}early_stopping to null"
+            f"{config.prefix}early_stopping is set, but there are no held-out rows to validate "
+            "on; hold some out (reading.heldout_fraction, or held-out data), or set "
+            f"{config.prefix}early_stopping to null"
         )
     return [EarlyStopping(settings.patience, settings.min_delta)]

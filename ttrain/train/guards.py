@@ -1,6 +1,6 @@
-"""Guards: warn about signs of a mistake in the data or the settings, naming the rows; they never stop a run.
+"""Guards: warn about signs of a mistake in data or settings, naming the rows; they stop nothing.
 
-The warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}, all rows of the step by number.
+Warnings are in `run/guards.jsonl`: {"step", "guard", "message", "rows", "time"}.
 """
 
 import json
@@ -23,13 +23,13 @@ log = logging.getLogger("ttrain")
 
 
 def counts(path: Path) -> dict[str, int]:
-    """{guard: number of warnings} in a file of warnings; empty if there is no file."""
+    """{guard: number of warnings} in a file of warnings."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(Counter(json.loads(line)["guard"] for line in lines))
 
 
 class Guard(Callback):
-    """Base class of guards: a named callback that warns."""
+    """Base class of guards."""
 
     name: str
 
@@ -40,7 +40,6 @@ class Guard(Callback):
         truncate_after(self._path, step)
 
     def _warn(self, step: int, message: str, record: StepRecord) -> None:
-        """Write a warning; the log gets the first rows only."""
         rows = record.rows().tolist()
         log.warning(
             "guard %s: step %d: %s; rows %s", self.name, step, message, first_of(rows, ROWS_SHOWN)
@@ -57,16 +56,17 @@ class Guard(Callback):
 
 
 class LossSpike(Guard):
-    """A loss far above those of the steps before it: broken rows, or a learning rate that is too high.
+    """A loss far above those of the steps before it: broken rows, or too high a learning rate."""
 
-    Far is `DEVIATIONS` standard deviations, of at least `LEAST_DEVIATION` of the mean each. A loss that stays high is
-    reported once, and enters the statistics of later steps.
-    """
+    # Far is `DEVIATIONS` standard deviations, each at least `LEAST_DEVIATION` of the mean. A loss
+    # that stays high is reported once, and enters the statistics of later steps.
 
     name = "loss-spike"
     saved_attributes = ("losses", "high")
-    WINDOW, FEWEST = 50, 20  # steps
-    DEVIATIONS, LEAST_DEVIATION = 6.0, 0.02
+    WINDOW = 50
+    FEWEST = 20  # steps
+    DEVIATIONS = 6.0
+    LEAST_DEVIATION = 0.02
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -77,7 +77,8 @@ class LossSpike(Guard):
         if not math.isfinite(record.loss):
             return  # the trainer handles non-finite losses
         if len(self._losses) >= self.FEWEST:
-            mean, deviation = float(np.mean(self._losses)), float(np.std(self._losses, ddof=1))
+            mean = float(np.mean(self._losses))
+            deviation = float(np.std(self._losses, ddof=1))
             high = record.loss > mean + self.DEVIATIONS * max(
                 deviation, self.LEAST_DEVIATION * abs(mean)
             )
@@ -89,7 +90,7 @@ class LossSpike(Guard):
 
 
 class Overfit(Guard):
-    """The training loss falls while the validation loss rises, three validations in a row and by more than a hundredth."""
+    """The training loss falls while the validation loss rises three times in a row, by over 1 %."""
 
     name = "overfit"
     saved_attributes = ("loss", "live_tokens", "low", "before", "rises", "warned", "quick")
@@ -99,11 +100,13 @@ class Overfit(Guard):
     def __init__(self, path: Path, order: Order) -> None:
         super().__init__(path)
         self._order = order
-        self._loss, self._live_tokens = 0.0, 0  # since the last validation
-        self._low: tuple[int, float, float] | None = (
-            None  # (step, training loss, validation loss) that rises follow
-        )
-        self._before, self._rises, self._warned = math.inf, 0, False
+        self._loss = 0.0
+        self._live_tokens = 0  # since the last validation
+        # (step, training loss, validation loss) that rises follow.
+        self._low: tuple[int, float, float] | None = None
+        self._before = math.inf
+        self._rises = 0
+        self._warned = False
         self._quick = False  # whether the validations so far are quick ones
         self._record: StepRecord | None = None
 
@@ -123,9 +126,12 @@ class Overfit(Guard):
             return
         step = record.step
         train = self._loss / self._live_tokens
-        self._loss, self._live_tokens = 0.0, 0
+        self._loss = 0.0
+        self._live_tokens = 0
         if self._low is None or not loss > self._before:
-            self._low, self._rises, self._warned = (step, train, loss), 0, False
+            self._low = (step, train, loss)
+            self._rises = 0
+            self._warned = False
         else:
             self._rises += 1
         self._before = loss
@@ -140,9 +146,10 @@ class Overfit(Guard):
             times = min(step * self._order.rows_per_step, self._order.total_rows) / self._order.rows
             self._warn(
                 step,
-                f"the validation loss has risen since step {since}, {low:.4g} → {loss:.4g}, while the training loss fell, "
-                f"{train_then:.4g} → {train:.4g}; each row was read {times:.1f} times: set early_stopping, train for fewer "
-                f"tokens, or bring more data",
+                f"the validation loss has risen since step {since}, {low:.4g} → {loss:.4g}, while "
+                f"the training loss fell, {train_then:.4g} → {train:.4g}; each row was read "
+                f"{times:.1f} times: set early_stopping, train for fewer tokens, or bring more "
+                "data",
                 self._record,
             )
 

@@ -1,7 +1,5 @@
-"""Layers with a forward and backward pass of their own: norms, gated feed-forward layers, attention up to its output.
-
-Letters in names: B rows, T positions, H heads, K width of a head.
-"""
+"""Layers with their own forward and backward passes: norms, gated layers, rotary attention."""
+# Letters in names: B rows, T positions, H heads, K width of a head.
 
 from types import MethodType
 from typing import Any, cast
@@ -19,11 +17,11 @@ GATED_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Ernie4_5_Moe",
 
 GATED = frozenset({f"{kind}MLP" for kind in GATED_KINDS})
 
-NORMS = frozenset(
-    {f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")}
-)  # Mixtral has experts instead of an MLP
+# Mixtral has experts instead of an MLP.
+NORMS = frozenset({f"{kind}RMSNorm" for kind in (*GATED_KINDS, "Mixtral")})
 
-# Attention with rotary positions of the whole head, its halves in pairs, and perhaps norms of queries and keys.
+# Attention with rotary positions of the whole head, its halves in pairs, and perhaps norms of
+# queries and keys.
 ROTARY = frozenset(
     {f"{kind}Attention" for kind in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")}
 )
@@ -32,11 +30,9 @@ SILUS = frozenset({"SiLU", "SiLUActivation"})  # torch's and transformers'
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward pass of these layers; results are the same up to rounding.
-
-    Norms and gated layers stay unchanged without gradients, where nothing is kept; attention where native kernels do not
-    take it; and all under a compiler, which fuses by itself.
-    """
+    """Replace the forward pass of these layers; results are the same up to rounding."""
+    # Norms and gated layers stay unchanged without gradients, attention where native kernels do not
+    # take it, and all under a compiler, which fuses by itself.
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
@@ -54,17 +50,19 @@ def _norm(self: Any, hidden: Tensor) -> Any:
         or hidden.dtype != torch.float32
     ):
         return type(self).forward(self, hidden)
-    dtype = autocast_dtype(hidden)
-    return _RMSNorm.apply(hidden, self.weight, self.variance_epsilon, dtype)  # type: ignore[no-untyped-call]  # torch's
+    arguments = (hidden, self.weight, self.variance_epsilon, autocast_dtype(hidden))
+    return _RMSNorm.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def _gated(self: Any, hidden: Tensor) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return type(self).forward(self, hidden)
-    gate, up, down = self.gate_proj(hidden), self.up_proj(hidden), self.down_proj
+    gate = self.gate_proj(hidden)
+    up = self.up_proj(hidden)
+    down = self.down_proj
     bias = getattr(down, "bias", None)
     if type(down) is nn.Linear and bias is None:
-        return _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]  # torch's
+        return _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]
     return down(_SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]  # an adapter's
 
 
@@ -76,7 +74,8 @@ class _RMSNorm(torch.autograd.Function):
         if native.takes_norm(dtype, x, weight):
             output, scale = native.norm(x, weight, epsilon, dtype)
         else:
-            scale = _inverse_rms(x, epsilon)
+            squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+            scale = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
             output = (x * scale).mul_(weight).to(dtype)
         ctx.save_for_backward(x, weight, scale)
         return output
@@ -98,7 +97,7 @@ def _activated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`_activated` again, and the gradients of gate and up from that of it."""
+    """Activation and the gradients of gate and up."""
     if native.takes(grad, gate, up):
         return native.gated_slopes(grad, gate, up)
     activated = F.silu(gate)
@@ -106,7 +105,7 @@ def _activated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 class _GatedProduct(torch.autograd.Function):
-    """y = (silu(gate) up) D (arXiv:2002.05202). What D multiplies is computed again for its gradient, and not kept."""
+    """y = (silu(gate) up) D (arXiv:2002.05202). The input of D is recomputed, not kept."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -151,14 +150,16 @@ def _rotary_attention(
         inputs = hidden_states, position_embeddings, attention_mask
         return type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
 
-    records, dtype = cast(Records | None, others.get("records")), autocast_dtype(hidden_states)
+    records = cast(Records | None, others.get("records"))
+    dtype = autocast_dtype(hidden_states)
     dropout = self.attention_dropout if self.training else 0.0
     if records is None or past_key_values is not None or dropout:
         return of_transformers()
-    (B, T, _), K = hidden_states.shape, self.head_dim
+    (B, T, _) = hidden_states.shape
+    K = self.head_dim
+    layers = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
     norms = [
-        (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        for norm in (getattr(self, name, None) for name in ("q_norm", "k_norm"))
+        (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon) for norm in layers
     ]
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
     beside = [*angles, *(weight for weight, _ in norms if weight is not None)]
@@ -174,18 +175,12 @@ def _rotary_attention(
         layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous() for layer in projections
     ]
     arguments = *norms[0], *norms[1], angles, records.places, self.scaling
-    mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]  # torch's
+    mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]
     return self.o_proj(mixed_BTHK.view(B, T, -1)), None
 
 
-def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
-    """1 / rms(x) over the last dimension, which is kept."""
-    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
-
-
 def _rms_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight of weight x scale, where scale is the inverse RMS of x."""
+    """Gradients of x and weight, where `scale` is the inverse RMS of x."""
     normed = x * scale
     product = grad * normed
     mean = (product @ weight).unsqueeze(-1).div_(x.shape[-1])

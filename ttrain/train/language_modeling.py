@@ -1,7 +1,5 @@
-"""Language modelling: next tokens of packed rows, in pretraining, SFT and LoRA alike.
-
-Letters in names: B rows, T positions.
-"""
+"""Language modelling: next tokens of packed rows, in pretraining, SFT and LoRA alike."""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -49,8 +47,11 @@ PLAIN_HEADS = frozenset(
 LossTerms = tuple[Tensor, Tensors, Tensors]  # total, its parts, other sums
 
 
+HITS = "hits"  # among the sums of a validation: the labels with the largest logit, and all labels
+
+
 class PackedTensors(NamedTuple):
-    """Packed rows on the device; where their records begin, as `NextTokenLoss.spans` has it, and their branches."""
+    """Packed rows on the device, with the spans and branches of their records."""
 
     input_ids_BT: Tensor
     positions_BT: Tensor
@@ -60,17 +61,14 @@ class PackedTensors(NamedTuple):
     branches_BT: Tensor | None
 
 
-HITS = "hits"  # among the sums of a validation: the labels with the largest logit, and all labels
-
 log = logging.getLogger("ttrain")
 
 
 class CausalTask(TrainingTask):
     """A task on the next-token losses of a causal language model.
 
-    `chunk_tokens` and `attention`: as in `NextTokenLoss`.
-    `gradient_checkpointing`: recompute each layer in the backward pass instead of keeping its activations
-    (arXiv:1604.06174); the gradients are the same to the last bit.
+    `chunk_tokens` and `attention`: as in `NextTokenLoss`. `gradient_checkpointing`: recompute each
+    layer in the backward pass (arXiv:1604.06174); the gradients are the same bits.
     """
 
     def __init__(
@@ -87,14 +85,15 @@ class CausalTask(TrainingTask):
         if gradient_checkpointing:
             if count(model):
                 raise UsageError(
-                    "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys and values a recomputed "
-                    "layer does not see; set runtime.gradient_checkpointing=false, or lora.kind=lora"
+                    "runtime.gradient_checkpointing is true but lora.kind is prefix, whose keys "
+                    "and values a recomputed layer does not see; set "
+                    "runtime.gradient_checkpointing=false, or lora.kind=lora"
                 )
             self._model.causal.activation_checkpointing_enable({"use_reentrant": False})
 
     @classmethod
     def of(cls, config: Any, model: nn.Module, runtime: Runtime) -> Self:
-        """The task of a stage with these settings; those of `runtime` change only the order of summation."""
+        """The task of a stage; settings of `runtime` change only the order of summation."""
         return cls(
             config,
             model,
@@ -115,15 +114,14 @@ class CausalTask(TrainingTask):
 
 @final
 class LanguageModeling(CausalTask):
-    """Next-token prediction; pretraining, SFT and LoRA differ only in their rows and their model."""
+    """Next-token prediction; pretraining, SFT and LoRA differ only in rows and model."""
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         total, parts, sums = model(*_arrays(batch, device), spans=self._model.spans(batch, device))
         return LossSum(total, batch.live_tokens, parts, sums)
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        """The cross entropy of the next tokens alone, from which perplexity and the best checkpoint are derived, and how
-        often the next token is the most likely one."""
+        """Cross entropy of the next tokens alone, and how often the likeliest token is right."""
         with torch.no_grad():
             spans = self._model.spans(batch, device)
             total, _, sums = model(*_arrays(batch, device), next_only=True, spans=spans)
@@ -134,7 +132,7 @@ class LanguageModeling(CausalTask):
         return {**super().figures(sums), **({"accuracy": hits / targets} if targets else {})}
 
     def derived(self, losses: Metrics) -> Metrics:
-        """The two parts of the loss: cross entropy of the next tokens, and everything added to it."""
+        """Cross entropy of the next tokens, and everything added to it."""
         if "loss" not in losses:
             return {}
         entropy = losses.get("loss_ce1", losses["loss"])
@@ -143,7 +141,7 @@ class LanguageModeling(CausalTask):
 
 @functools.cache
 def warn_unchunked_logits(architecture: str) -> None:
-    """Warn once per process that all logits are held in memory: the doctor alone makes 15 such models."""
+    """Warn once per process that all logits are held in memory."""
     log.warning(
         "the output head of %s may do more than a product; all its logits are held in memory",
         architecture,
@@ -158,27 +156,33 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
 
 @final
 class NextTokenLoss(nn.Module):
-    """A causal language model of transformers or PEFT with its loss: one module, to be compiled, replicated or sharded.
+    """A causal model of transformers or PEFT with its loss, compiled or sharded as one."""
 
-    The loss is ce1, and with a second head (`multi_token` of the model) and with trained routers
-    ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, where all are divided by the targets of the first head.
-    """
+    # The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
+    # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
+    # two those of trained routers.
+
+    # The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
+    # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
+    # two those of trained routers.
 
     def __init__(
         self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto"
     ) -> None:
-        """Results are equal up to the order of summation, however they are computed.
+        """Options change results only in the order of summation.
 
-        `chunk_tokens`: tokens whose logits are in memory at once; None: chosen by device, 0: the whole micro-batch.
-        `attention`: as `runtime.attention`.
+        `chunk_tokens`: tokens whose logits are in memory at once; None: by device, 0: all of a
+        micro-batch. `attention`: as `runtime.attention`.
         """
         super().__init__()
         self.model = model
-        causal, head = self.causal, self.get_output_embeddings()
+        causal = self.causal
+        head = self.get_output_embeddings()
         self._plain = (
             type(causal).__name__ in PLAIN_HEADS and type(head) is nn.Linear and head.bias is None
         )
-        self._chunk_tokens, self._by_records = chunk_tokens, attention != "masked"
+        self._chunk_tokens = chunk_tokens
+        self._by_records = attention != "masked"
         self._chunked = self._plain and chunk_tokens != 0
         if self._plain:
             fuse(causal)
@@ -189,7 +193,7 @@ class NextTokenLoss(nn.Module):
         self._balancing = Balancing.of(causal, self._routers)
 
     def spans(self, batch: Batch, device: torch.device) -> Spans | None:
-        """Where the records of a batch begin, if attention is computed from that on this device, else None."""
+        """Where the records of a batch begin, if attention on this device uses that, else None."""
         config = self.causal.config
         if (
             not (self._plain and self._by_records)
@@ -209,7 +213,7 @@ class NextTokenLoss(nn.Module):
 
     @property
     def causal(self) -> Any:
-        """The model of transformers, within PEFT's where there is one."""
+        """The model of transformers, without PEFT's wrapper."""
         return getattr(self.model, "get_base_model", lambda: self.model)()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -218,7 +222,7 @@ class NextTokenLoss(nn.Module):
         return head
 
     def get_second_head(self) -> nn.Module | None:
-        """The head that predicts the token after the next one; an adapter's base keeps it as it is."""
+        """The head for the token after the next one; None if an adapter is trained."""
         return None if self.causal is not self.model else getattr(self.causal, "multi_token", None)
 
     def forward(
@@ -232,11 +236,12 @@ class NextTokenLoss(nn.Module):
         branches_BT: Tensor | None = None,
         weights_B: Tensor | None = None,
     ) -> LossTerms:
-        """Loss in nats, summed over the positions with a label; its parts if several, and sums over the routers' choices.
+        """Loss in nats, summed over the labels; its parts, if several; sums over routers' choices.
 
-        `next_only`: only the cross entropy of the first head, and as a sum its hits and targets. `spans`: of `self.spans`.
-        With the branches of records the terms of that cross entropy, [B, T], and apart from it the balance terms,
-        unweighted (see `balance_of`); each row counts `weights_B` times in these.
+        `next_only`: only the cross entropy of the first head, and as a sum its hits and targets.
+        `spans`: of `self.spans`. With `branches_BT` the loss is its terms, [B, T], and the parts
+        are the balance terms, unweighted (see `balance_of`), where each row counts `weights_B`
+        times.
         """
         rows = PackedTensors(input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
         if next_only and branches_BT is not None:
@@ -270,16 +275,14 @@ class NextTokenLoss(nn.Module):
         return balancing.balance * parts["balance"] + balancing.z_loss * parts.get("z", 0.0)
 
     def move_biases(self, sums: Sums) -> None:
-        """Update the routers' balancing biases after a step, if experts are balanced without a loss."""
+        """Update the routers' biases after a step, if experts are balanced without a loss."""
         if self._balancing.bias_rate:
             moe.move_biases(self._routers, sums, self._balancing.bias_rate)
 
     def _first_head(self, rows: PackedTensors, hits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states of the decoder, [B, T, D], and the loss of the next tokens; with branches its terms, [B, T].
-
-        `hits`: to which the labels with the largest logit are added.
-        """
-        model, inputs = self.causal, self._inputs(rows)
+        """Hidden states, [B, T, D], and the next-token loss, its terms with branches."""
+        model = self.causal
+        inputs = self._inputs(rows)
         if not self._chunked:
             return self._head_as_it_is(inputs, rows, hits)
         hidden_BTD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
@@ -291,15 +294,14 @@ class NextTokenLoss(nn.Module):
         return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
 
     def _inputs(self, rows: PackedTensors) -> Inputs:
-        """What the model of transformers is called with, so that records and branches do not see each other."""
         model = self.causal
         inputs: Inputs = {"input_ids": rows.input_ids_BT, "position_ids": rows.positions_BT}
         arguments: Inputs = {} if rows.spans is None else {"spans": rows.spans}
-        if (
-            self._chunked and rows.spans is None and self._by_records and not count(self.model)
-        ):  # which cover no prefix
+        # Which cover no prefix.
+        if self._chunked and rows.spans is None and self._by_records and not count(self.model):
             arguments = attention.record_arguments(model, rows.segments_BT, rows.branches_BT)
-        if arguments:  # transformers takes a mask of four dimensions as it is, and would make one where there is none
+        if arguments:
+            # transformers takes a mask of four dimensions as it is, and else would make one.
             return inputs | {
                 "attention_mask": rows.segments_BT.new_ones((1, 1, 1, 1), dtype=torch.bool),
                 **arguments,
@@ -313,7 +315,6 @@ class NextTokenLoss(nn.Module):
     def _head_as_it_is(
         self, inputs: Inputs, rows: PackedTensors, hits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states, and the loss by logits of the whole micro-batch, whatever the output head makes of the states."""
         model = self.causal
         hidden_states: list[Tensor] = []
         hook = model.get_output_embeddings().register_forward_pre_hook(
@@ -345,7 +346,6 @@ class NextTokenLoss(nn.Module):
         return self._loss_in_chunks(hidden_BTD, head.weight, labels_BT)
 
     def _balance(self, choices: list[moe.RouterCall], inside_BT: Tensor, live_B: Tensor) -> Tensors:
-        """Balance terms of the routers, unweighted."""
         balancing = self._balancing
         with torch.set_grad_enabled(
             torch.is_grad_enabled() and max(balancing.balance, balancing.z_loss) > 0
@@ -367,11 +367,9 @@ def count(model: nn.Module) -> int:
 
 
 def prepend(model: Any, inputs: Inputs) -> Inputs:
-    """Add the prefix of a PEFT model, if it has one, to the causal model's inputs, as if each record stood alone.
-
-    The keys and values of P virtual tokens stand once before the row. The mask, [B, 1, T, T], is widened to [B, 1, T, P + T]
-    so that all positions see them, and every record begins at position P, as PEFT has it for a single text.
-    """
+    """Add the prefix of a PEFT model, if any, to inputs, as if each record stood alone."""
+    # The keys and values of P virtual tokens stand once before the row; the mask is widened from
+    # [B, 1, T, T] to [B, 1, T, P + T], and every record begins at position P.
     virtual = count(model)
     if not virtual:
         return dict(inputs)

@@ -1,7 +1,5 @@
-"""Whether a model keeps apart what shares a row: the past from the future, records, and the two answers of a pair.
-
-Letters in names: B rows, T positions.
-"""
+"""Whether a model keeps apart what shares a row: the future, records, answers of a pair."""
+# Letters in names: B rows, T positions.
 
 from typing import Any
 
@@ -12,16 +10,18 @@ from ttrain.config import Training
 from ttrain.data.packing import IGNORE
 from ttrain.errors import UsageError
 
-RECORD = 6  # tokens of each of the two records in the test row; prompt and answers of a pair have a third of the row each
+# Tokens of each of the two records in the test row; prompt and answers of a pair have a third of
+# the row each.
+RECORD = 6
 
 SLACK = 3e-6  # relative change of the loss: 0 with masks; at least 9e-6 in eleven recurrent models
 
 
 def check(objective: nn.Module, config: Training, *, branches: bool = False) -> None:
-    """Raise UsageError if the model cannot be trained on packed rows. `objective`: a language model with its loss.
+    """Raise UsageError if a language model with its loss cannot be trained on packed rows.
 
-    With `branches` also where it does not keep the answers of a pair apart. A few forward passes of twelve tokens without
-    dropout. The model is unchanged, and no random number is drawn.
+    With `branches` also if it mixes the answers of a pair. Changes nothing and draws no random
+    number.
     """
     was_training = objective.training
     name = type(_causal(objective)).__name__
@@ -32,43 +32,39 @@ def check(objective: nn.Module, config: Training, *, branches: bool = False) -> 
     except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{name} cannot be called with the mask and the positions of packed rows: {message}; choose another "
-            f"model.kind, such as llama or qwen3"
+            f"{name} cannot be called with the mask and the positions of packed rows: {message}; "
+            "choose another model.kind, such as llama or qwen3"
         ) from error
     finally:
         objective.train(was_training)
     if future > SLACK:
         raise UsageError(
-            f"{name} sees the tokens that it should predict: changing a token changes the loss before it "
-            f"by {future:.1e} (relative); choose another model.kind, such as llama or qwen3"
+            f"{name} sees the tokens that it should predict: changing a token changes the loss "
+            f"before it by {future:.1e} (relative); choose another model.kind, such as llama or "
+            "qwen3"
         )
     if answer > SLACK:
         raise UsageError(
-            f"{name} does not keep the two answers of a pair apart, which lie in one row: changing the chosen "
-            f"answer changes the loss of the rejected one by {answer:.1e} (relative); choose another model.kind, such as "
-            f"llama or qwen3"
+            f"{name} does not keep the two answers of a pair apart, which lie in one row: "
+            f"changing the chosen answer changes the loss of the rejected one by {answer:.1e} "
+            "(relative); choose another model.kind, such as llama or qwen3"
         )
     if neighbour > SLACK and config.packing != "none":
         raise UsageError(
-            f"{config.prefix}packing is {config.packing}, but {name} carries state from one record of a row "
-            f"into the next: changing the first record changes the loss of the second by {neighbour:.1e} (relative); set "
-            f"{config.prefix}packing=none"
+            f"{config.prefix}packing is {config.packing}, but {name} carries state from one "
+            "record of a row into the next: changing the first record changes the loss of the "
+            f"second by {neighbour:.1e} (relative); set {config.prefix}packing=none"
         )
 
 
 def _shifts(objective: nn.Module, *, branches: bool) -> tuple[float, float, float]:
-    """Relative changes of the loss when a later token, another record of the row, and the other answer of a pair change.
-
-    The last is 0 without `branches`.
-    """
+    """Relative changes of the loss by a later token, another record, and the other answer."""
     embedding = _causal(objective).get_input_embeddings()
     place_T = torch.arange(2 * RECORD, device=embedding.weight.device)
     ids_BT = (place_T * 7 % (embedding.num_embeddings - 1))[None] + 1
     others_BT = ids_BT % (embedding.num_embeddings - 1) + 1
-    segment_T, third_T = (
-        place_T // RECORD,
-        place_T // (2 * RECORD // 3),
-    )  # third: prompt, chosen, rejected
+    segment_T = place_T // RECORD
+    third_T = place_T // (2 * RECORD // 3)  # third: prompt, chosen, rejected
 
     def shift(
         changed_T: Tensor,

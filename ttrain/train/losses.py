@@ -1,8 +1,6 @@
-"""Next-token cross entropy: from logits, and from hidden states in chunks, so that all logits are never in memory at once.
-
-Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the hidden states, V entries of the
-vocabulary.
-"""
+"""Next-token cross entropy: from logits, and from hidden states in chunks of tokens."""
+# Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the
+# hidden states, V entries of the vocabulary.
 
 import functools
 from collections.abc import Callable
@@ -17,25 +15,23 @@ from ttrain.data.packing import IGNORE
 from ttrain.train import native
 from ttrain.train.precision import autocast_dtype
 
+UNEVEN = "the number of live labels differs from batch to batch"  # why nothing is compiled
 FEW_ROWS = 64
 
 KEPT_ENTRIES = 1 << 24  # of the gradients of logits, until the backward pass: 64 MB of fp32
 
-FP16_GRADIENT_SCALE = (
-    4096.0  # entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16
-)
+# Entries of softmax minus one-hot are at most 1, and 1/V underflows in fp16.
+FP16_GRADIENT_SCALE = 4096.0
 
 
 def default_chunk_tokens(device: torch.device) -> int:
-    """Tokens whose logits are in memory at once.
-
-    The weight's gradient is accumulated once per chunk: large chunks do so less often, small ones hold fewer logits.
-    """
+    """Tokens whose logits are in memory at once."""
+    # Large chunks accumulate the weight's gradient less often, small ones hold fewer logits.
     return 512 if device.type == "cpu" else 2048
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Summed cross entropy in nats, in fp32; labels of IGNORE do not count; if all are ignored, the sum is 0, not NaN."""
+    """Summed cross entropy in nats, in fp32, without labels of IGNORE; 0 if all are ignored."""
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE, reduction="sum"
     )
@@ -50,18 +46,16 @@ def token_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Targets of a head that predicts the token after the next one (arXiv:2404.19737), from those of the next ones.
-
-    Position t gets the label of position t+1, where that is in the same record; so a token that is not a target of the
-    first head is not one of the second. The last position of a row has none: the token after the row is unknown.
-    """
+    """Targets of a head that predicts the token after the next one (arXiv:2404.19737)."""
+    # Position t gets the label of position t+1 if that is in the same record, so a token that is
+    # not a target of the first head is not one of the second. The last position of a row has none.
     found_BT = torch.full_like(labels_BT, IGNORE)
     same_BT = segments_BT[:, 1:] == segments_BT[:, :-1]
     found_BT[:, :-1] = torch.where(same_BT, labels_BT[:, 1:], IGNORE)
     return found_BT
 
 
-@torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
+@torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_loss_sum(
     hidden_BTD: Tensor,
     weight_VD: Tensor,
@@ -71,25 +65,25 @@ def linear_token_loss_sum(
     compiled: bool = False,
     hits: Tensor | None = None,
 ) -> Tensor:
-    """`token_loss_sum(hidden @ weight.T, labels)` holding the logits of only `chunk_tokens` tokens at a time.
+    """`token_loss_sum(hidden @ weight.T, labels)`, with the logits of `chunk_tokens` at a time.
 
-    The gradients of both inputs are computed chunk by chunk in the forward pass and only multiplied in the backward
-    pass (fused linear cross entropy, arXiv:2410.10989, section 3.2), so no logits are kept or computed twice. The
-    weight's gradient is summed in fp32; it is skipped where the weight is frozen, and both are where no gradient is
-    recorded. Matrix products are in the type of autocast, softmax and loss in fp32. `compiled`: the softmax and what
-    follows it are two kernels, on CUDA, where all positions are computed (see `live_rows`). This is not
-    torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows no autocast, and is slower on a
-    CPU than the plain way (247 ms against 205 ms). `hits`: to which the labels with the largest logit are added.
+    `compiled`: use compiled softmax kernels on CUDA. `hits`: a counter of the labels with the
+    largest logit.
     """
+    # The forward pass computes both gradients chunk by chunk, the backward pass only multiplies
+    # them (fused linear cross entropy, arXiv:2410.10989, section 3.2); gradients that nobody needs
+    # are skipped. Products are in the type of autocast; softmax, loss and the weight's gradient in
+    # fp32. Not torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows
+    # no autocast, and is slower on a CPU than the plain way (247 ms against 205 ms).
     arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    loss: Tensor = _LinearTokenLoss.apply(*arguments, compiled, hits)  # type: ignore[no-untyped-call]  # torch's
+    apply: Any = _LinearTokenLoss.apply
+    loss: Tensor = apply(*arguments, compiled, hits)
     return loss
 
 
 def _arguments(
     hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None
 ) -> tuple[Any, ...]:
-    """Of both functions below, which see positions in one row; the last one: whether gradients are recorded."""
     gradients = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
     chunk_tokens = chunk_tokens or default_chunk_tokens(hidden_BTD.device)
     return hidden_BTD.flatten(0, 1), weight_VD, labels_BT.flatten(), chunk_tokens, gradients
@@ -111,9 +105,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         dtype = autocast_dtype(hidden_ND)
         wide = torch.promote_types(dtype, torch.float32)
         weight = weight_VD.to(dtype)
-        grad_dtype = (
-            wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
-        )  # the loss scale is applied later
+        # The loss scale is applied later.
+        grad_dtype = wide if hidden_ND.dtype == torch.float16 else hidden_ND.dtype
         grad_hidden = (
             torch.zeros_like(hidden_ND, dtype=grad_dtype)
             if gradients and ctx.needs_input_grad[0]
@@ -156,14 +149,13 @@ class _LinearTokenLoss(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-@torch.compiler.disable(reason="the number of live labels differs from batch to batch")  # type: ignore[no-untyped-call,untyped-decorator]
+@torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_losses(
     hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk_tokens: int | None = None
 ) -> Tensor:
-    """The terms of `linear_token_loss_sum`, [B, T], each with its own gradient; 0 where the label is IGNORE.
+    """The terms of `linear_token_loss_sum`, [B, T], each with its own gradient; 0 at IGNORE.
 
-    The gradients of the logits are kept where they have at most `KEPT_ENTRIES` entries, else computed again, chunk by
-    chunk, in the backward pass.
+    Up to `KEPT_ENTRIES` gradients of logits are kept, else recomputed in the backward pass.
     """
     hidden_ND, weight_VD, labels_N, chunk_tokens, gradients = _arguments(
         hidden_BTD, weight_VD, labels_BT, chunk_tokens
@@ -172,9 +164,8 @@ def linear_token_losses(
     keeps_slopes = len(rows_N) * len(weight_VD) <= KEPT_ENTRIES or not gradients
     dtype = torch.promote_types(autocast_dtype(hidden_ND), torch.float32)
     losses_N = torch.zeros(len(labels_N), dtype=dtype, device=labels_N.device)
-    for rows in torch.split(
-        rows_N, chunk_tokens
-    ):  # one part also without a target: its gradient is 0, on some rank
+    # One part also without a target: its gradient is 0, on some rank.
+    for rows in torch.split(rows_N, chunk_tokens):
         arguments = (
             hidden_ND.index_select(0, rows),
             weight_VD,
@@ -182,7 +173,7 @@ def linear_token_losses(
             gradients,
         )
         if keeps_slopes:
-            losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+            losses_C = _ChunkLosses.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             losses_C = checkpoint(
                 _ChunkLosses.apply, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -221,11 +212,9 @@ class _ChunkLosses(torch.autograd.Function):
 
 
 def _score(logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None) -> Tensor:
-    """The losses of a chunk, [C]. With a scale, overwrites the logits by scale times the gradient of their sum.
-
-    The gradient is softmax minus one-hot, and 0 where there is no target. The loss of a position is
-    max(logits) - logit of the target - ln max(softmax), so that one pass computes exponentials, and none underflows.
-    """
+    """The losses of a chunk, [C]; with a scale, overwrites logits by scale times their gradient."""
+    # The gradient is softmax minus one-hot, 0 without a target. The loss is max(logits) - logit of
+    # the target - ln max(softmax): one pass of exponentials, none of which underflows.
     if wide == torch.float32 and native.takes(logits_CV, lanes=1):
         return native.score(logits_CV, labels_C, scale)
     dead_C1 = labels_C[:, None] == IGNORE
@@ -249,7 +238,7 @@ def _compiled_score() -> Callable[..., Tensor]:
 def fused_score(
     logits_CV: Tensor, labels_C: Tensor, wide: torch.dtype, scale: float | None
 ) -> Tensor:
-    """As `_score`, without an operation that a compiler cannot join with the next one: two passes over the logits.
+    """`_score` from operations that a compiler can fuse to two passes over the logits.
 
     5.3 ms for 65,536 tokens and 32,768 entries, on an H200.
     """
@@ -267,11 +256,9 @@ def fused_score(
 
 
 def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """How many labels are the argmax of their logits; IGNORE never is.
-
-    On a CPU argmax takes three times as long as head and loss together, and the maximum a tenth of that: so argmax decides
-    only where several logits are equal to the label's and the largest, which in bf16 they are at times.
-    """
+    """How many labels are the argmax of their logits; IGNORE never is."""
+    # On a CPU argmax takes three times as long as head and loss together, the maximum a tenth of
+    # that: so argmax decides only between equal logits, which occur in bf16.
     if logits_CV.device.type != "cpu":
         return (logits_CV.argmax(1) == labels_C).sum()
     of_labels_C1 = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])
@@ -286,10 +273,11 @@ def count_hits(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
 
 
 def live_rows(labels_N: Tensor) -> Tensor:
-    """Positions to compute: on a CPU those with a target, and others up to a multiple of `FEW_ROWS`; elsewhere all.
-
-    Counting them would synchronise elsewhere. Multiples because oneDNN compiles a product for each number of rows.
-    """
+    """Positions to compute: on a CPU those with a target and up to `FEW_ROWS` others, or all."""
+    # Counting would synchronise with other devices. oneDNN compiles a product for each number of
+    # rows, hence multiples.
+    # Counting would synchronise with other devices. oneDNN compiles a product for each number of
+    # rows.
     if labels_N.device.type != "cpu":
         return torch.arange(len(labels_N), device=labels_N.device)
     order = (labels_N == IGNORE).to(torch.uint8).argsort(stable=True)
@@ -298,8 +286,7 @@ def live_rows(labels_N: Tensor) -> Tensor:
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    """first @ second; for fp16, whose range a sum can exceed, in fp32."""
-    if first.dtype != torch.float16:
+    if first.dtype != torch.float16:  # whose range a sum can exceed
         return first @ second
     if first.device.type == "cuda":
         return torch.mm(first, second, out_dtype=torch.float32)

@@ -1,11 +1,8 @@
-"""Mixture-of-experts layers with torch's grouped products, over tokens sorted by expert.
-
-transformers' own grouped products do not know autocast: in bf16 they compute in the fp32 of the weights. Here they are in
-the type of autocast. Forward and backward of 2048 tokens, width 512, 4 of 32 experts 352 wide, one EPYC core: 260 ms in
-bf16, 400 in fp32.
-
-Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D width, F inner width.
-"""
+"""Mixture-of-experts layers with torch's grouped products, over tokens sorted by expert."""
+# In the type of autocast, which transformers' grouped products do not know. Forward and backward of
+# 2048 tokens, width 512, 4 of 32 experts 352 wide, one EPYC core: 260 ms in bf16, 400 in fp32.
+# Letters in names: N tokens, k experts for each, S = N*k choices sorted by expert, E experts, D
+# width, F inner width.
 
 import contextlib
 import inspect
@@ -28,13 +25,23 @@ from ttrain.train.precision import autocast_dtype, is_ampere
 from ttrain.train.task import Metrics, Sums
 
 NAME = "ttrain"  # among the experts implementations of transformers
-ALIGNED = (
-    8  # what widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16
-)
+# What widths are a multiple of: the rows of grouped products take 16 bytes, also in bf16.
+ALIGNED = 8
+
+
+# With more experts than this in all layers together, loads are summarised, not listed.
+SHOWN_LOADS = 256
+# Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's
+# neither experts nor weights.
+UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
+BIAS = "e_score_correction_bias"
+LOAD = "moe_load"
+ENTROPY = "moe_entropy"
+TOKENS = "moe_tokens"  # names of sums
 
 
 def group(model: Any) -> None:
-    """Let the experts of a transformers model compute here; results are the same up to rounding."""
+    """Compute the experts of a transformers model here; results are the same up to rounding."""
     experts: list[Any] = [module for module in model.modules() if _is_plain(module)]
     if not experts or model.config._experts_implementation == NAME:
         return
@@ -48,7 +55,7 @@ def group(model: Any) -> None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether these are SwiGLU experts (arXiv:2002.05202) in two tensors, [E, 2F, D] and [E, D, F], and nothing more."""
+    # SwiGLU experts (arXiv:2002.05202) in two tensors, [E, 2F, D] and [E, D, F], and nothing more.
     others = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
     return (
         getattr(module, "has_gate", False)
@@ -60,7 +67,6 @@ def _is_plain(module: Any) -> bool:
 
 
 def _experts(self: Any, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Any:
-    """Weighted sum of the expert outputs of each token, [N, D]; the signature is transformers'."""
     dtype = autocast_dtype(hidden_ND)
     if (
         torch.compiler.is_compiling()
@@ -91,7 +97,7 @@ def grouped_products(
     weights_Nk: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the experts with torch's grouped products, without synchronising with the device."""
+    """Compute the experts with torch's grouped products, without synchronising."""
     N, k = experts_Nk.shape
     experts_S, order_S = experts_Nk.flatten().sort(stable=True)
     numbers_E = torch.arange(len(down_EDF), device=experts_S.device)
@@ -111,17 +117,6 @@ def grouped_products(
     return y_NkD.sum(1)
 
 
-SHOWN_LOADS = (
-    256  # with more experts than this in all layers together, loads are summarised, not listed
-)
-# Routers that do not return logits, weights and experts: Llama 4's returns no experts, Dbrx's neither experts nor weights.
-UNLIKE = frozenset({"Llama4Router", "DbrxRouter", "InklingTopkRouter"})
-
-BIAS = "e_score_correction_bias"
-
-LOAD, ENTROPY, TOKENS = "moe_load", "moe_entropy", "moe_tokens"  # names of sums
-
-
 class RouterCall(NamedTuple):
     """One call of a router."""
 
@@ -131,10 +126,10 @@ class RouterCall(NamedTuple):
 
 
 class Routers:
-    """The routers of a model, with their choices recorded. Their own products are computed in fp32, also under autocast.
+    """The routers of a model, with their choices recorded, and computed in fp32 under autocast."""
 
-    The router decides in logits which of a few experts it takes, and bf16 has three digits (arXiv:2101.03961, section 2.4).
-    """
+    # A router decides by its logits between few experts, and bf16 has three digits
+    # (arXiv:2101.03961, section 2.4).
 
     def __init__(self, model: nn.Module) -> None:
         names = {module: type(module).__name__ for module in model.modules()}
@@ -159,17 +154,15 @@ class Routers:
     @property
     def biases(self) -> list[Tensor | None]:
         """The balancing bias of each router, which no gradient trains."""
-        named_tensors = (
-            (*module.named_buffers(), *module.named_parameters()) for module in self.modules
-        )
-        return [
-            next((tensor for name, tensor in named if name.endswith(BIAS)), None)
-            for named in named_tensors
-        ]
+        biases: list[Tensor | None] = []
+        for module in self.modules:
+            named = (*module.named_buffers(), *module.named_parameters())
+            biases.append(next((tensor for name, tensor in named if name.endswith(BIAS)), None))
+        return biases
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[RouterCall]]:
-        """Record the router calls inside the context, without recomputation by gradient checkpointing, which comes later."""
+        """Record the router calls inside the context, without recomputation in backward passes."""
         calls: list[RouterCall] = []
         self._open = calls
         try:
@@ -178,7 +171,7 @@ class Routers:
             self._open = None
 
     def scores(self, choice: RouterCall) -> Tensor:
-        """Normalised affinity of each token to each expert: shares [N, E] that sum to 1 (arXiv:2412.19437, eq. 19)."""
+        """Affinity of each token to each expert, [N, E], normalised (arXiv:2412.19437, eq. 19)."""
         logits_NE = choice.logits_NE
         if not self._scored_independently[choice.router]:
             return logits_NE.softmax(-1)
@@ -195,10 +188,8 @@ class Routers:
 
 
 def _scores_apart(router: nn.Module) -> bool:
-    """Whether a router scores each expert by a sigmoid, as DeepSeek-V3's does, and not all together by softmax.
-
-    Over twenty architectures of transformers do, with no setting or base class in common; hence the look at their code.
-    """
+    # Over twenty architectures of transformers score each expert by a sigmoid, as DeepSeek-V3 does,
+    # with no setting or base class in common; hence the look at their code.
     names = inspect.unwrap(type(router).forward).__code__.co_names
     return "sigmoid" in names and "softmax" not in names
 
@@ -220,7 +211,7 @@ class Balancing:
 
     @classmethod
     def of(cls, model: nn.Module, routers: Routers) -> Self:
-        """The settings in the config; all zero if routers are frozen. Raises UsageError if that is impossible."""
+        """The settings in a model's config; zero for frozen routers. Raises UsageError."""
         config: Any = getattr(model, "config", None)
         balancing = cls(
             **{
@@ -235,16 +226,18 @@ class Balancing:
                 and "router_z_loss_coef" in vars(config)
             ):
                 raise UsageError(
-                    f"model.moe asks for load balancing, but {type(model).__name__} has no router that can be observed; set "
-                    f"model.moe.balance=0, model.moe.z_loss=0 and model.moe.bias_rate=0, or another model.kind"
+                    f"model.moe asks for load balancing, but {type(model).__name__} has no router "
+                    "that can be observed; set model.moe.balance=0, model.moe.z_loss=0 and "
+                    "model.moe.bias_rate=0, or another model.kind"
                 )
             return cls()
         if not routers.trained:
             return cls()
         if balancing.bias_rate and None in routers.biases:
             raise UsageError(
-                f"model.moe.bias_rate is {balancing.bias_rate} but the routers of {type(model).__name__} have no bias; set "
-                f"model.kind=llama or qwen3, or model.moe.bias_rate=0"
+                f"model.moe.bias_rate is {balancing.bias_rate} but the routers of "
+                f"{type(model).__name__} have no bias; set model.kind=llama or qwen3, or "
+                "model.moe.bias_rate=0"
             )
         return balancing
 
@@ -257,12 +250,14 @@ def row_losses(
     *,
     z_loss: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Balance loss and router z-loss, each summed over calls and rows, a row times its targets `live_B`.
+    """Balance loss and router z-loss, summed over calls and rows, a row times its targets `live_B`.
 
-    Of a row's T tokens: sum_e f_e P_e, with f_e the share of its choices that fell on expert e, times E, and P_e the mean of
-    its scores (arXiv:2412.19437, eq. 17 to 20); 1 where all are even. P carries the gradient. The z-loss is the mean of
-    logsumexp(logits)^2 (arXiv:2202.08906, eq. 5). `tokens_BT`: False at padding, which counts in neither.
+    `tokens_BT`: False at padding, which counts in neither.
     """
+    # The balance of a row of T tokens is sum_e f_e P_e (arXiv:2412.19437, eq. 17 to 20): f_e is E
+    # times the share of choices that fell on expert e, P_e, which carries the gradient, its mean
+    # score; even loads give 1. The z-loss is the mean of logsumexp(logits)^2 (arXiv:2202.08906, eq.
+    # 5).
     with torch.autocast(tokens_BT.device.type, enabled=False):  # autocast would count in bf16
         B, T = tokens_BT.shape
         inside_BT = tokens_BT.to(choices[0].logits_NE.dtype)
@@ -270,7 +265,8 @@ def row_losses(
         balance = z = inside_BT.new_zeros(())
         for choice in choices:
             scores_NE = routers.scores(choice)
-            E, k = scores_NE.shape[1], choice.experts_Nk.shape[1]
+            E = scores_NE.shape[1]
+            k = choice.experts_Nk.shape[1]
             with torch.no_grad():  # by the scores alone: eq. 18 leaves out the balancing bias
                 wanted_Nk = scores_NE.topk(k, sorted=False).indices
                 chosen_BTE = torch.zeros_like(scores_NE).scatter_(1, wanted_Nk, 1.0).view(B, T, E)
@@ -286,11 +282,9 @@ def row_losses(
 
 @torch.no_grad()
 def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> Tensors:
-    """Sums over the tokens marked True: their number, each expert's load, the scores' entropy in nats.
-
-    The load of each call has its number and its router's in the name. Loads and tokens are whole numbers, so that they are
-    the same in whatever order they are summed.
-    """
+    """Sums over the tokens marked True: their number, each expert's load, entropies in nats."""
+    # Names of loads hold the number of the call and of its router. Loads and tokens are whole
+    # numbers, the same in any order of summation.
     inside_N = tokens_BT.flatten()
     loads = dict[str, Tensor]()
     entropies = []
@@ -305,9 +299,10 @@ def sums(routers: Routers, choices: Sequence[RouterCall], tokens_BT: Tensor) -> 
 
 @torch.no_grad()
 def move_biases(routers: Routers, step_sums: Sums, rate: float) -> None:
-    """Lower the biases of overloaded experts: b_e += rate * sign(mean load - load_e) (arXiv:2408.15664, algorithm 1).
+    """Move biases against the load: b_e += rate * sign(mean load - load_e).
 
-    `step_sums`: the sums of a whole step, over its micro-batches and all ranks.
+    arXiv:2408.15664, algorithm 1. `step_sums`: the sums of a whole step, over micro-batches and
+    ranks.
     """
     biases = routers.biases
     by_router: dict[int, Tensor] = {}
@@ -322,20 +317,20 @@ def move_biases(routers: Routers, step_sums: Sums, rate: float) -> None:
 
 
 def figures(window_sums: Sums) -> Metrics:
-    """Metrics for the log from the sums since the last line; {} if nothing was counted.
-
-    moe_max_load                     the fullest expert of any layer, as a multiple of the mean
-    moe_max_load/layer_l             the same of one layer
-    moe_load/layer_l/expert_e        the expert's share of the layer's choices; left out where there are over 256 experts
-    moe_router_entropy, .../layer_l  mean over the tokens, as a share of the maximum: 0 is certain, 1 is uniform
-    """
+    """Metrics for the log from the sums since the last line; {} if nothing was counted."""
+    # moe_max_load: the fullest expert of any layer, as a multiple of the mean; /layer_l: of one
+    # layer. moe_load/layer_l/expert_e: share of the layer's choices; left out for over 256 experts.
+    # moe_router_entropy, /layer_l: mean over tokens, of the maximum: 0 is certain, 1 is uniform.
     loads = _loads(window_sums)
     if not loads or not window_sums[TOKENS][0]:
         return {}
     shown = sum(len(load) for _, _, load in loads) <= SHOWN_LOADS
-    fullest, entropy, shares = dict[str, float](), dict[str, float](), dict[str, float]()
+    fullest = dict[str, float]()
+    entropy = dict[str, float]()
+    shares = dict[str, float]()
     for layer, _, load in loads:
-        total, experts = max(1.0, sum(load)), len(load)
+        total = max(1.0, sum(load))
+        experts = len(load)
         fullest[f"moe_max_load/layer_{layer}"] = max(load) * experts / total
         most = window_sums[TOKENS][0] * math.log(experts)
         entropy[f"moe_router_entropy/layer_{layer}"] = window_sums[ENTROPY][layer] / most

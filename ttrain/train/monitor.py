@@ -1,4 +1,4 @@
-"""Performance metrics of a training: speed and memory; they do not influence the training."""
+"""Performance metrics of a training: speed and memory."""
 
 import contextlib
 import math
@@ -21,101 +21,14 @@ RECENT_STEPS = 200  # from which the time of later steps is estimated
 TRIMMED = 0.05  # share of them left out at either end: a stall, a first step that compiles
 
 
-class PerformanceMonitor(Callback):
-    """Adds to the log, for the time since the last one:
-
-    tokens_per_second     by the wall clock, so validations, checkpoints and samples count
-    step_seconds          mean of the steps' own time
-    data_wait_fraction    share of that time that waited for rows
-    mfu                   the model's FLOP/s as a share of `peak_flops`, if known
-    memory_bytes          the most so far, of the process, or of tensors on CUDA and MPS
-    eta_seconds           until the last step
-    epoch_time            seconds that all rows take once at this pace, validations and the like counted
-    """
-
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        steps_per_epoch: float,
-        flops_per_token: float = 0.0,
-        peak_flops: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`peak_flops`: of all ranks together; 0: unknown."""
-        self._device, self._clock = device, clock
-        self._steps_per_epoch = steps_per_epoch
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._window: list[StepRecord] = []  # since the last log
-        self._all_steps, self._all_seconds = 0, 0.0
-        self._began = self._logged = 0.0
-
-    def start(self, step: int, steps: int) -> None:
-        self._began = self._logged = self._clock()
-
-    def step_end(self, record: StepRecord) -> None:
-        self._recent.append(record.seconds)
-        self._window.append(record)
-        self._all_steps += 1
-        self._all_seconds += record.seconds
-
-    def figures(self, record: StepRecord) -> Mapping[str, float]:
-        now, window = self._clock(), self._window
-        seconds, steps = sum(step.seconds for step in window), max(1, len(window))
-        rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
-        between_steps = max(0.0, now - self._began - self._all_seconds) / max(
-            1, self._all_steps
-        )  # of this whole run
-        metrics = {
-            "tokens_per_second": rate,
-            "step_seconds": seconds / steps,
-            "data_wait_fraction": sum(step.data_seconds for step in window) / max(seconds, 1e-9),
-            "memory_bytes": float(peak_memory(self._device)),
-            "eta_seconds": (record.steps - record.step)
-            * (trimmed_mean(self._recent) + between_steps),
-            "epoch_time": self._steps_per_epoch * (now - self._logged) / steps,
-        }
-        if self._peak_flops:
-            metrics["mfu"] = rate * self._flops_per_token / self._peak_flops
-        self._logged, self._window = now, []
-        return metrics
-
-
-def trimmed_mean(values: deque[float]) -> float:
-    """The mean without the least and the greatest twentieth, at least one of each where there are more than two.
-
-    Unlike the median it is right when steps are of two kinds, as with rows grouped by length.
-    """
-    ordered = sorted(values)
-    cut = math.ceil(TRIMMED * len(ordered)) if len(ordered) > 2 else 0
-    middle = ordered[cut : len(ordered) - cut]
-    return sum(middle) / max(1, len(middle))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that this process held in memory so far; on CUDA the most that tensors took, on MPS what they take."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (
-            Path("/proc/self/status").read_text().splitlines()
-        )  # getrusage has the peak of the parent's image too
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
 TERA = 1e12
-# Dense TFLOP/s in fp16, tf32 and fp32, accumulated in fp32, by a word of the name that torch.cuda.get_device_name gives.
-# Chips with tf32 have bf16 too, as fast as fp16. Sources:
-#   T4     nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
-#   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of the figures with
-#          sparsity. GH200 holds the same chip as H100 SXM.
-#   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A; 4090: "NVIDIA Ada GPU Architecture", appendix A
+# Dense TFLOP/s in fp16, tf32 and fp32, accumulated in fp32, by a word of the name that
+# torch.cuda.get_device_name gives. Chips with tf32 have bf16 too, as fast as fp16. Sources:
+#   T4     nvidia.com, Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+#   A10, A100, L4, L40S, H100, H200, B200: the data sheets at nvidia.com/en-us/data-center; half of
+#          the figures with sparsity. GH200 holds the same chip as H100 SXM.
+#   3090   "NVIDIA Ampere GA102 GPU Architecture", appendix A
+#   4090   "NVIDIA Ada GPU Architecture", appendix A
 # Boards of the same name that are slower (PCIe, NVL) have lines of their own, or none.
 TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "T4": (65, None, 8.1),
@@ -132,14 +45,102 @@ TFLOPS: dict[str, tuple[float, float | None, float]] = {
     "GH200": (989.4, 494.7, 66.9),
     "B200": (2250, 1125, 75),
 }
+# Not covered by the line of the plain chip.
+OTHER_BOARDS = frozenset({"PCIe", "NVL", "Laptop", "D", "MIG"})
 
-OTHER_BOARDS = frozenset(
-    {"PCIe", "NVL", "Laptop", "D", "MIG"}
-)  # not covered by the line of the plain chip
+
+class PerformanceMonitor(Callback):
+    """Adds to the log, for the time since the last one:
+
+    tokens_per_second     by the wall clock, with validations, checkpoints and samples
+    step_seconds          mean of the steps' own time
+    data_wait_fraction    share of that time that waited for rows
+    mfu                   the model's FLOP/s as a share of `peak_flops`, if known
+    memory_bytes          peak, of the process, or of tensors on CUDA and MPS
+    eta_seconds           until the last step
+    epoch_time            seconds for all rows once at this pace, with validations and the like
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        steps_per_epoch: float,
+        flops_per_token: float = 0.0,
+        peak_flops: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`peak_flops`: of all ranks together; 0: unknown."""
+        self._device = device
+        self._clock = clock
+        self._steps_per_epoch = steps_per_epoch
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._window: list[StepRecord] = []  # since the last log
+        self._all_steps = 0
+        self._all_seconds = 0.0
+        self._began = self._logged = 0.0
+
+    def start(self, step: int, steps: int) -> None:
+        self._began = self._logged = self._clock()
+
+    def step_end(self, record: StepRecord) -> None:
+        self._recent.append(record.seconds)
+        self._window.append(record)
+        self._all_steps += 1
+        self._all_seconds += record.seconds
+
+    def figures(self, record: StepRecord) -> Mapping[str, float]:
+        now = self._clock()
+        window = self._window
+        seconds = sum(step.seconds for step in window)
+        steps = max(1, len(window))
+        rate = sum(step.tokens for step in window) / max(now - self._logged, 1e-9)
+        # Of this whole run.
+        between_steps = max(0.0, now - self._began - self._all_seconds) / max(1, self._all_steps)
+        metrics = {
+            "tokens_per_second": rate,
+            "step_seconds": seconds / steps,
+            "data_wait_fraction": sum(step.data_seconds for step in window) / max(seconds, 1e-9),
+            "memory_bytes": float(peak_memory(self._device)),
+            "eta_seconds": (record.steps - record.step)
+            * (trimmed_mean(self._recent) + between_steps),
+            "epoch_time": self._steps_per_epoch * (now - self._logged) / steps,
+        }
+        if self._peak_flops:
+            metrics["mfu"] = rate * self._flops_per_token / self._peak_flops
+        self._logged = now
+        self._window = []
+        return metrics
+
+
+def trimmed_mean(values: deque[float]) -> float:
+    """The mean without the lowest and highest 5 %, at least one of each of three values or more."""
+    # Unlike the median it is right for steps of two kinds, as with rows grouped by length.
+    ordered = sorted(values)
+    cut = math.ceil(TRIMMED * len(ordered)) if len(ordered) > 2 else 0
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / max(1, len(middle))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process, on CUDA of tensors; on MPS what tensors take now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    with contextlib.suppress(OSError, StopIteration):
+        # Getrusage has the peak of the parent's image too.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def peak_flops(precision: Precision) -> float:
-    """Peak FLOP/s of a rank's device in matrix products, by the table; 0 where it is not listed, such as a CPU."""
+    """Peak FLOP/s of a rank's device in matrix products, by the table; 0 if it is not listed."""
     if precision.device.type != "cuda":
         return 0.0
     return datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word) or 0.0
@@ -159,12 +160,10 @@ def datasheet_flops(name: str, word: str) -> float | None:
 
 
 def flops_per_token(model: nn.Module, positions: float) -> float:
-    """FLOPs of the forward and backward pass per token of a row of `positions` (PaLM, arXiv:2204.02311, appendix B).
-
-    6 for each weight that multiplies, 4 for a frozen one, which needs no gradient of its own; 12 for each layer, head
-    width and position in attention. An embedding is looked up, not multiplied, and of the experts count those that a token
-    visits. What gradient checkpointing computes twice does not count.
-    """
+    """FLOPs of forward and backward pass per token (PaLM, arXiv:2204.02311, appendix B)."""
+    # 6 for each weight that multiplies, 4 if it is frozen; 12 for each layer, head width and
+    # position in attention. Embeddings are looked up; of experts those count that a token visits.
+    # Recomputation by gradient checkpointing does not count.
     looked_up = looked_up_weights(model)
     shares = visited_shares(model)
     weights = sum(
@@ -181,7 +180,7 @@ def flops_per_token(model: nn.Module, positions: float) -> float:
 
 
 def looked_up_weights(model: Any) -> set[str]:
-    """Names of the embeddings, of tokens or positions, that are not the output head's weight as well."""
+    """Names of embeddings that are not the output head's weight as well."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     multiplied = None if head is None else head.weight
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -189,7 +188,7 @@ def looked_up_weights(model: Any) -> set[str]:
 
 
 def visited_shares(model: nn.Module) -> dict[str, float]:
-    """Share of each routed expert weight that a token uses, k of E, by name; {} if there are no experts.
+    """Share of each routed expert weight that a token uses, k of E, by name.
 
     transformers stacks the experts of a layer in tensors [E, ...] named `experts`.
     """

@@ -1,8 +1,8 @@
-"""The native kernels of `native.c`: layers of a training step on CPUs, in bf16 (AVX512-BF16) and in fp32 (AVX2, AVX-512).
-
-Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D width of a token, C
-positions of a chunk, V entries of the vocabulary, E matrices [A, B].
-"""
+"""The native kernels of `native.c`, for CPUs: bf16 (AVX512-BF16) and fp32 (AVX2, AVX-512)."""
+# Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
+# width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
+# Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
+# width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 
 import ctypes
 import functools
@@ -21,21 +21,9 @@ from ttrain.core.machine import INSTRUCTIONS, cpu_flags
 VERSION = 5  # as in native.c
 LANES = 16  # numbers of a register: widths are multiples of it
 NORM_ROWS = 64  # as in native.c
-# Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of larger ones are faster.
+# Numbers of a matrix that is made orthogonal where the CPU has AMX, by which torch's products of
+# larger ones are faster.
 MOST_NUMBERS = 1 << 16
-
-
-class _States(ctypes.Structure):
-    _fields_ = [("states", c_void_p), ("weight", c_void_p), ("epsilon", c_float), ("heads", c_long)]
-
-
-class _Records(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
-        *((name, c_long) for name in ("records", "longest", "K")),
-        ("scale", c_float),
-        ("threads", c_int),
-    ]
 
 
 ARGUMENTS: dict[str, list[Any]] = {
@@ -60,26 +48,36 @@ ARGUMENTS: dict[str, list[Any]] = {
     "attention": [c_void_p] * 7,
     "attention_slopes": [c_void_p] * 12,
 }
-
-
+# Whether there was memory for them.
 RETURNING = (
     "score",
     "orthogonal",
     "attention",
     "attention_slopes",
-)  # whether there was memory for them
-
+)
 NO_MEMORY = -1
-
-# Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has counts.
+# Kind of number, its part of `native_kinds`, suffix of its functions; the last one that a CPU has
+# counts.
 KINDS = (
     (torch.float32, 1, "fp32_avx2"),
     (torch.float32, 2, "fp32_avx512"),
     (torch.bfloat16, 4, "bf16"),
 )
-
-
 ADVICE = "with gcc 10 or newer, install ttrain again"
+
+
+class _States(ctypes.Structure):
+    _fields_ = [("states", c_void_p), ("weight", c_void_p), ("epsilon", c_float), ("heads", c_long)]
+
+
+class _Records(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin", "starts", "lengths", "branches")),
+        *((name, c_long) for name in ("records", "longest", "K")),
+        ("scale", c_float),
+        ("threads", c_int),
+    ]
+
 
 log = logging.getLogger("ttrain")
 
@@ -91,12 +89,15 @@ def suits_machine() -> bool:
 
 @functools.cache
 def kernels() -> dict[torch.dtype, dict[str, Any]]:
-    """The kernels by the kind of number that they take, as far as this CPU has instructions for them; none where
-    installation found no compiler, or compiled another version."""
+    """The kernels that this CPU can run, by number format.
+
+    None if installation found no compiler, or compiled another version.
+    """
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
     try:
-        # Before the system's OpenMP, which is another one beside torch's where that has a name of its own.
+        # Before the system's OpenMP, which is another one beside torch's where that has a name of
+        # its own.
         for path in (*packages.glob("torch/lib/libgomp*"), *packages.glob("torch.libs/libgomp*")):
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(next(path for path in files if path.exists())))
@@ -108,16 +109,14 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
         if kinds & kind:
             found[dtype] = {name: getattr(library, f"native_{name}_{suffix}") for name in ARGUMENTS}
             for name, function in found[dtype].items():
-                function.argtypes, function.restype = (
-                    ARGUMENTS[name],
-                    c_long if name in RETURNING else None,
-                )
+                function.argtypes = ARGUMENTS[name]
+                function.restype = c_long if name in RETURNING else None
     return found
 
 
 @functools.cache
 def warn_if_missing() -> None:
-    """Warn once per process where they could be used and are not there."""
+    """Warn once per process if they could be used and are not compiled."""
     if not kernels() and suits_machine():
         log.warning(
             "native kernels are not compiled, so training takes up to twice as long: %s", ADVICE
@@ -125,8 +124,10 @@ def warn_if_missing() -> None:
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES) -> bool:
-    """Whether the kernels take these tensors: plain, contiguous, of a width of whole registers, and of a type that has
-    kernels on this CPU; or of `dtype`, as what stands beside those."""
+    """Whether the kernels take these tensors, or tensors of `dtype` that accompany theirs.
+
+    They must be plain, contiguous, as wide as whole registers, and of a type with kernels.
+    """
     kind = dtype or tensors[0].dtype
     return (kind is dtype or kind in kernels()) and all(
         type(tensor) in (Tensor, nn.Parameter)
@@ -159,7 +160,8 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     bad = _call(logits_CV.dtype, "score", logits_CV, labels_C, *arguments)
     if bad:
         raise IndexError(
-            f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} entries"
+            f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} "
+            "entries"
         )
     return losses_C
 
@@ -172,20 +174,21 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) up, and the gradients of gate and up from that of it."""
+    """silu(gate) up, and the gradients of gate and up."""
     outs = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
     _call(gate.dtype, "gated_slopes", grad, gate, up, *outs, gate.numel(), torch.get_num_threads())
     return outs
 
 
 def takes_norm(dtype: torch.dtype, x: Tensor, weight: Tensor) -> bool:
-    """Whether `norm` takes these, which are in fp32, and returns this type."""
+    """Whether `norm` takes these fp32 tensors and returns this type."""
     return dtype in kernels() and takes(x, weight, dtype=torch.float32)
 
 
 def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """weight x scale in this type, and the scale, which is 1 / rms(x)."""
-    out, D = torch.empty_like(x, dtype=dtype), x.shape[-1]
+    """weight x scale in this type, and the scale, 1 / rms(x)."""
+    out = torch.empty_like(x, dtype=dtype)
+    D = x.shape[-1]
     scale = x.new_empty(*x.shape[:-1], 1)
     _call(
         dtype,
@@ -205,7 +208,8 @@ def norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple
 
 def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight of `norm`."""
-    of_x, D = torch.empty_like(x), x.shape[-1]
+    of_x = torch.empty_like(x)
+    D = x.shape[-1]
     rows = x.numel() // D
     of_weight = x.new_empty(-(-rows // NORM_ROWS), D)
     _call(
@@ -225,7 +229,7 @@ def norm_slopes(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple
 
 
 def takes_matrices(matrices_EAB: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `orthogonal` takes them: in fp32, and of such a size that torch is not faster."""
+    """Whether `orthogonal` takes these fp32 matrices and is faster than torch."""
     A, B = matrices_EAB.shape[1:]
     has_tiles = dtype == torch.bfloat16 and INSTRUCTIONS["AMX"] in cpu_flags()
     fits = A % LANES == 0 and (A * B <= MOST_NUMBERS or not has_tiles)
@@ -239,10 +243,7 @@ def orthogonal(
     epsilon: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Newton-Schulz steps of each matrix in this number format; see `optim.orthogonal`.
-
-    Of products that are symmetric half is computed.
-    """
+    """Newton-Schulz steps of each matrix; see `optim.orthogonal`. Symmetric products are halved."""
     out = torch.empty_like(matrices_EAB)
     _call(
         dtype,
@@ -268,11 +269,10 @@ def takes_heads(dtype: torch.dtype, width: int, hidden: Tensor) -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention within records, of queries and keys after their norms and the rotation of their positions, if they
-    have such.
+    """Causal attention within records, with optional norms and rotation of queries and keys.
 
-    Of scores no more than a block is in memory; weights and rotated states are computed again for the gradients
-    (arXiv:2205.14135).
+    No more than a block of scores is in memory; weights and rotated states are recomputed for the
+    gradients (arXiv:2205.14135).
     """
 
     @staticmethod
@@ -289,8 +289,7 @@ class Attention(torch.autograd.Function):
         places: tuple[Tensor, Tensor, Tensor | None],
         scale: float,
     ) -> Tensor:
-        """`places`: the starts of the records and their lengths, longest first, and the branches of all tokens. `angles`:
-        cosines and sines, [B, T, K]."""
+        """`angles`: cosines and sines, [B, T, K]. `places`: as in `attention.Records`."""
         out = torch.empty_like(query_BTHK)
         tops, logs = (
             query_BTHK.new_empty(query_BTHK.shape[:3], dtype=torch.float32) for _ in range(2)

@@ -18,8 +18,13 @@ MOMENTUM = 0.9  # of Muon; at 0.95 the quickstart ends 0.025 bits per byte highe
 SHOWN_NAMES = 3
 
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+EPS = 1e-7  # those of torch.optim.Muon
+
+
 class Optimizers:
-    """One or two torch optimizers that step together; each group keeps its own peak learning rate."""
+    """One or two torch optimizers that step together; each group has its own peak rate."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], names: dict[Tensor, str]) -> None:
         self.optimizers = optimizers
@@ -29,7 +34,7 @@ class Optimizers:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that are trained."""
+        """All trained parameters."""
         return [parameter for _, group in self._groups() for parameter in group["params"]]
 
     def set_factor(self, factor: float) -> None:
@@ -38,9 +43,7 @@ class Optimizers:
             group["lr"] = group["initial_lr"] * factor
 
     def learning_rates(self) -> dict[str, float]:
-        """Current rate by optimizer: {"muon": 0.02, "adamw": 0.004}. The last is that of
-        `optim.lr`, if an optimizer has it.
-        """
+        """Current rate by optimizer, {"muon": 0.02, "adamw": 0.004}, that of `optim.lr` last."""
         return {
             type(each).__name__.lower(): float(each.param_groups[0]["lr"])
             for each in self.optimizers
@@ -55,26 +58,24 @@ class Optimizers:
         )
 
     def prepare(self, dtype: torch.dtype, ranks: Ranks | None) -> None:
-        """Set the number format of Muon's products, and let the ranks divide among them what each of them would compute.
-
-        They must then step together. Without ranks, and where they are on several machines, each computes everything:
-        through a network the results would take longer than computing them does on a GPU.
-        """
+        """Set the number format of Muon's products, which ranks that step together divide."""
+        # Ranks on several machines divide nothing: through a network results take longer than
+        # computing them on a GPU.
+        # Ranks on several machines divide nothing: through a network results take longer than
+        # computing them on a GPU.
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.dtype, optimizer.ranks = (
-                    dtype,
-                    ranks if ranks is not None and ranks.on_one_machine else None,
-                )
+                optimizer.dtype = dtype
+                optimizer.ranks = ranks if ranks is not None and ranks.on_one_machine else None
 
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
 
     def step_unless(self, prevented: Tensor) -> None:
-        """Update; where `prevented` is 1.0, on the device, weights and state stay as they are."""
+        """Update, except where `prevented` (on the device) is 1.0."""
         for optimizer in self.optimizers:
-            optimizer.found_inf = prevented  # type: ignore[attr-defined]  # as torch's GradScaler does
+            optimizer.found_inf = prevented  # type: ignore[attr-defined]
         self.step()
 
     def zero_grad(self) -> None:
@@ -83,17 +84,20 @@ class Optimizers:
 
     def groups(self) -> list[dict[str, Any]]:
         """Description of each parameter group for the log."""
-        return [
-            {
-                "optimizer": type(optimizer).__name__,
-                "lr": group["initial_lr"],
-                "weight_decay": group["weight_decay"],
-                "tensors": len(group["params"]),
-                "parameters": sum(p.numel() for p in group["params"]),
-                "names": [self.names[p] for p in group["params"][:SHOWN_NAMES]],
-            }
-            for optimizer, group in self._groups()
-        ]
+        groups = []
+        for optimizer, group in self._groups():
+            parameters = group["params"]
+            groups.append(
+                {
+                    "optimizer": type(optimizer).__name__,
+                    "lr": group["initial_lr"],
+                    "weight_decay": group["weight_decay"],
+                    "tensors": len(parameters),
+                    "parameters": sum(p.numel() for p in parameters),
+                    "names": [self.names[p] for p in parameters[:SHOWN_NAMES]],
+                }
+            )
+        return groups
 
     def state(self) -> Tensors:
         """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}."""
@@ -107,7 +111,7 @@ class Optimizers:
         return tensors
 
     def load_state(self, tensors: Tensors) -> None:
-        """Restore what `state()` returned. Raises ArtifactError if a name is unknown."""
+        """Restore what `state()` returned. Raises ArtifactError for an unknown name."""
         owners = {
             self.names[p]: (p, optimizer)
             for optimizer, group in self._groups()
@@ -117,34 +121,29 @@ class Optimizers:
             key, _, parameter_name = name.partition("|")
             if parameter_name not in owners:
                 raise ArtifactError(
-                    f"the checkpoint has optimizer state for {parameter_name}, which is not trained here"
+                    f"the checkpoint has optimizer state for {parameter_name}, which is not "
+                    "trained here"
                 )
             parameter, optimizer = owners[parameter_name]
-            stays = key == "step" and not optimizer.defaults.get(
-                "fused"
-            )  # only a fused optimizer counts on the device
+            # Only a fused optimizer counts on the device.
+            stays = key == "step" and not optimizer.defaults.get("fused")
             optimizer.state[parameter][key] = tensor if stays else shard_like(tensor, parameter)
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """All parameter groups, each with its optimizer."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield optimizer, group
 
 
 def build(model: nn.Module, config: Optim) -> Optimizers:
-    """Build the optimizers of a model's trainable parameters.
-
-    `adamw` decouples weight decay from the gradient (arXiv:1711.05101); `adam` (arXiv:1412.6980) adds it there, as L2.
-    `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden matrices and leaves the rest to AdamW; its
-    rate is scaled by sqrt(max(1, rows/columns)). Stacked experts are matrices too, each for itself: 8 of them, 2 a token,
-    on 0.6 M bytes of text in 300 steps: 1.18 nats a byte held out, where AdamW took them 1.30.
-
-    The embedding and the output head may have rates of their own; a weight that is both takes the head's.
-
-    Weight decay falls on matrices (also stacked ones, of three dimensions) only: never on norms, biases (also those of
-    experts, stacked in two dimensions) and embeddings.
-    """
+    """Build the optimizers of a model's trainable parameters."""
+    # `adamw` decouples weight decay from the gradient (arXiv:1711.05101), `adam` (arXiv:1412.6980)
+    # adds it there, as L2. `muon` (Jordan 2024, kellerjordan.github.io/posts/muon) takes the hidden
+    # matrices and leaves the rest to AdamW. Stacked experts are matrices too: 8 of them, 2 a token,
+    # on 0.6 M bytes of text in 300 steps, end at 1.18 nats a byte held out, with AdamW at 1.30.
+    # Embedding and output head may have rates of their own; a tied weight takes the head's. Weight
+    # decay falls on matrices only: never on norms, biases (also those of stacked experts, which
+    # have two dimensions) and embeddings.
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -155,7 +154,8 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     muon: list[Tensor] = []
     groups: dict[tuple[float, float], list[Tensor]] = {}  # by rate and decay
     for name, p in trained:
-        lr, decay = config.lr, 0.0
+        lr = config.lr
+        decay = 0.0
         if id(p) in heads:
             lr = config.head_lr or lr
         elif id(p) in embeddings:
@@ -184,30 +184,28 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     return Optimizers(optimizers, {p: name for name, p in trained})
 
 
-COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
-
-
 @final
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are made orthogonal (Jordan 2024, kellerjordan.github.io/posts/muon).
+    """Momentum whose matrices are made orthogonal (Jordan 2024).
 
-    For matrices [A, B] and stacks of them [E, A, B], the experts of a layer. All matrices of one shape are one batch of
-    products: 12 ms a step of the quickstart, where torch.optim.Muon, one matrix after the other, takes 22. An expert that no
-    token visited is updated by its momentum only. A sharded matrix is gathered. With `ranks` each makes its share of all
-    matrices orthogonal, and has the others' from them. `dtype` is that of the products: on a CPU that only
-    emulates bf16 a step of the quickstart, in fp32, takes 514 ms of CPU, and took 1,372 with these products in bf16.
+    kellerjordan.github.io/posts/muon, for matrices [A, B] and stacks of experts [E, A, B]. A
+    sharded matrix is gathered; with `ranks` each makes its share orthogonal. `dtype`: of the
+    products.
     """
+
+    # All matrices of one shape are one batch of products: 12 ms a step of the quickstart, where
+    # torch.optim.Muon takes 22. On a CPU that emulates bf16 a step takes 514 ms of CPU in fp32,
+    # 1,372 in bf16. An expert that no token visited is updated by its momentum only.
 
     def __init__(self, params: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.found_inf: Tensor | None = (
-            None  # as in torch's fused optimizers: where it is 1.0, nothing is updated
-        )
+        # As in torch's fused optimizers: where it is 1.0, nothing is updated.
+        self.found_inf: Tensor | None = None
         self.ranks: Ranks | None = None
         self.dtype = torch.float32
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # there is no closure
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             alike: dict[tuple[bool, torch.Size], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -230,7 +228,6 @@ class Muon(torch.optim.Optimizer):
                 self._update(parameters, directions_EAB, group["lr"], group["weight_decay"])
 
     def _own_share(self, parameters: list[Tensor], *, shared: bool) -> Tensor:
-        """Orthogonal directions of matrices of one shape: all of them, or where they are shared, of this rank's of them."""
         matrices = [
             matrix
             for direction in self._momenta(parameters)
@@ -244,7 +241,6 @@ class Muon(torch.optim.Optimizer):
         return orthogonal(torch.stack([*mine, *absent]), self.dtype)
 
     def _exchanged(self, shares: list[Tensor]) -> list[Tensor]:
-        """The shares of all ranks, one after the other, in one message."""
         if self.ranks is None or self.ranks.world == 1 or not shares:
             return shares
         gathered = self.ranks.gather(torch.cat([share.flatten() for share in shares]))
@@ -257,11 +253,13 @@ class Muon(torch.optim.Optimizer):
         self, parameters: list[Tensor], directions_EAB: Tensor, lr: float, weight_decay: float
     ) -> None:
         A, B = parameters[0].shape[-2:]
-        rate, kept = lr * math.sqrt(max(1, A / B)), cast(Any, 1 - lr * weight_decay)
+        rate = lr * math.sqrt(max(1, A / B))
+        kept = cast(Any, 1 - lr * weight_decay)
         if self.found_inf is not None:
             applied = 1 - self.found_inf
             directions_EAB = directions_EAB.to(parameters[0].dtype) * (applied * rate)
-            rate, kept = 1.0, 1 - applied * (lr * weight_decay)
+            rate = 1.0
+            kept = 1 - applied * (lr * weight_decay)
         weights = [local_part(parameter) for parameter in parameters]
         counts = [1 if part.ndim == 2 else len(part) for part in weights]
         directions = [
@@ -274,7 +272,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, directions, alpha=-rate)
 
     def _momenta(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The gradients with Nesterov momentum: of matrices whole, of sharded experts those of this rank."""
+        """The gradients with Nesterov momentum; of sharded experts those of this rank."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -294,12 +292,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each matrix with singular values near 1, by five Newton-Schulz steps in this number format.
-
-    A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than x, three and then two steps
-    are made of G alone, G <- p(G) G p(G), before the product of their p(G) multiplies x: of a matrix [512, 1376] 0.65 of
-    the work. With all five so, errors of bf16 end at several times x.
-    """
+    """Each matrix with singular values near 1, by five Newton-Schulz steps in this format."""
+    # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
+    # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
+    # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
+    # times x.
+    # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
+    # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
+    # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
+    # times x.
     if native.takes_matrices(matrices_EAB, dtype):
         return native.orthogonal(matrices_EAB, COEFFICIENTS, STEPS, EPS, dtype)
     a, b, c = COEFFICIENTS
@@ -309,7 +310,8 @@ def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
     for count in (3, 2) if 2 * x.shape[2] >= 3 * x.shape[1] else (1,) * STEPS:
         gram = torch.bmm(x, x.transpose(1, 2))
         single = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # p(G) - a
-        combined, factor = single, a  # the product of all p(G) so far, without `factor` times 1
+        combined = single
+        factor = a  # the product of all p(G) so far, without `factor` times 1
         for _ in range(1, count):
             mixed = torch.baddbmm(gram, single, gram, beta=a)
             gram = torch.baddbmm(mixed, single, mixed, beta=a)

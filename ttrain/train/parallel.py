@@ -13,21 +13,23 @@ from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 
 
 class Parallel:
-    """The module that training calls, and what happens around its backward passes; here those of a single rank."""
+    """The module that training calls, with hooks for its backward passes; here of one rank."""
 
-    loss_factor = 1.0  # the loss is multiplied by it, so that gradients end as sums over ranks where the method averages
+    # The loss is multiplied by it, so that gradients end as sums over ranks where the method
+    # averages.
+    loss_factor = 1.0
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def before_backward(self, *, last: bool) -> None:
-        """Called before the forward pass of each micro-batch; `last`: the step's last one on this rank."""
+        """Called before each forward pass; `last`: the step's last micro-batch on this rank."""
 
     def finish(self) -> None:
-        """Called after the last micro-batch; afterwards the parameters hold the gradients of the whole step."""
+        """Called after the last micro-batch; the parameters then hold the step's gradients."""
 
     def whole(self, tensors: Tensors) -> Tensors:
-        """The full tensors, as a single rank would have them; all ranks must call this."""
+        """The full tensors, as a single rank has them; all ranks must call this."""
         return dict(tensors)
 
     def load(self, own_tensors: Tensors, weights: Tensors) -> None:
@@ -39,10 +41,11 @@ class Parallel:
 
 @final
 class Replicated(Parallel):
-    """Every rank has the whole model; DDP sums gradients over ranks while the last backward pass still runs."""
+    """Every rank has the whole model; DDP sums gradients during the last backward pass."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the CPU.
+        # No device_ids: with them DDP moves all tensors to the GPU, also those that are read on the
+        # CPU.
         super().__init__(
             nn.parallel.DistributedDataParallel(
                 module, gradient_as_bucket_view=True, forward_sync_buffers=False
@@ -59,11 +62,11 @@ class Replicated(Parallel):
 
     @torch.no_grad()
     def finish(self) -> None:
-        # Running statistics are those of rank 0, which are saved in checkpoints. A module may replace its buffers.
+        # Running statistics are those of rank 0, which are saved in checkpoints. A module may
+        # replace its buffers.
         for buffer in map(self._bare.get_buffer, self._saved_buffers):
-            contiguous = (
-                buffer.detach().contiguous()
-            )  # gloo takes a tensor with gaps in memory for one without
+            # Gloo takes a tensor with gaps in memory for one without.
+            contiguous = buffer.detach().contiguous()
             dist.broadcast(contiguous, 0)
             buffer.copy_(contiguous)
 
@@ -71,11 +74,12 @@ class Replicated(Parallel):
 def place(
     module: nn.Module, ranks: Ranks, parallel: str, attempt: Callable[[nn.Module], None] | None
 ) -> tuple[Parallel, CompiledLayers]:
-    """Distribute a module over the ranks; and its compiled layers, which `attempt` asks for by a pass to try.
+    """Distribute a module over the ranks; returns it with its compiled layers.
 
-    It is tried before the module is replicated: a pass that ends within DDP leaves it in the middle of a reduction. Sharded
-    layers can be tried only where they are.
+    `attempt` is a pass to try whether they can be compiled; None: do not compile.
     """
+    # It is tried before the module is replicated: a pass that ends within DDP leaves a reduction
+    # open. Sharded layers can be tried only where they are.
     layers = CompiledLayers(module if attempt else None)
     if parallel == "fsdp" and ranks.world > 1:
         placed: Parallel = Sharded(module, ranks)
@@ -90,12 +94,13 @@ def place(
 
 @final
 class Sharded(Parallel):
-    """Each layer is gathered when needed and freed afterwards: FSDP2 (arXiv:2304.11277), torch's `fully_shard`."""
+    """Each layer is gathered when needed: FSDP2 (arXiv:2304.11277), torch's `fully_shard`."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        # 0.5 s of imports that other runs need not pay.
         from torch.distributed.device_mesh import (
             init_device_mesh,
-        )  # 0.5 s of imports that other runs need not pay
+        )
         from torch.distributed.fsdp import fully_shard
 
         self._is_first = ranks.first
@@ -103,15 +108,14 @@ class Sharded(Parallel):
         for layer in layers_of(module):
             fully_shard(layer, mesh=mesh)
         super().__init__(fully_shard(module, mesh=mesh))
-        self.loss_factor = float(
-            ranks.world
-        )  # gradients are averaged over ranks; gloo knows no other way
+        # Gradients are averaged over ranks; gloo knows no other way.
+        self.loss_factor = float(ranks.world)
 
     def before_backward(self, *, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)
 
     def whole(self, tensors: Tensors) -> Tensors:
-        """Gather the full tensors one at a time into rank 0's CPU memory; other ranks return {}."""
+        """Gather the full tensors one by one into rank 0's CPU memory; other ranks return {}."""
         full_tensors = {}
         for name, tensor in tensors.items():
             gathered = full_tensor(tensor)

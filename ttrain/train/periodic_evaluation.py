@@ -1,4 +1,4 @@
-"""Periodic evaluation on a small suite of tasks during training, without influence on the training."""
+"""Periodic evaluation and samples during training, without influence on it."""
 
 import random
 import time
@@ -15,20 +15,21 @@ from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 
 PREFIX = "eval/"  # of every figure
 
+# These differ between two runs of the same training.
 TIMED = (
     f"{PREFIX}seconds",
     f"{PREFIX}time_share",
-)  # these differ between two runs of the same training
+)
 
 
 class PeriodicEvaluation(Callback):
-    """Logs an evaluation every so many steps and after the last one: `eval/TASK/FIGURE`, and
+    """Logs an evaluation every so many steps and after the last one: `eval/TASK/METRIC`, and
 
     eval/seconds      that this evaluation took
-    eval/time_share   of all evaluations since this process began to train, of its time
+    eval/time_share   of all evaluations, of the time since this process began to train
 
-    `measure(step)` returns the figures; `writers` are the callbacks that log them. Training continues bit for bit as
-    without the evaluation.
+    `measure(step)` returns the metrics, which the callbacks `writers` log. Training continues bit
+    for bit as without it.
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class PeriodicEvaluation(Callback):
         *,
         every: int,
     ) -> None:
-        self._model, self._measure, self._writers, self._every = model, measure, writers, every
+        self._model = model
+        self._measure = measure
+        self._writers = writers
+        self._every = every
         self._began = self._spent = 0.0
 
     def start(self, step: int, steps: int) -> None:
@@ -60,7 +64,7 @@ class PeriodicEvaluation(Callback):
 
 
 class PeriodicSamples(Callback):
-    """Every so many steps, writes the model's answers to some prompts, as text: `directory/step-00000100.txt`.
+    """Writes the model's answers to prompts, as text: `directory/step-00000100.txt`.
 
     Training continues bit for bit as without the samples.
     """
@@ -73,7 +77,10 @@ class PeriodicSamples(Callback):
         *,
         every: int,
     ) -> None:
-        self._directory, self._model, self._write, self._every = directory, model, write, every
+        self._directory = directory
+        self._model = model
+        self._write = write
+        self._every = every
 
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every:
@@ -86,17 +93,18 @@ class PeriodicSamples(Callback):
 
 
 def _as_text(sample: Mapping[str, str]) -> str:
-    """A prompt, what the model answered, and what the data answer, if that is known."""
     reference = f"--- reference\n{sample['reference']}\n" if "reference" in sample else ""
     return f"=== {sample['prompt']}\n{sample['answer']}\n{reference}\n"
 
 
 @contextmanager
 def preserve_rng_and_modes(model: nn.Module) -> Iterator[None]:
-    """Disable gradients inside; afterwards restore the random state and each module's training mode."""
+    """Disable gradients inside; afterwards restore random state and training modes."""
     modes = [(module, module.training) for module in model.modules()]
-    of_numpy, of_python = np.random.get_state(), random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if has_cuda else []
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             yield

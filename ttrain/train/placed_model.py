@@ -1,8 +1,7 @@
-"""A model on its devices, with its optimizers: the gradient of a step, and the update.
-
-The gradient is the sum over all targets of the step, divided once by their number over all ranks and micro-batches. Dropout
-is a function of (seed, step, micro-batch), so that a run continues bit for bit from any checkpoint.
-"""
+"""A model on its devices, with its optimizers: the gradient of a step, and the update."""
+# The gradient is the sum over all targets of the step, divided once by their number over all ranks
+# and micro-batches. Dropout is a function of (seed, step, micro-batch), so that a run continues bit
+# for bit.
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from ttrain.train.training_options import Speed
 
 
 class PlacedModel:
-    """The task's model, distributed over the ranks and perhaps compiled, its optimizers and the average of its weights."""
+    """The task's model over the ranks, its optimizers and the average of its weights."""
 
     def __init__(
         self,
@@ -32,11 +31,13 @@ class PlacedModel:
         precision: Precision,
         speed: Speed,
     ) -> None:
-        self.task, self.loader, self.ranks, self.precision = task, loader, ranks, precision
+        self.task = task
+        self.loader = loader
+        self.ranks = ranks
+        self.precision = precision
         is_whole = speed.parallel != "fsdp" or ranks.world == 1
-        self.bare = (
-            module.to(ranks.device) if is_whole else module
-        )  # else each rank moves only its shard
+        # Else each rank moves only its shard.
+        self.bare = module.to(ranks.device) if is_whole else module
         self.parallel, self._compiled_layers = place(
             self.bare, ranks, speed.parallel, self._trial_pass if speed.compile else None
         )
@@ -49,7 +50,8 @@ class PlacedModel:
         self.can_defer = (
             is_whole and not self.loss_scale.enabled and self.optimizers.can_be_prevented
         )
-        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of a sum do not overflow.
+        # The loss is scaled by about 1/targets before the backward pass, so that fp16 gradients of
+        # a sum do not overflow.
         self._scale = 1.0 / task.config.step_tokens
 
     @property
@@ -58,12 +60,12 @@ class PlacedModel:
         return self._compiled_layers.any
 
     def measure(self, batches: Sequence[Any]) -> tuple[float, Metrics]:
-        """Mean loss per target over the batches, split over the ranks, NaN if there are none; the figures of the task."""
+        """Mean loss per target over the batches, NaN without any; the metrics of the task."""
         with self.average.as_weights():
             return measure(self.task, self.bare, batches, self.ranks, self.precision)
 
     def backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> MicroBatchSums:
-        """Pass through this rank's micro-batches; the parameters then hold the (scaled) gradient over all ranks."""
+        """Pass through this rank's micro-batches; leaves the (scaled) gradient over all ranks."""
         self.bare.train()
         sums = MicroBatchSums()
         for micro in micro_batches:
@@ -73,7 +75,8 @@ class PlacedModel:
                 + step * 0xBF58476D1CE4E5B9
                 + micro.number * 0x94D049BB133111EB
             )
-            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is not in use.
+            # torch.manual_seed takes 0.9 ms: it notes a traceback for each kind of device that is
+            # not in use.
             (torch.default_generator if self.ranks.device.type == "cpu" else torch).manual_seed(
                 seed % (1 << 63)
             )
@@ -84,20 +87,19 @@ class PlacedModel:
                         self.parallel.module, micro.batch, self.ranks.device
                     )
                 factor = self._scale * self.loss_scale.scale * self.parallel.loss_factor
-                (loss.total * factor).backward()  # type: ignore[no-untyped-call]  # torch's
+                (loss.total * factor).backward()  # type: ignore[no-untyped-call]
             sums.add(micro.number, loss)
         self.parallel.finish()
         return sums
 
     def norm(self, live: float) -> tuple[float, Tensor]:
-        """The factor by which the gradient becomes that of the mean over the step's targets, and the norm of the latter."""
+        """The factor that turns the gradient into the mean per target, and the norm of that."""
         factor = 1.0 / (self._scale * self.loss_scale.scale * live)
         gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
         return factor, nn.utils.get_total_norm(gradients) * factor
 
     def update(self, factor: float, norm: Tensor, prevented: Tensor | None) -> None:
-        """Multiply the gradient by the factor, clip it, and update; it is gone afterwards. Where `prevented` is 1.0, on the
-        device, weights and state stay as they are."""
+        """Scale and clip the gradients, step, clear them; no change if `prevented` is 1.0."""
         gradients = [p.grad for p in self.optimizers.parameters if p.grad is not None]
         clip = self.task.config.optim.clip
         # Once: at 28 M parameters each pass over the gradients takes 1 % of a step.
@@ -109,7 +111,6 @@ class PlacedModel:
         self.average.update(prevented)
 
     def _trial_pass(self, module: nn.Module) -> None:
-        """Run one forward and backward pass, for the compiler."""
         with self.precision.autocast():
             loss = self.task.train_step(module, self.loader.step(0)[0].batch, self.ranks.device)
-        loss.total.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.total.backward()  # type: ignore[no-untyped-call]

@@ -1,8 +1,6 @@
-"""Precision and device of a stage. Master weights, gradients and optimizer state stay fp32.
-
-`precision` changes the weights, so it is part of a stage's key: also `tf32`, which is fp32 but for matrix products on CUDA,
-whose factors are rounded to 10 bits of mantissa. There is no other switch.
-"""
+"""Precision and device of a stage. Master weights, gradients and optimizer state stay fp32."""
+# `precision` changes the weights, so it is part of a stage's key; also `tf32`, which is fp32 but
+# for matrix products on CUDA, whose factors are rounded to 10 bits of mantissa.
 
 import contextlib
 import logging
@@ -25,9 +23,8 @@ DTYPES = {
 
 GROWTH_INTERVAL = 2000
 
-OVERFLOWS_IN_A_ROW = (
-    32  # halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below
-)
+# Halve 2^16, or a scale that has grown for 32 000 steps, down to 1 and below.
+OVERFLOWS_IN_A_ROW = 32
 
 LOWEST_SCALE = 2.0**-16
 
@@ -38,11 +35,13 @@ log = logging.getLogger("ttrain")
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling (arXiv:1710.03740): halved when a gradient overflows, doubled after 2000 steps that did not.
+    """Loss scaling (arXiv:1710.03740): halved at an overflow, doubled after 2000 good steps."""
 
-    torch's GradScaler unscales one optimizer at a time, and on some devices only; here the factor joins the division by
-    targets. All of it is saved in the checkpoint.
-    """
+    # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
+    # the factor joins the division by targets.
+
+    # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
+    # the factor joins the division by targets.
 
     scale: float
     enabled: bool
@@ -61,13 +60,15 @@ class LossScale:
         self.overflows = 0 if finite else self.overflows + 1
         if self.overflows >= OVERFLOWS_IN_A_ROW:
             raise TTrainError(
-                f"precision is fp16, and the gradients of {self.overflows} steps in a row overflowed, the last with a loss "
-                f"scale of {self.scale:g}; no scale helps: set precision=bf16 or fp32, or lower optim.lr"
+                f"precision is fp16, and the gradients of {self.overflows} steps in a row "
+                f"overflowed, the last with a loss scale of {self.scale:g}; no scale helps: set "
+                "precision=bf16 or fp32, or lower optim.lr"
             )
         if not finite:
             self.scale = max(self.scale / 2, LOWEST_SCALE)
         elif self.good_steps == GROWTH_INTERVAL:
-            self.scale, self.good_steps = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self.good_steps = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Precision:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Number format of products outside a forward pass, where no scale keeps fp16 from underflow."""
+        """Number format of products outside a forward pass, where no loss scale protects fp16."""
         return torch.bfloat16 if self.word == "bf16" else torch.float32
 
     def loss_scale(self) -> LossScale:
@@ -94,17 +95,18 @@ class Precision:
 
 
 def resolve_precision(word: str, device: torch.device) -> Precision:
-    """Resolve a precision setting on a device: `auto` is bf16 if the chip has it, else fp16 on CUDA, else fp32.
+    """Resolve a precision: `auto` is bf16 if the chip has it, else fp16 on CUDA, else fp32.
 
-    Sets how this process multiplies fp32 matrices, for the forward and the backward pass alike. Raises UsageError if
-    tf32 is requested and the device has none.
+    Sets how this process multiplies fp32 matrices. Raises UsageError if the device lacks tf32.
     """
     requested = word
     if word == "auto":
-        word = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
+        without_bf16 = "fp16" if device.type == "cuda" else "fp32"
+        word = "bf16" if has_bf16(device) else without_bf16
     if word == "tf32" and not is_ampere(device):
         raise UsageError(
-            f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set precision=fp32 or auto"
+            f"precision is tf32, which needs CUDA on Ampere or newer, not {device}; set "
+            "precision=fp32 or auto"
         )
     if requested == "bf16" and device.type != "mps" and not has_bf16(device):
         faster = "fp16" if device.type == "cuda" else "fp32"
@@ -117,7 +119,7 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes bf16 in hardware; emulated, it is slower than fp32. Not on MPS: Apple's M1 has none."""
+    """Whether the device computes bf16 in hardware; not MPS, since Apple's M1 does not."""
     if device.type == "cuda":
         return is_ampere(device)
     if device.type == "cpu":
@@ -126,28 +128,28 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The number format of products with a tensor: that of autocast, where it is on, else its own."""
+    """The number format of products with a tensor: that of autocast if on, else its own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def is_ampere(device: torch.device) -> bool:
-    """Whether it is a GPU of compute capability 8.0 or newer: with bf16, tf32, grouped products and flash attention."""
+    """Whether it is a GPU with bf16, tf32, grouped products and flash attention."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device") -> torch.device:
-    """`auto`: cuda, then mps, then cpu. Raises UsageError if the device, or one for this rank, does not exist; it was set by
-    the setting or option `name`."""
+    """`auto`: cuda, then mps, then cpu. `name`: the setting or option, for messages.
+
+    Raises UsageError if the device, or one for this rank, does not exist.
+    """
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    requested, word = (
-        word,
-        next(name for name in available if available[name]) if word == "auto" else word,
-    )
+    requested = word
+    word = next(name for name in available if available[name]) if word == "auto" else word
     if not available[word]:
         raise UsageError(
             f"{name} is {word}, but torch {torch.__version__} finds no such device here; "
@@ -156,21 +158,19 @@ def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device")
     count = torch.cuda.device_count() if word == "cuda" else 1
     if word != "cpu" and local_rank >= count:
         raise UsageError(
-            f"runtime.device is {requested} and runtime.devices is more than the {count} of {word} here; "
-            f"set runtime.devices={count}, or runtime.device=cpu"
+            f"runtime.device is {requested} and runtime.devices is more than the {count} of "
+            f"{word} here; set runtime.devices={count}, or runtime.device=cpu"
         )
     return torch.device(word, local_rank) if word == "cuda" else torch.device(word)
 
 
 def set_deterministic(on: bool) -> None:
-    """Use deterministic kernels; call before the first one runs. Operations without one warn.
-
-    Eager code on a CPU is deterministic as it is. Compiled code is not: on two threads it gave six results in six runs,
-    and with this setting one. On CUDA cuBLAS also needs a fixed workspace (docs.nvidia.com/cuda/cublas,
-    "Results reproducibility").
-    """
+    """Use deterministic kernels; call before the first one runs. Operations without one warn."""
+    # Eager CPU code is deterministic anyway. Compiled code gave six results in six runs on two
+    # threads, and with this one. On CUDA cuBLAS also needs a fixed workspace
+    # (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on, warn_only=True)
     # A debugging aid that fills every new tensor with NaN.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

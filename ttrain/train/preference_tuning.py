@@ -1,8 +1,6 @@
-"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers that its reference is made of.
-
-Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are the chosen and the rejected
-one of a pair.
-"""
+"""Preference tuning: its losses, the task of the stage `dpo`, and the scores of answers."""
+# Letters in names: B rows, T positions, A answers of a batch, P pairs. Answers 2k and 2k + 1 are
+# the chosen and the rejected one of a pair.
 
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
@@ -19,7 +17,10 @@ from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.language_modeling import CausalTask
 from ttrain.train.task import LossSum, Metrics, Sums
 
-CHOSEN, REJECTED, LEADS, RATIOS = "chosen", "rejected", "leads", "ratios"  # sums of a step
+CHOSEN = "chosen"
+REJECTED = "rejected"
+LEADS = "leads"
+RATIOS = "ratios"  # sums of a step
 
 
 Count = TypeVar("Count", int, Array)
@@ -28,7 +29,7 @@ Scores = tuple[Tensor, Tensor]  # log-probability and number of the tokens of ea
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of a batch: log-probabilities, summed over their tokens, under the model and under the reference."""
+    """The answers of a batch: summed log-probabilities under the model and the reference."""
 
     log_probs_A: Tensor
     reference_A: Tensor  # zeros where the loss has no reference
@@ -44,7 +45,7 @@ class Answers:
 def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     """The loss of a batch, summed over its pairs, with kto over its answers.
 
-    `reference_point`: of kto, in units of a log-ratio; the same for all micro-batches and ranks of a step.
+    `reference_point`: of kto, a log-ratio; the same on all ranks in a step.
     """
     losses = (
         kto(config, answers, reference_point)
@@ -54,33 +55,31 @@ def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     total = losses.sum()
     weight = 1.0 if config.loss == "orpo" else config.sft_weight
     if weight:
-        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(
-            min=1
-        )  # their mean, of each answer
+        # Their mean, of each answer.
+        token_losses_A = -answers.log_probs_A / answers.tokens_A.clamp(min=1)
         total = total + weight * token_losses_A.masked_select(answers.ratings_A > 0).sum()
     return total
 
 
 def loss_count(config: Dpo, answers: Count) -> Count:
-    """The number of losses of so many answers, by which their sum is divided."""
+    """The number of losses of so many answers, which divides their sum."""
     return answers if config.loss == "kto" else answers // 2
 
 
 def log_ratios(config: Dpo, answers: Answers) -> Tensor:
-    """Log-ratio of each answer to the reference, [A]; divided by its tokens where the loss or the settings say so."""
+    """Log-ratio of each answer to the reference, [A]; per token for some losses and settings."""
     if config.length_normalized or config.loss in ("ipo", "simpo", "orpo"):
         return answers.ratios_A / answers.tokens_A.clamp(min=1)
     return answers.ratios_A
 
 
 def pair_losses(config: Dpo, answers: Answers) -> Tensor:
-    """The loss of each pair, [P], without the cross entropy of the chosen answers."""
+    """The loss of each pair, [P], without the cross entropy of chosen answers."""
     chosen_P, rejected_P = log_ratios(config, answers).view(-1, 2).unbind(1)
     lead_P = chosen_P - rejected_P
     if config.loss == "ipo":
-        return (
-            lead_P - 1 / (2 * config.beta)
-        ).square()  # arXiv:2310.12036, equation 17: a lead a token
+        # ArXiv:2310.12036, equation 17: a lead a token.
+        return (lead_P - 1 / (2 * config.beta)).square()
     if config.loss == "simpo":
         return sigmoid(config.beta * lead_P - config.margin)
     if config.loss == "orpo":
@@ -89,7 +88,7 @@ def pair_losses(config: Dpo, answers: Answers) -> Tensor:
 
 
 def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid of the lead in reward (arXiv:2305.18290); smoothed, as if that share of pairs were swapped."""
+    """-log sigmoid of the lead in reward (arXiv:2305.18290); smoothed for swapped pairs."""
     losses_P = -F.logsigmoid(lead_P)
     if not label_smoothing:
         return losses_P
@@ -98,14 +97,13 @@ def sigmoid(lead_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 def log_odds(log_prob: Tensor) -> Tensor:
     """log p / (1 - p) of a mean log-probability below 0 (arXiv:2403.07691)."""
-    log_prob = log_prob.clamp(
-        max=-torch.finfo(log_prob.dtype).eps
-    )  # an answer that is certain has infinite odds
+    # An answer that is certain has infinite odds.
+    log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
 def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
-    """The loss of each answer, [A] (arXiv:2402.01306): how far its reward is on the wrong side of the reference point."""
+    """The loss of each answer, [A] (arXiv:2402.01306): its reward against the reference point."""
     gains_A = config.beta * (log_ratios(config, answers) - reference_point) * answers.ratings_A
     weights_A = torch.where(
         answers.ratings_A > 0, config.desirable_weight, config.undesirable_weight
@@ -113,13 +111,13 @@ def kto(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
     return weights_A * torch.sigmoid(-gains_A)
 
 
-# --- the task -----------------------------------------------------------------------------------------------------------
+# --- the task ---
 
 
 def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> Scores:
-    """The scores of the answers, in one forward pass. `model`: NextTokenLoss.
+    """The scores of the answers, in one forward pass of a NextTokenLoss.
 
-    In fp64 where the device has it: the sums of two passes then differ by the rounding of their terms alone.
+    In fp64 if the device has it: two passes then differ by the rounding of their terms alone.
     """
     return _scored(model, batch, device, next_only=True)[0]
 
@@ -127,7 +125,6 @@ def score_answers(model: nn.Module, batch: PairBatch, device: torch.device) -> S
 def _scored(
     model: nn.Module, batch: PairBatch, device: torch.device, **options: Any
 ) -> tuple[Scores, Tensors, Tensors]:
-    """The scores of the answers, the balance terms of routers, and sums over their choices; options of NextTokenLoss."""
     arrays = (
         batch.input_ids_BT,
         batch.positions_BT,
@@ -147,18 +144,18 @@ def _scored(
 
 
 def is_paired(answer_ids_A: Array) -> bool:
-    """Whether all answers are in pairs, none of them rated alone."""
-    chosen_P, rejected_P = answer_ids_A[::2], answer_ids_A[1::2]
+    """Whether all answers are in pairs, none rated alone."""
+    chosen_P = answer_ids_A[::2]
+    rejected_P = answer_ids_A[1::2]
     return len(chosen_P) == len(rejected_P) and bool((chosen_P + 1 == rejected_P).all())
 
 
 @final
 class PreferenceTuning(CausalTask):
-    """Learns to prefer one answer to another. The pairs bring the log-probabilities of the reference with them.
+    """Learns to prefer one answer to another; rows bring the reference's log-probabilities."""
 
-    The reference point of kto is the mean log-ratio of all answers of the step before, at least 0; 0 in the first step,
-    in which model and reference are equal. So it is the same for all micro-batches and ranks.
-    """
+    # The reference point of kto is the mean log-ratio of all answers of the step before, at least
+    # 0; 0 in the first step. So it is the same for all micro-batches and ranks.
 
     config: Dpo
 
@@ -167,7 +164,7 @@ class PreferenceTuning(CausalTask):
         self._reference_point = 0.0
 
     def train_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:
-        """As in other trainings routers add their balance terms, of which each row brings as many as it has losses."""
+        """Routers add their balance terms, weighted by the losses of each row."""
         [weights_B] = on_device([loss_count(self.config, batch.answers_B)], device)
         scores, balance, router_sums = _scored(model, batch, device, weights_B=weights_B)
         loss = self._loss(scores, batch, device)
@@ -188,8 +185,8 @@ class PreferenceTuning(CausalTask):
         rated = rows.counts()["rated_answers"]
         if rated and self.config.loss != "kto":
             raise UsageError(
-                f"dpo.loss is {self.config.loss}, which compares two answers, but {rated} rows of data.dpo have a single "
-                f"rated one; set dpo.loss=kto, or bring pairs"
+                f"dpo.loss is {self.config.loss}, which compares two answers, but {rated} rows of "
+                "data.dpo have a single rated one; set dpo.loss=kto, or bring pairs"
             )
 
     def after_step(self, sums: Sums) -> None:
@@ -204,7 +201,7 @@ class PreferenceTuning(CausalTask):
         self._reference_point = float(state.get("reference_point", 0.0))
 
     def figures(self, sums: Sums) -> Metrics:
-        """Means over answers and pairs: log-probabilities, rewards, tokens, share of pairs in which the chosen one leads."""
+        """Means over answers and pairs: log-probabilities, rewards, tokens, leads."""
         means = dict(super().figures(sums))
         for name in (CHOSEN, REJECTED):
             number, *totals = sums[name]
@@ -236,10 +233,10 @@ class PreferenceTuning(CausalTask):
         return LossSum(total, loss_count(self.config, len(batch.answer_ids_A)), sums=sums)
 
     def _sums(self, answers: Answers, *, paired: bool) -> Tensors:
-        log_probs_A, ratios_A = answers.log_probs_A.detach(), answers.ratios_A.detach()
-        rewards_A = (
-            self.config.beta * log_ratios(self.config, answers).detach()
-        )  # implicit; without a reference beta log pi
+        log_probs_A = answers.log_probs_A.detach()
+        ratios_A = answers.ratios_A.detach()
+        # Implicit; without a reference beta log pi.
+        rewards_A = self.config.beta * log_ratios(self.config, answers).detach()
         sums = dict[str, Tensor]()
         for name, rating in ((CHOSEN, 1), (REJECTED, -1)):
             mine = (answers.ratings_A == rating).to(log_probs_A)

@@ -1,4 +1,4 @@
-"""Example of a user-defined task: a small network learns a function of two numbers, in seconds."""
+"""Example of a user-defined task: a small network learns a function in seconds."""
 
 from typing import final
 
@@ -13,7 +13,7 @@ from ttrain.train.task import Criterion, LossSum, UserTask
 
 @final
 class Regression(UserTask):
-    """Learns y = sin(3a) + ab for a and b between -1 and 1; the loss is the squared error, whose mean is the MSE."""
+    """Learns y = sin(3a) + ab for a and b between -1 and 1, by the squared error."""
 
     class Config(TaskConfig):
         """The task's own settings, and other defaults for common ones."""

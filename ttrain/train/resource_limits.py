@@ -20,8 +20,10 @@ from ttrain.errors import TTrainError, UsageError
 GB = 1e9
 CGROUP = Path("/sys/fs/cgroup")
 CAP_SHARE = 0.8  # of the memory that is free
-# What a training takes before its first step, and the stack of a thread: with less, libraries end it in words of their own.
-START_BYTES, THREAD_BYTES = 40_000_000, 8 << 20
+# What a training takes before its first step, and the stack of a thread: with less, libraries end
+# it in words of their own.
+START_BYTES = 40_000_000
+THREAD_BYTES = 8 << 20
 
 # The last is oneDNN's, where it has no memory to compile a product in.
 PHRASES = (
@@ -41,24 +43,26 @@ def limit_bytes(runtime: Runtime) -> float | None:
 
 
 def limit_memory(limit: float | None, device: torch.device) -> None:
-    """Limit this process to `limit` bytes of the memory that it computes in; larger allocations fail at once.
+    """Limit this process to `limit` bytes of computing memory; larger allocations fail at once.
 
-    On CUDA that is what torch's allocator takes of the GPU (the context's half gigabyte comes on top). On a CPU it is what
-    the process, and each child of it, has that no file backs (RLIMIT_DATA, which unlike RLIMIT_AS counts neither mapped
-    shards nor libraries). macOS enforces no such limit, so there it is a warning. Raises UsageError where the process has
-    more already.
+    Raises UsageError if the process has more already.
     """
+    # On CUDA: of torch's allocator (the context takes half a gigabyte more). On Linux: of what no
+    # file backs (RLIMIT_DATA, without mapped shards and libraries), also in children. macOS
+    # enforces no such limit.
     if limit is None:
         return
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     elif device.type == "cpu" and sys.platform == "linux":
-        used, more = data_bytes() / GB, (START_BYTES + THREAD_BYTES * torch.get_num_threads()) / GB
+        used = data_bytes() / GB
+        more = (START_BYTES + THREAD_BYTES * torch.get_num_threads()) / GB
         if used + more >= limit / GB:
             raise UsageError(
-                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used:.2f} before it trains, and needs "
-                f"{more:.2f} to begin; set runtime.memory_limit_gb above {used + more:.2f}"
+                f"runtime.memory_limit_gb is {limit / GB:g}, but the process has {used:.2f} "
+                f"before it trains, and needs {more:.2f} to begin; set runtime.memory_limit_gb "
+                f"above {used + more:.2f}"
             )
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         soft = int(limit) if hard == resource.RLIM_INFINITY else min(int(limit), hard)
@@ -72,13 +76,11 @@ def limit_memory(limit: float | None, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> float:
-    """Memory that a training could have: free on the GPU, else on the machine, within what the container may use."""
+    """Free memory of the GPU, else of the machine within the container's limit."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free, file = (
-        float(psutil.virtual_memory().available),
-        CGROUP / "memory.max",
-    )  # of cgroups of version 2
+    free = float(psutil.virtual_memory().available)
+    file = CGROUP / "memory.max"  # of cgroups of version 2
     limit = file.read_text().strip() if file.exists() else "max"
     return (
         free
@@ -95,7 +97,7 @@ def data_bytes() -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator[None]:
-    """Turn an out-of-memory error of Python, numpy, torch or CUDA into a TTrainError that says how to fix it."""
+    """Turn an out-of-memory error into a TTrainError that says how to fix it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -115,14 +117,16 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, numpy, torch or CUDA says that memory is out; torch.OutOfMemoryError is a RuntimeError."""
+    """Whether an error of Python, numpy, torch or CUDA says that memory is out."""
     return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in PHRASES)
 
 
 @contextlib.contextmanager
 def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
-    """Let an allocation fail that is larger than this rank's share of the memory that is free, before the system ends the
-    process; on a CPU with Linux. A limit of its own that is lower stays."""
+    """Limit allocations to this rank's share of free memory, so that the system kills nothing.
+
+    On a CPU with Linux; a lower limit stays.
+    """
     if device.type != "cpu" or sys.platform != "linux":
         yield
         return
@@ -137,7 +141,7 @@ def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
 
 
 class NightThrottle:
-    """Switches between day and night settings by the clock; by night half of the day's `rows_per_device` and threads."""
+    """Switches settings by the clock; by night half of the rows of a micro-batch and threads."""
 
     def __init__(
         self,
@@ -148,18 +152,17 @@ class NightThrottle:
         memory_limit: float | None = None,
         clock: Callable[[], datetime] | None = None,
     ) -> None:
-        self.settings, self.on = settings, False
-        self._device, self._rows_per_device, self._memory_limit = (
-            device,
-            rows_per_device,
-            memory_limit,
-        )
+        self.settings = settings
+        self.on = False
+        self._device = device
+        self._rows_per_device = rows_per_device
+        self._memory_limit = memory_limit
         self._threads = torch.get_num_threads()
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
         self._clock = clock or (lambda: datetime.now(zone))
 
     def is_night(self) -> bool:
-        """Whether it is night now; the window holds its start and not its end, and may span midnight."""
+        """Whether it is night now; the window has its start but not its end."""
         return is_in_window(
             self._clock().time(),
             time.fromisoformat(self.settings.start),
@@ -167,24 +170,22 @@ class NightThrottle:
         )
 
     def set(self, on: bool) -> int:
-        """Switch night settings on or off; returns the rows of a micro-batch from now on."""
+        """Switch night settings on or off; returns the rows of a micro-batch."""
         self.on = on
         rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
         threads = max(1, self._threads // 2) if on else self._threads
         torch.set_num_threads(threads)
         if self._device.type == "cuda" and self.settings.memory_share is not None:
-            limit_memory(self._gpu_limit(on, self.settings.memory_share), self._device)
+            day = self._memory_limit or math.inf
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            # Less than what is in use would end what fits by day.
+            used = torch.cuda.max_memory_reserved(self._device)
+            by_night = min(day, max(self.settings.memory_share * total, used))
+            limit_memory(by_night if on else day, self._device)
         log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
         return rows
 
-    def _gpu_limit(self, on: bool, share: float) -> float:
-        """Bytes that this process may have of the GPU, infinite without a limit."""
-        day = self._memory_limit or math.inf
-        most = share * torch.cuda.get_device_properties(self._device).total_memory
-        used = torch.cuda.max_memory_reserved(self._device)  # less would end what fits by day
-        return min(day, max(most, used)) if on else day
-
 
 def is_in_window(now: time, start: time, end: time) -> bool:
-    """Whether a time of day lies in a window that may span midnight; if start and end are equal, always."""
+    """Whether a time lies in a window that may span midnight; always if start and end are equal."""
     return start <= now < end if start < end else now >= start or now < end

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, in optimizer steps; plain arithmetic, so that the plan can use them without torch."""
+"""Learning-rate schedules in optimizer steps, without torch, which the plan does not import."""
 
 import math
 from collections.abc import Callable
@@ -7,20 +7,21 @@ from ttrain.config import Schedule, Training
 
 WARMUP_STEPS = 10
 MINIMIND_FLOOR = 0.1
-QUICK_SHARE = 0.02  # of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %
-FEWEST_QUICK_ROWS, MOST_QUICK_ROWS = 4, 64
+# Of the time of a training's steps that its quick validations may take; LoRA's took up to 2.9 %.
+QUICK_SHARE = 0.02
+FEWEST_QUICK_ROWS = 4
+MOST_QUICK_ROWS = 64
 BUDGET = frozenset({"tokens", "epochs"})  # settings that may change when a checkpoint is continued
 
 
-RATES = frozenset(
-    {"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"}
-)  # may also change if the user names the run to continue
+# May also change if the user names the run to continue.
+RATES = frozenset({"optim.lr", "optim.muon_lr", "optim.embedding_lr", "optim.head_lr"})
 
 
 def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
-    """(optimizer steps, rows consumed) of a budget over a set of `rows` rows; tokens are rounded up to whole steps.
+    """(optimizer steps, rows consumed) of a budget over `rows` rows; tokens round up.
 
-    `fill`: the tokens of a mean row, as a share of `row_length`, where rows count by their length; then it is an estimate.
+    `fill`: mean tokens of a row, as a share of `row_length`, if rows count by length.
     """
     if config.token_budget is not None:
         steps = math.ceil(config.token_budget / (config.step_tokens * fill))
@@ -31,55 +32,52 @@ def steps_of(config: Training, rows: int, fill: float = 1.0) -> tuple[int, int]:
 
 
 def spread_steps(steps: int, times: int) -> frozenset[int]:
-    """`times` evenly spread steps of a run, including the last; all steps if there are fewer."""
+    """`times` evenly spread steps of a run, with the last; all steps if there are fewer."""
     return frozenset(-(-steps * number // times) for number in range(1, times + 1))
 
 
 def quick_rows(rows: int, times: int) -> int:
-    """How many rows each of the quick validations of a training over `rows` rows may have.
-
-    A forward pass takes about a third of a row's training (the quickstart's pretraining: 0.34), and all of them together may
-    take 2 % of it. A power of two, so that most runs that are compared are measured on the same rows.
-    """
+    """Rows of each quick validation of a training over `rows` rows."""
+    # A forward pass takes a third of a row's training (quickstart: 0.34), and all of them may take
+    # 2 % of it. A power of two, so that most runs are measured on the same rows.
     most = int(QUICK_SHARE * 3 * rows / max(1, times))
     return min(MOST_QUICK_ROWS, max(FEWEST_QUICK_ROWS, 1 << most.bit_length() >> 1))
 
 
 def warmup_steps(config: Schedule) -> int:
-    """Steps of the warm-up: as set, else 10, and none for `minimind`, whose formula has none."""
+    """Steps of the warm-up: as set, else 10; 0 for `minimind`, whose formula has none."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     return 0 if config.kind == "minimind" else WARMUP_STEPS
 
 
 def decay_start(config: Schedule, steps: int) -> int:
-    """First step of a decay that ends with the run; the number of steps for constant and exponential rates, without one."""
+    """First step of a decay that ends with the run; `steps` for constant and exponential rates."""
     return steps if config.kind in ("constant", "exponential") else _peak_end(config, steps)
 
 
 def shared_steps(config: Schedule, steps: int) -> int:
-    """First step at which the learning rate depends on the length of the run; before it, runs of any length agree."""
+    """First step at which the rate depends on the length of the run."""
     return 0 if steps > (config.full_rate_steps or steps) else decay_start(config, steps)
 
 
 def plateau_end(config: Schedule, steps: int) -> int | None:
-    """Steps before the decay of `infinite`, which another training continues; None for other kinds, or if there are none."""
+    """Steps before the decay of `infinite`, which another training continues; None without any."""
     end = decay_start(config, steps)
     return end if config.kind == "infinite" and end > 0 else None
 
 
 def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
-    """Factor of the peak learning rate at an optimizer step, counted from 0; pure arithmetic, so resuming cannot change it.
-
-    The first of w warm-up steps has 1/(w + 1), never 0. A decay from step s has done (step - s)/(steps - s) of itself: its
-    first step still has the peak, and the floor would be reached by the step after the last. Every decay is
-    floor + (1 - floor) * shape, which nears the floor smoothly where max(floor, shape) would bend.
-
-    `minimind` is lr * (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps (github.com/jingyaogong/minimind, `get_lr`,
-    where t counts micro-batches from 1); `wsd` is the 1 - sqrt cooldown of arXiv:2405.18392, and so is the branch of
-    `infinite` (arXiv:2403.08763); `cosine` is arXiv:1608.03983.
-    """
-    warmup, start = warmup_steps(config), _peak_end(config, steps)
+    """Factor of the peak learning rate at an optimizer step, counted from 0."""
+    # The first of w warm-up steps has 1/(w + 1). A decay from step s has done (step - s)/(steps -
+    # s): its first step has the peak, the step after the last would reach the floor. Every decay is
+    # floor + (1 - floor) * shape, which, unlike max(floor, shape), has no bend. `minimind` is lr *
+    # (0.1 + 0.45 * (1 + cos(pi * t/T))), t = step, T = steps (github.com/jingyaogong/minimind,
+    # `get_lr`, where t counts micro-batches from 1); `wsd` and the branch of `infinite`
+    # (arXiv:2403.08763) are the 1 - sqrt cooldown of arXiv:2405.18392; `cosine` is
+    # arXiv:1608.03983.
+    warmup = warmup_steps(config)
+    start = _peak_end(config, steps)
     floor = MINIMIND_FLOOR if config.kind == "minimind" else config.floor
     peak = min(1.0, math.sqrt((config.full_rate_steps or steps) / max(1, steps)))
 
@@ -94,7 +92,6 @@ def schedule(config: Schedule, steps: int) -> Callable[[int], float]:
 
 
 def _peak_end(config: Schedule, steps: int) -> int:
-    """First step after the warm-up that may be below the peak; `steps` if there is none."""
     hold_end = min(warmup_steps(config) + config.hold_steps, steps)
     if config.kind in ("linear", "wsd", "infinite"):
         return max(hold_end, steps - round(config.decay_fraction * steps))
@@ -102,7 +99,7 @@ def _peak_end(config: Schedule, steps: int) -> int:
 
 
 def _shape(config: Schedule, step: int, steps: int) -> float:
-    """Remaining share, 1 to 0, of a decay over `steps` steps, at its own step counted from 0."""
+    """Remaining share, 1 to 0, of a decay over `steps` steps, at its own step from 0."""
     done = step / steps
     if config.kind == "linear":
         return 1 - done

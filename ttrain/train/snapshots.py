@@ -1,4 +1,4 @@
-"""Snapshots of a run at the end of a step, copied into reusable memory so that training can continue."""
+"""Snapshots of a run at the end of a step, copied into reusable memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ from ttrain.train.distributed import Tensors
 
 HEADERS_BYTES = 1 << 20  # headers and JSON files; every checkpoint so far had less than half of it
 
-Memory = tuple[
-    dict[str, Tensor], dict[str, Tensor]
-]  # held for weights, and for the optimizer's state
+# Held for weights, and for the optimizer's state.
+Memory = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,11 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Memory for the snapshots of one run: CPU copies that stay allocated, pinned where the tensors come from CUDA.
+    """CPU memory for the snapshots of one run, which stays allocated; pinned for CUDA."""
 
-    Memory that is new costs a page fault every 4 KiB: 300 MB took 90 to 500 ms to copy into new memory on two EPYC cores,
-    and 17 ms into memory that was there. The second set is allocated only if a snapshot is taken while the first is being
-    written; if both are in use, the trainer waits.
-    """
+    # New memory costs a page fault every 4 KiB: copying 300 MB took 90 to 500 ms into it on two
+    # EPYC cores, 17 ms into old memory. The second set is allocated only if a snapshot is taken
+    # while the first is written; if both are in use, the trainer waits.
 
     def __init__(self, sets: int = 2) -> None:
         self._free: LifoQueue[Memory] = LifoQueue()
@@ -56,7 +54,7 @@ class SnapshotBuffers:
 
 
 def copy_tensors(tensors: Tensors) -> dict[str, Tensor]:
-    """Copy tensors to CPU memory: contiguous copies that training no longer changes."""
+    """Contiguous copies in CPU memory, which training no longer changes."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }
@@ -69,7 +67,6 @@ def needed_bytes(snapshot: Snapshot) -> int:
 
 
 def _copy_into(buffers: dict[str, Tensor], tensors: Tensors) -> dict[str, Tensor]:
-    """Copy tensors into reusable buffers by name; a buffer is reallocated if shape or type changed."""
     for name in buffers.keys() - tensors.keys():
         del buffers[name]
     for name, tensor in tensors.items():

@@ -1,9 +1,7 @@
-"""The figures of optimizer steps and validations: summed over micro-batches and ranks, and read at once or later.
-
-Figures of a step may stay on the device until a logging step, so that the host does not wait for a GPU in between. It
-cannot see then whether a gradient is finite before it asks for the update. So the device decides: the update of a step that
-is not finite changes nothing, as if it had been skipped, and the host learns of it when it reads the figures.
-"""
+"""Metrics of steps and validations: summed over micro-batches and ranks, read at once or later."""
+# They may stay on the device until a logging step, so that the host does not wait for a GPU. Then
+# the device decides whether a gradient is finite: the update of a step that is not changes nothing,
+# and the host learns of it when it reads the metrics.
 
 import math
 import time
@@ -26,17 +24,20 @@ from ttrain.train.task import LossSum, Metrics, TrainingTask
 PART = "part/"  # before the name of a part of the loss, among the names of sums
 
 
+SHOWN_ROWS = 16
+# A run that only skips learns nothing: the weights are non-finite, or the data is bad.
+SKIPS_IN_A_ROW = 20
+
+
 @dataclass
 class MicroBatchSums:
-    """Sums over the micro-batches of a step on one rank: of their targets, their losses, and vectors by name."""
+    """Sums over the micro-batches of a step on one rank: targets, losses, vectors by name."""
 
     live: int = 0
-    losses: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by the number of the micro-batch, on the device
-    vectors: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # parts of the loss, of length 1, and other sums
+    # By the number of the micro-batch, on the device.
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    # Parts of the loss, of length 1, and other sums.
+    vectors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, number: int, loss: LossSum) -> None:
         """Add a micro-batch."""
@@ -52,7 +53,7 @@ class MicroBatchSums:
         return all(name.startswith(PART) for name in self.vectors)
 
     def read(self) -> dict[str, list[float]]:
-        """The vectors as numbers, for which the host waits for the device."""
+        """The vectors as numbers; waits for the device."""
         return {name: vector.tolist() for name, vector in self.vectors.items()}
 
 
@@ -64,18 +65,18 @@ class ReducedSums:
         self._lengths: dict[str, int] | None = None
 
     def flat(self, vectors: Mapping[str, Any]) -> list[Any]:
-        """All numbers in the agreed order, 0 for missing ones. Raises TTrainError for a part not in the first step."""
+        """All numbers in the agreed order, 0 if missing. Raises TTrainError for a new part."""
         if self._lengths is None:
             agreed = self._ranks.union(
                 [f"{name}|{len(vector)}" for name, vector in vectors.items()]
             )
-            self._lengths = {
-                name: int(length) for name, length in (entry.rsplit("|", 1) for entry in agreed)
-            }
+            pairs = [entry.rsplit("|", 1) for entry in agreed]
+            self._lengths = {name: int(length) for name, length in pairs}
         if unknown := sorted(vectors.keys() - self._lengths.keys()):
             raise TTrainError(
-                f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step did not have; return the "
-                f"same parts from every training step, with 0 for an absent one"
+                f"the loss has the part {unknown[0].removeprefix(PART)!r}, which the first step "
+                "did not have; return the same parts from every training step, with 0 for an "
+                "absent one"
             )
         return [
             number
@@ -98,7 +99,7 @@ class ReducedSums:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that was done or skipped; sums are over all ranks, the losses those of this rank's micro-batches."""
+    """A step that was done or skipped: sums over all ranks, losses of this rank's micro-batches."""
 
     step: int
     live: float
@@ -121,11 +122,12 @@ class FinishedStep:
 
 
 class DeferredSteps:
-    """The steps since the last reading. After more in a row that are not finite than may be skipped nothing is updated."""
+    """The steps since the last reading. After too many skips in a row nothing is updated."""
 
     def __init__(self, device: torch.device, config: Loop) -> None:
         self._steps: list[tuple[Callable[..., FinishedStep], Tensor, float]] = []
-        self._device, self._most_skips = device, SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
+        self._device = device
+        self._most_skips = SKIPS_IN_A_ROW if config.nonfinite == "skip" else 0
         self._over = torch.zeros((), device=device)
         self._skips: Tensor | None = None  # in a row
         self._began = time.monotonic()
@@ -138,7 +140,7 @@ class DeferredSteps:
         )
 
     def prevents(self, total: Tensor, norm: Tensor, skips: int) -> Tensor:
-        """1.0 where the step may not be applied, else 0.0, on the device. `skips`: in a row before the first of all."""
+        """1.0 if the step may not be applied, else 0.0. `skips`: in a row before the first step."""
         if self._skips is None:
             self._skips = torch.full((), float(skips), device=self._device)
         bad = (~(torch.isfinite(total) & torch.isfinite(norm))).float()
@@ -154,14 +156,15 @@ class DeferredSteps:
         data_seconds: float,
         began: float,
     ) -> None:
-        """Add a step that began at this time of `time.monotonic`; `finish`: FinishedStep with its first three fields."""
+        """Add a step; `finish`: FinishedStep with its first three fields."""
         if not self._steps:
             self._began = began
         self._steps.append((finish, torch.cat([norm.double().view(1), figures]), data_seconds))
 
     def read(self) -> Iterator[FinishedStep]:
-        """Wait for the device; the steps since the last reading, each with its share of the seconds."""
-        steps, self._steps = self._steps, []
+        """Wait for the device; yields the steps since the last reading."""
+        steps = self._steps
+        self._steps = []
         if not steps:
             return
         numbers = torch.stack([figures for _, figures, _ in steps]).tolist()
@@ -173,13 +176,14 @@ class DeferredSteps:
 def measure(
     task: TrainingTask, model: nn.Module, batches: Sequence[Any], ranks: Ranks, precision: Precision
 ) -> tuple[float, Metrics]:
-    """Mean loss per target over the batches, NaN if there are none, and the figures of the task over the same batches."""
-    was_training, total, sums = model.training, 0.0, MicroBatchSums()
+    """Mean loss per target over the batches, NaN without any, and the metrics of the task."""
+    was_training = model.training
+    total = 0.0
+    sums = MicroBatchSums()
     model.eval()
     for number in range(ranks.rank, -(-len(batches) // ranks.world) * ranks.world, ranks.world):
-        is_filler = number >= len(
-            batches
-        )  # sharded models must be called equally often on all ranks
+        # Sharded models must be called equally often on all ranks.
+        is_filler = number >= len(batches)
         batch = batches[0].without_targets() if is_filler else batches[number]
         with precision.autocast():
             loss = task.validation_step(model, batch, ranks.device)
@@ -192,24 +196,17 @@ def measure(
     return total / live if live else math.nan, dict(task.figures(others)) if others else {}
 
 
-SHOWN_ROWS = 16
-
-SKIPS_IN_A_ROW = (
-    20  # a run that only skips learns nothing: the weights are non-finite, or the data is bad
-)
-
-
 class NonFinite(TTrainError):
-    """The loss or the gradient of a step is not finite; `rows` are those of the micro-batches to blame."""
+    """The loss or the gradient of a step is not finite; `rows` are those to blame."""
 
     def __init__(
         self, finished: FinishedStep, rows: Sequence[int], config: Loop, in_a_row: int
     ) -> None:
         """`in_a_row`: such steps up to this one."""
-        self.step, self.rows = finished.step + 1, list(rows)
-        self.is_skipped = (
-            config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
-        )  # else the run ends
+        self.step = finished.step + 1
+        self.rows = list(rows)
+        # Else the run ends.
+        self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
         shown = first_of(self.rows, SHOWN_ROWS)
         remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         if config.nonfinite == "skip":
@@ -217,14 +214,15 @@ class NonFinite(TTrainError):
             remedy = f"; {'it is skipped' if self.is_skipped else skipped}"
         name = "gradient" if math.isfinite(finished.loss) else "loss"
         super().__init__(
-            f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient norm {finished.norm:.6g}); "
-            f"its {len(self.rows)} rows: {shown}. The weights are unchanged. Check these rows, lower "
-            f"{config.prefix}optim.lr ({config.optim.lr}){remedy}"
+            f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient "
+            f"norm {finished.norm:.6g}); its {len(self.rows)} rows: {shown}. The weights are "
+            f"unchanged. Check these rows, lower {config.prefix}optim.lr "
+            f"({config.optim.lr}){remedy}"
         )
 
 
 def rows_to_blame(parts: Sequence[Array], losses: Mapping[int, Tensor], ranks: Ranks) -> list[int]:
-    """Rows of the micro-batches with a non-finite loss, on any rank; all rows of the step if only the gradient is."""
+    """Rows of micro-batches with a non-finite loss on any rank; all rows if there are none."""
     bad = [
         float(number in losses and not math.isfinite(float(losses[number])))
         for number in range(len(parts))

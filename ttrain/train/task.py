@@ -23,11 +23,15 @@ Sums = Mapping[str, Sequence[float]]  # of vectors
 Criterion = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets)
 
 
+GROUP = "ttrain.tasks"
+
+
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum over `count` targets, so that it can be divided once, by the targets of the whole global step.
+    """A loss as a sum over `count` targets, to be divided once, by the targets of the global step.
 
-    `parts`: sums that are divided and logged like it, as `loss_NAME`. `sums`: any other sums over the rows, as vectors.
+    `parts`: sums that are divided and logged like it, as `loss_NAME`. `sums`: other sums over the
+    rows, as vectors.
     """
 
     total: Tensor
@@ -37,7 +41,7 @@ class LossSum:
 
 
 class TrainingTask(ABC):
-    """Everything that the trainer needs to know about what it trains."""
+    """What the trainer needs to know about what it trains."""
 
     config: Training | TaskConfig
 
@@ -65,28 +69,25 @@ class TrainingTask(ABC):
         """Raise UsageError where the task cannot learn from rows of this kind."""
 
     def after_step(self, sums: Sums) -> None:  # noqa: B027  # most tasks have nothing to do
-        """Update tensors that the optimizers do not train, after an optimizer step.
+        """Update tensors that no optimizer trains, after a step that was not skipped.
 
-        `sums`: the sums of the step, over its micro-batches and all ranks. Called on every rank, not for skipped steps.
+        `sums`: those of the step, over micro-batches and ranks. Called on every rank.
         """
 
     def state(self) -> dict[str, float]:
-        """What the task remembers from one step to the next, for a checkpoint."""
+        """What the task remembers from step to step, for a checkpoint."""
         return {}
 
     def load_state(self, state: Metrics) -> None:  # noqa: B027  # most tasks remember nothing
         """Restore the state of a checkpoint."""
 
     def figures(self, sums: Sums) -> Metrics:
-        """Figures for the log, from the sums since the last logging step."""
+        """Metrics for the log, from the sums since the last logging step."""
         return {}
 
     def derived(self, losses: Metrics) -> Metrics:
-        """Figures for the log, from the means of the loss and its parts (`loss`, `loss_NAME`) since the last one."""
+        """Metrics for the log, from the means of the loss and its parts (`loss`, `loss_NAME`)."""
         return {}
-
-
-GROUP = "ttrain.tasks"
 
 
 def installed_tasks() -> dict[str, EntryPoint]:
@@ -95,7 +96,7 @@ def installed_tasks() -> dict[str, EntryPoint]:
 
 
 def find_task(name: str) -> EntryPoint:
-    """The entry point of a task, not imported yet. Raises UsageError with the known names if there is none."""
+    """The entry point of a task, not imported. Raises UsageError with the known names."""
     if ":" in name:
         return EntryPoint(name, name, GROUP)
     tasks = installed_tasks()
@@ -107,13 +108,13 @@ def find_task(name: str) -> EntryPoint:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A hint " (did you mean ...?)" with the closest name; "" if none is close."""
+    """A hint " (did you mean ...?)" with the closest name, or ""."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def describe_tasks() -> str:
-    """List of all tasks, for an error message."""
+    """All tasks, for an error message."""
     names = ", ".join(installed_tasks()) or "none"
     return (
         f"{names}, or any module:Class; a package adds one by an entry point of the group {GROUP}"
@@ -121,7 +122,7 @@ def describe_tasks() -> str:
 
 
 class MapStyle(Protocol):
-    """Rows as PyTorch's map-style data sets have them; `__getitems__`, where there is one, reads many at a time."""
+    """Rows as PyTorch's map-style data sets; an optional `__getitems__` reads many at a time."""
 
     def __len__(self) -> int: ...
 
@@ -131,7 +132,8 @@ class MapStyle(Protocol):
 class UserTask(TrainingTask):
     """A task that brings its own rows and settings; docs/tasks.md shows one.
 
-    Rows are read in a thread, in an order that only the seed decides, and may be read again: row n must always be the same.
+    Rows are read in a thread, in an order by the seed, and may be read again: row n must not
+    change.
     """
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
@@ -153,11 +155,11 @@ class UserTask(TrainingTask):
         return None
 
     def collate(self, rows: list[Any]) -> Any:
-        """Combine rows to the batch passed to the steps: by default stacked into tensors, as PyTorch's DataLoader does."""
+        """Combine rows to a batch, by default stacked as PyTorch's DataLoader does."""
         return default_collate(rows)
 
     def callbacks(self) -> Sequence[Callback]:
-        """Callbacks that watch the training besides ttrain's own, asked for on rank 0; docs/tasks.md names the hooks."""
+        """Own callbacks, requested on rank 0; docs/tasks.md names the hooks."""
         return ()
 
     @cached_property

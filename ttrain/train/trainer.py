@@ -1,8 +1,6 @@
-"""The training loop of every stage.
-
-It draws the rows, takes the steps, validates, logs and saves. Position and rows are functions of (seed, step), so that a run
-continues bit for bit from any checkpoint; what a step does to the weights is in `placed_model`.
-"""
+"""The training loop of every stage: draws rows, takes steps, validates, logs and saves."""
+# Position and rows are functions of (seed, step), so that a run continues bit for bit from any
+# checkpoint; what a step does to the weights is in `placed_model`.
 
 import contextlib
 import json
@@ -35,12 +33,13 @@ from ttrain.train.step_figures import (
 from ttrain.train.task import Metrics, TrainingTask
 from ttrain.train.training_options import COMPLETED, INTERRUPTED, STOPPED, FitResult, TrainerOptions
 
-QUICK, QUICK_ACCURACY = "validation_loss_quick", "validation_accuracy_quick"
+QUICK = "validation_loss_quick"
+QUICK_ACCURACY = "validation_accuracy_quick"
 log = logging.getLogger("ttrain")
 
 
 class Votes(NamedTuple):
-    """How many ranks ask to stop by a signal, to stop by a callback, and to work as in the night."""
+    """How many ranks vote for a stop by a signal, a stop by a callback, and night settings."""
 
     signal: float = 0.0
     callback: float = 0.0
@@ -57,26 +56,26 @@ class Trainer:
         options: TrainerOptions,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """Build the model, and restore the newest checkpoint. Raises UsageError if that was made under other settings."""
-        self.task, self.loader = task, loader
-        self.ranks, self.precision, self.weights = options.ranks, options.precision, options.weights
-        self.checkpoints, self.validation, self.cadence = (
-            options.checkpoints,
-            options.validation,
-            options.cadence,
-        )
-        self.night, self.stop_requested, self.identity = (
-            options.night,
-            options.stop_requested,
-            options.origin.identity,
-        )
+        """Build the model and restore the newest checkpoint. Raises UsageError."""
+        self.task = task
+        self.loader = loader
+        self.ranks = options.ranks
+        self.precision = options.precision
+        self.weights = options.weights
+        self.checkpoints = options.checkpoints
+        self.validation = options.validation
+        self.cadence = options.cadence
+        self.night = options.night
+        self.stop_requested = options.stop_requested
+        self.identity = options.origin.identity
         self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
         self._quick_steps = spread_steps(
             self.steps, self.cadence.quick_validations if self.validation.quick else 0
         )
         newest = self.checkpoints.newest() if self.checkpoints else None
-        origin, speed = options.origin, options.speed
+        origin = options.origin
+        speed = options.speed
         snapshot = newest or origin.start
         bare = task.build_model()
         self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
@@ -84,17 +83,18 @@ class Trainer:
             self.weights.load(tensors.weights)
         self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
-        self.bare, self.parallel, self.loss_scale = (
-            self.model.bare,
-            self.model.parallel,
-            self.model.loss_scale,
-        )
-        self.optimizers, self.average = self.model.optimizers, self.model.average
+        self.bare = self.model.bare
+        self.parallel = self.model.parallel
+        self.loss_scale = self.model.loss_scale
+        self.optimizers = self.model.optimizers
+        self.average = self.model.average
         self.factor = task.build_scheduler(self.steps)
-        self.counters, self._buffers = Counters(), SnapshotBuffers()
-        self._totals, self._votes = ReducedSums(self.ranks), Votes()
+        self.counters = Counters()
+        self._buffers = SnapshotBuffers()
+        self._totals = ReducedSums(self.ranks)
+        self._votes = Votes()
         defers = self.ranks.device.type == "cuda" if speed.defer is None else speed.defer
-        self._deferred = (
+        self.deferred = (
             DeferredSteps(self.ranks.device, task.config)
             if defers and self.model.can_defer
             else None
@@ -121,7 +121,8 @@ class Trainer:
             self._vote()  # a callback may remember that the run was over
             with contextlib.closing(self.loader):
                 reason = self._stop_reason() or self._loop()
-            kept_step, kept = self.step, self.counters
+            kept_step = self.step
+            kept = self.counters
             self.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 kept_step, kept = self._restore_best()
@@ -173,19 +174,15 @@ class Trainer:
         return COMPLETED
 
     def _votes_of_rank(self) -> Votes:
-        """What this rank asks for. Whether it is night is decided by the clock of rank 0."""
         is_night = self.night is not None and self.ranks.first and self.night.is_night()
-        wants_stop = (
-            self.step > 0 and self.callback_list.wants_stop()
-        )  # before the first step there is nothing to keep
+        # Before the first step there is nothing to keep.
+        wants_stop = self.step > 0 and self.callback_list.wants_stop()
         return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
 
     def _vote(self) -> None:
-        """Let the ranks vote between two steps; those of the last step still count."""
         self._votes = Votes(*map(max, self._votes, self.ranks.sum([*self._votes_of_rank()])))
 
     def _stop_reason(self) -> str | None:
-        """Why the run ends here; a signal in the last step changes nothing."""
         if self._votes.signal and self.step < self.steps:
             return INTERRUPTED
         return STOPPED if self._votes.callback else None
@@ -193,24 +190,20 @@ class Trainer:
     def _apply_night_throttle(
         self, batches: Iterator[list[MicroBatch]]
     ) -> Iterator[list[MicroBatch]]:
-        """Switch the micro-batch size when night begins or ends; batches prefetched in the old size are made again."""
         if self.night is None or self.night.on == bool(self._votes.night):
             return batches
         self.loader.rows_per_device = self.night.set(bool(self._votes.night))
         return iter(self.loader)
 
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
-        """Do one optimizer step, which began to wait for its rows at this time of `time.monotonic`."""
         data_seconds = time.monotonic() - began
-        self.optimizers.set_factor(
-            self.factor(step)
-        )  # also of a step that is skipped, whose rate is logged
+        # Also of a step that is skipped, whose rate is logged.
+        self.optimizers.set_factor(self.factor(step))
         with self.ranks.exchanging():
             sums = self.model.backward(step, micro_batches)
-            if (
-                self._deferred is not None and step > self.first and sums.only_parts
-            ):  # the first one names the parts
-                self._defer_step(self._deferred, step, sums, began, data_seconds)
+            # The first one names the parts.
+            if self.deferred is not None and step > self.first and sums.only_parts:
+                self._defer_step(self.deferred, step, sums, began, data_seconds)
                 return
             losses = (float(sums.losses[number]) for number in sorted(sums.losses))
             figures = [math.fsum(losses), *self._totals.flat(sums.read())]
@@ -218,10 +211,9 @@ class Trainer:
         factor, norm = self.model.norm(live)
         whole_norm = float(full_tensor(norm))
         if math.isfinite(total) and math.isfinite(whole_norm):
-            # A step that could have been deferred, by the same products: on a GPU other ones round otherwise.
-            prevented = (
-                None if self._deferred is None else torch.zeros((), device=self.ranks.device)
-            )
+            # A step that could have been deferred, by the same products: on a GPU other ones round
+            # otherwise.
+            prevented = None if self.deferred is None else torch.zeros((), device=self.ranks.device)
             self.model.update(factor, norm, prevented)
         self.optimizers.zero_grad()
         seconds = time.monotonic() - began
@@ -237,7 +229,6 @@ class Trainer:
         began: float,
         data_seconds: float,
     ) -> None:
-        """As `_train_step`, after the backward pass; what is on the device stays there until its figures are needed."""
         live, _ = self._agree(step, sums.live)
         figures = self.ranks.add_up(deferred.stacked(sums.losses, self._totals.flat(sums.vectors)))
         factor, norm = self.model.norm(live)
@@ -254,25 +245,23 @@ class Trainer:
     def _agree(
         self, step: int, live: int, figures: Sequence[float] = ()
     ) -> tuple[float, list[float]]:
-        """The targets and figures of a step, summed over all ranks, which vote with the same message."""
+        """Sum targets and metrics of a step over all ranks; votes travel in the same message."""
         live_sum, signal, callback, night, *summed = self.ranks.sum(
             [float(live), *self._votes_of_rank(), *figures]
         )
         self._votes = Votes(signal, callback, night)
         if not live_sum:
             raise TTrainError(
-                f"step {step + 1} has no token to learn from; every label of its rows is masked. Check what masks them, or "
-                f"give a step more rows"
+                f"step {step + 1} has no token to learn from; every label of its rows is masked. "
+                "Check what masks them, or give a step more rows"
             )
         return live_sum, summed
 
     def _reads(self, done: int) -> bool:
-        """Whether figures, or the weights as they are after them, are needed after so many steps."""
         due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
         return due or done == self.steps or done in self._quick_steps
 
     def _account(self, finished: FinishedStep) -> None:
-        """Count a step that is done, or was skipped, and pass it to the callbacks."""
         if finished.finite:
             parts, sums = self._totals.named(finished.others)
             self.task.after_step(sums)
@@ -281,9 +270,8 @@ class Trainer:
         else:
             self.counters.skipped += 1
             self.counters.skipped_in_a_row += 1
-            if (
-                not self.loss_scale.enabled
-            ):  # fp16 overflows now and then, which a smaller scale fixes
+            # Fp16 overflows now and then, which a smaller scale fixes.
+            if not self.loss_scale.enabled:
                 self._not_finite(finished)
         self.loss_scale.update(finished.finite)
         tokens = self.loader.order.step_tokens(finished.step)
@@ -308,7 +296,6 @@ class Trainer:
             self._log_window(record)
 
     def _not_finite(self, finished: FinishedStep) -> None:
-        """Skip the step, or end the run with an error that names its rows; the weights are unchanged."""
         step = finished.step
         rows = rows_to_blame(self.loader.parts(step), finished.losses, self.ranks)
         error = NonFinite(finished, rows, self.task.config, self.counters.skipped_in_a_row)
@@ -324,11 +311,9 @@ class Trainer:
         raise error
 
     def _validate_quickly(self) -> None:
-        """Log the loss on the quick rows; it does not influence checkpoints or early stopping."""
         self._log(self.step, _quick_metrics(*self.model.measure(self.validation.quick)))
 
     def _validated(self, loss: float, figures: Metrics) -> bool:
-        """Record and log a validation loss; returns whether it is the best so far."""
         improved = self.counters.validated(loss)
         self.callback_list.dispatch("validated", self.step, loss)
         of_task = {f"validation_{name}": value for name, value in figures.items()}
@@ -344,7 +329,8 @@ class Trainer:
 
     def _log_window(self, record: StepRecord) -> None:
         of_task = self.task.figures(self.counters.window.sums)
-        losses, rates = self.counters.close_window(), self.optimizers.learning_rates()
+        losses = self.counters.close_window()
+        rates = self.optimizers.learning_rates()
         metrics = {**losses, **self.task.derived(losses), **of_task}
         metrics |= {
             "lr": [*rates.values()][-1],
@@ -381,10 +367,8 @@ class Trainer:
             return
         with self.average.as_weights():
             tensors = {**self.optimizers.state(), **self.average.state()}
-            weights, optimizer = (
-                self.parallel.whole(self.weights.state()),
-                self.parallel.whole(tensors),
-            )
+            weights = self.parallel.whole(self.weights.state())
+            optimizer = self.parallel.whole(tensors)
             self._saved = step
             if not self.ranks.first:
                 return
@@ -399,11 +383,13 @@ class Trainer:
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Restore everything but the weights from a snapshot."""
-        old, new = snapshot.state["optimizers"], self._optimizer_names()
+        old = snapshot.state["optimizers"]
+        new = self._optimizer_names()
         if old != new:
             raise UsageError(
-                f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, which {' and '.join(new)} "
-                f"cannot continue; restore optim.kind, or start a new run in another output directory"
+                f"the checkpoint of step {snapshot.step} holds the state of {' and '.join(old)}, "
+                f"which {' and '.join(new)} cannot continue; restore optim.kind, or start a new "
+                "run in another output directory"
             )
         self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
@@ -435,10 +421,12 @@ class Trainer:
     def _resume_step(self, snapshot: Snapshot, allow: frozenset[str]) -> int:
         """The step at which this run continues from the snapshot: consumed rows are not read again.
 
-        Raises UsageError with the differences if it was made under other settings that may not change.
+        Raises UsageError with the differences if settings changed that may not.
         """
-        state, order = snapshot.state, self.loader.order
-        old, new = state["identity"], self.identity
+        state = snapshot.state
+        order = self.loader.order
+        old = state["identity"]
+        new = self.identity
         changes = {
             name: f"{old.get(name)} → {new.get(name)}"
             for name in sorted(old.keys() | new.keys())
@@ -448,7 +436,8 @@ class Trainer:
             raise UsageError(
                 f"the checkpoint of step {snapshot.step} was made under other settings "
                 f"({'; '.join(f'{name}: {changes[name]}' for name in refused)}); restore them, "
-                f"start a new run in another output directory, or allow the change of {', '.join(refused)} (--allow)"
+                "start a new run in another output directory, or allow the change of "
+                f"{', '.join(refused)} (--allow)"
             )
         for name, change in changes.items():
             log.warning("continues with another %s: %s", name, change)
@@ -461,14 +450,13 @@ class Trainer:
         rows = int(state["rows"])
         if rows % order.rows_per_step and rows != order.total_rows:
             raise UsageError(
-                f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is not a multiple of the "
-                f"{order.rows_per_step} rows of a step now; use a tokens_per_step that divides it, or start a new run in "
-                f"another output directory"
+                f"the checkpoint of step {snapshot.step} has consumed {rows} rows, which is not a "
+                f"multiple of the {order.rows_per_step} rows of a step now; use a tokens_per_step "
+                "that divides it, or start a new run in another output directory"
             )
         return -(-rows // order.rows_per_step)
 
     def _check_ranks(self, snapshot: Snapshot | None) -> None:
-        """Check that all ranks continue from the same checkpoint. Raises ArtifactError if one could not read it."""
         state = (
             json.dumps({**snapshot.state, "step": snapshot.step}, sort_keys=True)
             if snapshot
@@ -476,12 +464,11 @@ class Trainer:
         )
         if len(self.ranks.union([state])) > 1:
             raise ArtifactError(
-                f"the ranks start at different steps, rank {self.ranks.rank} at step {self.first}; all ranks must be able "
-                f"to read the checkpoints"
+                f"the ranks start at different steps, rank {self.ranks.rank} at step "
+                f"{self.first}; all ranks must be able to read the checkpoints"
             )
 
     def _drop_outdated_checkpoints(self) -> None:
-        """Remove checkpoints with a higher step count after the step size grew: they would pass for later ones."""
         if self.checkpoints is None:
             return
         self.checkpoints.keep(self.first)
@@ -490,7 +477,7 @@ class Trainer:
             self.checkpoints.forget_after(self.first)
 
     def _restore_best(self) -> tuple[int, Counters]:
-        """Load the checkpoint with the lowest validation loss on all ranks; its step, and its losses among its counters."""
+        """Load the checkpoint with the lowest validation loss; returns its step and counters."""
         if self.checkpoints and self.ranks.first:
             self.checkpoints.wait()
         self.ranks.barrier()
@@ -503,6 +490,5 @@ class Trainer:
 
 
 def _quick_metrics(loss: float, figures: Metrics) -> Metrics:
-    """A validation under the names of the quick one."""
     accuracy = {QUICK_ACCURACY: figures["accuracy"]} if "accuracy" in figures else {}
     return {QUICK: loss, **accuracy}

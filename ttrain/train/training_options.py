@@ -1,4 +1,4 @@
-"""What the trainer is given beside task, loader and callbacks, and what a training ends with."""
+"""What the trainer gets besides task, loader and callbacks, and the result of a training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,9 @@ from ttrain.train.precision import Precision
 from ttrain.train.resource_limits import NightThrottle
 from ttrain.train.snapshots import Snapshot
 
-COMPLETED, INTERRUPTED, STOPPED = "completed", "interrupted", "stopped by a callback"
+COMPLETED = "completed"
+INTERRUPTED = "interrupted"
+STOPPED = "stopped by a callback"
 
 
 class Weights(Protocol):
@@ -23,8 +25,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out batches to measure the loss on. `quick`: of a few rows, whose loss is logged while training; it selects no
-    checkpoint and stops nothing."""
+    """Held-out batches. `quick`: a few rows, whose loss is logged and decides nothing."""
 
     batches: Sequence[Any] = ()
     quick: Sequence[Any] = ()
@@ -32,15 +33,13 @@ class Validation:
 
 @dataclass(frozen=True)
 class Origin:
-    """From what a run begins where it has no checkpoint of its own, and what must be equal to continue one."""
+    """Where a run without a checkpoint begins, and what must be equal to continue one."""
 
     start: Snapshot | None = None  # of another directory, or in memory, as the doctor's
-    plateau: Snapshot | None = (
-        None  # weights and optimizer state of another run, with which the first step begins
-    )
-    identity: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings that are saved in checkpoints, and must be equal
+    # Weights and optimizer state of another run, with which the first step begins.
+    plateau: Snapshot | None = None
+    # Settings that are saved in checkpoints, and must be equal.
+    identity: Mapping[str, Any] = field(default_factory=dict)
     allow: frozenset[str] = frozenset()  # those of them that may differ
 
 
@@ -58,7 +57,7 @@ class Cadence:
 
 @dataclass(frozen=True)
 class Speed:
-    """What changes only speed and memory; results are equal up to the order of summation."""
+    """Options of speed and memory; results are equal up to the order of summation."""
 
     compile: bool = False
     parallel: str = "ddp"
@@ -67,7 +66,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How a trainer trains: where, in which precision, what it saves and when, from where it begins."""
+    """How a trainer trains: where, in which precision, what it saves, from where it begins."""
 
     weights: Weights
     ranks: Ranks

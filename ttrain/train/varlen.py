@@ -1,10 +1,9 @@
-"""Attention of packed rows on CUDA: torch's flash attention of variable lengths, which computes no score between records.
-
-A dense mask keeps flash attention out. Here the records of a batch stand one after the other, and the kernel is told where
-each begins (arXiv:2205.14135, arXiv:2307.08691). It is one operation for the compiler, so that a compiled model has it too.
-
-Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of a head, N records.
-"""
+"""Attention of packed rows on CUDA: torch's flash attention of variable lengths."""
+# A dense mask keeps flash attention out. Here the records of a batch stand one after the other, the
+# kernel knows where each begins (arXiv:2205.14135, arXiv:2307.08691), and no score between records
+# is computed. It is one operation for the compiler.
+# Letters in names: B rows, T positions, M = B * T, H heads, G heads of keys and values, K width of
+# a head, N records.
 
 import contextlib
 from collections.abc import Iterator
@@ -24,28 +23,24 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Spans(NamedTuple):
-    """Where each record begins among the B * T tokens, and their end, int32 [N + 1], on the device.
+    """Bounds of the records among the B * T tokens, int32 [N + 1]; length of the longest one."""
 
-    `longest`: tokens of the longest record, on the CPU, where the kernel is called: a number would be part of what is
-    compiled, for each value anew.
-    """
+    # `longest` is a tensor on the CPU: a number would be compiled in, with a graph for each value.
 
     bounds: Tensor
     longest: Tensor
 
 
 def record_starts(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The number of each record's first token among the B * T. Padding of a row is a record."""
+    """First token of each record among the B * T. Padding of a row is a record."""
     begins_BT = np.ones(segments_BT.shape, bool)
     np.not_equal(segments_BT[:, 1:], segments_BT[:, :-1], out=begins_BT[:, 1:])
     return np.flatnonzero(begins_BT)
 
 
 def record_spans(segments_BT: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Where each record begins among the B * T tokens, and their end: [N + 1], as the kernel wants it.
-
-    Empty records at the end make N a power of two, so that a compiled model meets few shapes.
-    """
+    """Where each record begins among the B * T tokens, and their end, [N + 1]."""
+    # Empty records make N a power of two, so that a compiled model meets few shapes.
     starts = record_starts(segments_BT)
     spans = np.full((1 << (len(starts) - 1).bit_length()) + 1, segments_BT.size, np.int32)
     spans[: len(starts)] = starts
@@ -60,7 +55,7 @@ def spans_of(segments_BT: npt.NDArray[Any], device: torch.device) -> Spans:
 
 
 def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout: float) -> bool:
-    """Whether the kernel runs on this device, in this number format, for heads so wide, and without dropout."""
+    """Whether the kernel runs on this device, in this format, for these heads and dropout."""
     return (
         is_ampere(device)
         and dtype in HALF
@@ -73,7 +68,7 @@ def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout
 def span_attention(
     query_BTHK: Tensor, key_BTGK: Tensor, value_BTGK: Tensor, spans: Spans, scale: float
 ) -> Tensor:
-    """Causal attention within the records of `spans`, on their device; returns [B, T, H, K]."""
+    """Causal attention within the records of `spans`; returns [B, T, H, K]."""
     B, T, H, K = query_BTHK.shape
     states = (state.reshape(B * T, -1, K) for state in (query_BTHK, key_BTGK, value_BTGK))
     output: Tensor = _attention(*states, spans.bounds, spans.longest, scale)[0]
@@ -84,7 +79,6 @@ def span_attention(
 def _attention(
     q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(output, logarithms of the sums of the weights [H, M])."""
     return forward_kernel(q_MHK, k_MGK, v_MGK, spans, int(longest), scale)
 
 
@@ -144,7 +138,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 @contextlib.contextmanager
 def strictly_deterministic() -> Iterator[None]:
-    """In deterministic mode, let no kernel only warn: flash attention then sums its gradients in a fixed order."""
+    """In deterministic mode, let no kernel only warn: flash attention then has a fixed order."""
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if not (torch.are_deterministic_algorithms_enabled() and warns_only):
         yield
@@ -159,7 +153,7 @@ def strictly_deterministic() -> Iterator[None]:
 def forward_kernel(
     q_MHK: Tensor, k_MGK: Tensor, v_MGK: Tensor, spans: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The kernel behind `torch.nn.attention.varlen`, which alone gives what its backward pass needs."""
+    """The kernel behind `torch.nn.attention.varlen`, with what its backward pass needs."""
     output, sums_HM, *_ = torch.ops.aten._flash_attention_forward(
         q_MHK, k_MGK, v_MGK, spans, spans, longest, longest, 0.0, True, False, scale=scale
     )
@@ -178,9 +172,8 @@ def backward_kernel(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    random_state = torch.zeros(
-        2, dtype=torch.uint64, device=q_MHK.device
-    )  # of dropout, which there is none of
+    # Of dropout, which there is none of.
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)
     unused = q_MHK.new_empty(0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_MHK,
