@@ -1,4 +1,4 @@
-"""docs/reference.md, written from the code: every setting with its default, and every command with its options."""
+"""docs/reference.md, written from the code: settings with their defaults, commands with options."""
 
 import json
 import re
@@ -40,6 +40,7 @@ the options.
 WITH_SETTINGS_OF_PRETRAIN = ("sft", "dpo", "lora")
 UNLISTED_OPTIONS = ("--json", "--config", "--profile", "--help")
 NAME_WIDTH = 36
+WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def page() -> str:
@@ -50,38 +51,32 @@ def page() -> str:
         if section is None:
             sections["name"][name] = _setting(name, getattr(defaults, name), field)
         else:
-            sections[name] = dict(section_settings(section, getattr(defaults, name)))
+            sections[name] = dict(_section_settings(section, getattr(defaults, name)))
     parts = [SETTINGS_HEAD]
     for name, settings in sections.items():
-        heading, note = f"### {name}\n", ""
+        note = ""
         if name in WITH_SETTINGS_OF_PRETRAIN:
-            settings = {
-                key: text for key, text in settings.items() if sections["pretrain"].get(key) != text
-            }
+            common = sections["pretrain"].items()
+            settings = {key: text for key, text in settings.items() if (key, text) not in common}
             note = "As `pretrain`, but:\n\n"
-        parts.append(f"{heading}\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
-    parts += [
-        COMMANDS_HEAD,
-        "\n".join(_command_item(name, command) for name, command in leaf_commands()) + "\n",
-    ]
-    return "\n".join(parts)
+        parts.append(f"### {name}\n\n{note}```text\n" + "\n".join(settings.values()) + "\n```\n")
+    commands = [_command_item(name, command) for name, command in leaf_commands()]
+    return "\n".join([*parts, COMMANDS_HEAD, "\n".join(commands) + "\n"])
 
 
-def section_settings(
+def _section_settings(
     section: type[BaseModel], defaults: Any, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(name, its lines) of each setting of a section, those of optional parts with the part's name before."""
+    """(name, lines) of each setting of a section; those of a part with the part's name before."""
     for name, field in section.model_fields.items():
-        default = (
-            getattr(defaults, name)
-            if defaults is not None
-            else field.get_default(call_default_factory=True)
-        )
+        default = getattr(defaults, name, None)
+        if defaults is None:
+            default = field.get_default(call_default_factory=True)
         part = _settings_class(field.annotation)
         if part is None or default is None:
             yield prefix + name, _setting(prefix + name, default, field)
         if part is not None:
-            yield from section_settings(part, default, f"{prefix}{name}.")
+            yield from _section_settings(part, default, f"{prefix}{name}.")
 
 
 def _setting(name: str, default: Any, field: Any) -> str:
@@ -90,9 +85,7 @@ def _setting(name: str, default: Any, field: Any) -> str:
     is_choice = typing.get_origin(field.annotation) is typing.Literal
     choices = "|".join(map(str, typing.get_args(field.annotation))) if is_choice else ""
     meaning = " ".join(filter(None, (choices and f"({choices})", field.description)))
-    lines = textwrap.wrap(
-        meaning, 100 - NAME_WIDTH, break_long_words=False, break_on_hyphens=False
-    ) or [""]
+    lines = textwrap.wrap(meaning, 100 - NAME_WIDTH, **WHOLE_WORDS) or [""]
     first = f"{name}{value}".ljust(NAME_WIDTH - 1)
     if len(first) >= NAME_WIDTH:
         lines = ["", *lines]
@@ -101,13 +94,10 @@ def _setting(name: str, default: Any, field: Any) -> str:
 
 
 def _settings_class(annotation: Any) -> type[BaseModel] | None:
-    options = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    )
-    classes = [
-        option for option in options if isinstance(option, type) and issubclass(option, BaseModel)
-    ]
-    return classes[0] if classes and set(options) <= {classes[0], type(None)} else None
+    is_union = isinstance(annotation, types.UnionType)
+    options = set(typing.get_args(annotation) if is_union else [annotation]) - {type(None)}
+    [option] = options if len(options) == 1 else [None]
+    return option if isinstance(option, type) and issubclass(option, BaseModel) else None
 
 
 def leaf_commands(name: str = "ttrain", command: Any = None) -> Iterator[tuple[str, Any]]:
@@ -124,7 +114,8 @@ def leaf_commands(name: str = "ttrain", command: Any = None) -> Iterator[tuple[s
 
 
 def _command_item(name: str, command: Any) -> str:
-    words, options = [name], []
+    words = [name]
+    options = []
     for parameter in command.params:
         if parameter.param_type_name == "argument":
             word = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
@@ -134,6 +125,4 @@ def _command_item(name: str, command: Any) -> str:
     listed = [option for option in options if option not in UNLISTED_OPTIONS]
     purpose = re.split(r"[.;:] |\n|\.$", (command.help or "").replace("\n", " ").strip())[0]
     item = f"- `{' '.join(words)}`: {purpose}" + (f". `{' '.join(listed)}`" if listed else "")
-    return textwrap.fill(
-        item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.fill(item, 100, subsequent_indent="  ", **WHOLE_WORDS)

@@ -1,4 +1,4 @@
-"""The snippets of README, docs and artifacts/README: fenced blocks, and the `ttrain` commands within them."""
+"""The fenced blocks of README, docs and artifacts/README, and the `ttrain` commands in them."""
 
 import re
 import shlex
@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 from support.paths import ROOT
 
-PAGES = (
-    "README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-    "artifacts/README.md",
-)
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", *DOCS, "artifacts/README.md")
 FENCED = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -40,17 +37,17 @@ class Command(NamedTuple):
 
 
 def snippets(*languages: str) -> list[Snippet]:
-    found = []
+    blocks = []
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         for match in FENCED.finditer(text):
             line = text[: match.start()].count("\n") + 1
-            found.append(Snippet(page, line, match["language"], match["text"]))
-    return [snippet for snippet in found if not languages or snippet.language in languages]
+            blocks.append(Snippet(page, line, match["language"], match["text"]))
+    return [snippet for snippet in blocks if not languages or snippet.language in languages]
 
 
 def shell_lines(snippet: Snippet) -> Iterator[str]:
-    """The lines that a shell would run: of a console those behind a prompt, else all that hold a command of ttrain."""
+    """Lines that a shell would run: in a console after a prompt, in output those with `ttrain`."""
     text = snippet.text.replace("\\\n", " ")
     for line in text.splitlines():
         if snippet.language == "console":
@@ -61,13 +58,12 @@ def shell_lines(snippet: Snippet) -> Iterator[str]:
 
 
 def commands(*pages: str) -> list[Command]:
-    found = []
+    calls = []
     for snippet in snippets(*SHELL, *OUTPUT):
-        if pages and snippet.page not in pages:
-            continue
-        for line in shell_lines(snippet):
-            found += [Command(snippet.name, words) for words in _calls(line)]
-    return found
+        if not pages or snippet.page in pages:
+            for line in shell_lines(snippet):
+                calls += [Command(snippet.name, words) for words in _calls(line)]
+    return calls
 
 
 def _calls(line: str) -> Iterator[tuple[str, ...]]:
