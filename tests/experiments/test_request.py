@@ -1,4 +1,4 @@
-"""What a sweep compares, by what, and which stages it runs, from the settings that vary; what is refused before it runs."""
+"""What a sweep compares, by which metric, in which stages, and what it refuses before it runs."""
 
 import json
 from pathlib import Path

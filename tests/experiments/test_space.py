@@ -1,4 +1,4 @@
-"""What a sweep varies: values as they are written, what they mean, and what is said of those that mean none."""
+"""What a sweep varies: values as they are written, what they mean, and which are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What experiments decide on made-up metrics, without running trials: error rates, what stops, seeds that change nothing."""
+"""What experiments decide on made-up metrics: error rates, what stops, repeated seeds."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,7 +45,7 @@ def play(value: Value, changes: int, **options: Any) -> tuple[Judgement, int]:
 
 
 def noisy(effects: Mapping[int, float], draw: int, spread: float = 0.03) -> Value:
-    """The effect of each change, with noise that depends on change and seed, and a part that all changes share."""
+    """The effect of each change, with noise of its own for each seed, and noise that all share."""
 
     def value(change: int, seed: int) -> float:
         common = np.random.default_rng([draw, seed]).normal(0, 0.1)
