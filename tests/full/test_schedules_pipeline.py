@@ -105,5 +105,5 @@ def test_late_slots_run_once_and_a_schedule_is_listed_paused_changed_resumed_and
         fresh("pipeline", "schedule", "remove", settings=False)
         wait_until(lambda: not call(fresh.home, "deployments/filter", {}), 30)
         assert not scheduled("Scheduled")
-        assert "nothing is scheduled" in fresh("pipeline", "schedule", "list", settings=False)
+        assert "nothing" in fresh("pipeline", "schedule", "list", settings=False)
         assert served.stop(signal.SIGINT) == 130

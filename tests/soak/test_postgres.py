@@ -43,7 +43,7 @@ VERSIONS = "SELECT name, count(*), count(DISTINCT run_id) FROM model_versions GR
 
 
 def programs() -> Path:
-    """Where PostgreSQL's programs are; Debian keeps them out of PATH. Skips where there are none."""
+    """Where PostgreSQL's programs are; Debian keeps them out of PATH. Skips where there is none."""
     in_path = Path(shutil.which("initdb") or "").resolve().parent
     for place in (in_path, *Path("/usr/lib/postgresql").glob("*/bin")):
         if (place / "postgres").is_file():
