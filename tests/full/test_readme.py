@@ -117,6 +117,7 @@ def test_the_commands_of_the_page_of_data_work_one_after_the_other(
     finished: Any, tmp_path: Path
 ) -> None:
     files_of_a_reader(finished, tmp_path)
+    (tmp_path / "my.yaml").unlink()  # which `init` writes
     cli = Cli(tmp_path / "home", tmp_path)
     assert len(DATA) >= 4
     for command in DATA:

@@ -12,19 +12,19 @@ from ttrain.train.moe import Routers
 
 EXPERTS: dict[str, Any] = {"experts": 4}
 SHARED = {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}
-KINDS = {
-    "mixtral": ("llama", EXPERTS),
-    "qwen3_moe": ("qwen3", EXPERTS),
-    "ernie4_5_moe": ("llama", SHARED),
-    "glm4_moe": ("qwen3", SHARED),
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"kind": "llama", "moe": EXPERTS},
+    "qwen3_moe": {"kind": "qwen3", "moe": EXPERTS},
+    "ernie4_5_moe": {"kind": "llama", "moe": SHARED},
+    "glm4_moe": {"kind": "qwen3", "moe": SHARED},
 }
 BIASED = ("ernie4_5_moe", "glm4_moe")
 
 
 def tiny_moe(kind: str, **more: Any) -> Any:
     """Two layers of four experts, of which a token visits two; `more` are settings of theirs."""
-    architecture, experts = KINDS[kind]
-    return tiny_model(kind=architecture, moe={**experts, **more})
+    settings = KINDS[kind]
+    return tiny_model(kind=settings["kind"], moe={**settings["moe"], **more})
 
 
 def blocks(model: nn.Module) -> list[Any]:
