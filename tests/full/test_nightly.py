@@ -156,7 +156,7 @@ def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any)
     without = plan(second, "nightly.replay=0")["stages"]
     assert "replay" not in {stage["name"] for stage in without}
     assert [record.data for record in nights(second)] == before
-    assert "--only" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
+    assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
 def killed(cli: Cli, number: int, when: str) -> int | None:
