@@ -127,7 +127,8 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
         assert f":{port}" not in urls["prefect"] and f"port {port} is taken" in caplog.text
         assert start_both(real_home, port, 5000) == urls
 
-    prefect, mlflow = urls["prefect"], urls["mlflow"]
+    prefect = urls["prefect"]
+    mlflow = urls["mlflow"]
     api = f"{mlflow}/ajax-api/2.0/mlflow"
     token = server_records.read_token(real_home)
     assert token
@@ -172,7 +173,8 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
     urls = start_both(real_home)
-    prefect, mlflow = urls["prefect"], urls["mlflow"]
+    prefect = urls["prefect"]
+    mlflow = urls["mlflow"]
     events = f"{prefect.replace('http', 'ws')}/api/events/out"
     token = server_records.read_token(real_home)
     with Browser() as browser:
