@@ -1,8 +1,8 @@
-"""The harness of the measurements: options, side processes, interleaved rounds, a table with limits, the kind of CPU.
+"""The harness of the measurements: options, side processes, interleaved rounds, a table.
 
-A command hands `main` its parts: functions that measure and add lines to the table. `measure` runs a function of a script as
-a process, so that its CPU seconds and its peak memory are its own, with those of all processes that it started. What the
-function returns comes back as JSON.
+A command hands `main` its parts: functions that measure and add lines to the table. `measure` runs
+a function of a script as a process, so that its CPU seconds and its peak memory are its own, with
+those of all processes that it started. What the function returns comes back as JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LABEL_WIDTH = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, CPU seconds of all processes, MB of the largest process, and the result of a side."""
+    """Seconds, CPU seconds of all processes, MB of the largest one, and the result of a side."""
 
     wall: float
     cpu: float
@@ -61,7 +61,8 @@ class Table:
     """Lines of measurement with their limits; printed as they come, and kept for `--json`."""
 
     def __init__(self, machine: str = "") -> None:
-        self.processor, self.load = machine or processor(), os.getloadavg()[0]
+        self.processor = machine or processor()
+        self.load = os.getloadavg()[0]
         self.lines: list[dict[str, Any]] = []
         self.costs: dict[str, list[dict[str, Any]]] = {}
         print(f"{self.processor}; load before the start {self.load:.1f}")
@@ -105,7 +106,9 @@ class Table:
     def interleave(
         self, sides: Mapping[str, Side], rounds: int, *, warmups: int = 0, group: str = ""
     ) -> Costs:
-        """Every side once a round, so that a disturbance of the machine reaches all; each round begins with another side.
+        """Every side once a round; each round begins with another side.
+
+        A disturbance of the machine reaches all sides.
 
         Every round is kept for `--json`.
         """
@@ -125,7 +128,8 @@ class Table:
     ) -> None:
         measured = figures.get("ratio", figures["ours"])
         missed = bool((least and measured < least) or (most and measured > most))
-        limit = f"at least {least:g}" if least else f"at most {most:g}" if most else ""
+        limit = f"at most {most:g}" if most else ""
+        limit = f"at least {least:g}" if least else limit
         cells = [
             f"{shown(figures[name]):>12}" if name in figures else " " * 12
             for name in ("ours", "theirs", "ratio")
@@ -150,10 +154,10 @@ def main(
     ready: Callable[[argparse.Namespace], None] = lambda arguments: None,
     machine: Callable[[argparse.Namespace], str] = lambda arguments: "",
 ) -> None:
-    """Measure the parts, and exit with 1 where a limit is missed; or run the function that `measure` asks for.
+    """Measure the parts, and exit with 1 where a limit is missed; or run a side's function.
 
-    Without `--only`, the parts of `default` run, or all of them. `ready` exits where nothing can be measured; `machine`
-    names what is measured, which is the CPU unless it says otherwise.
+    Without `--only`, the parts of `default` run, or all of them. `ready` exits where nothing can be
+    measured; `machine` names what is measured, which is the CPU unless it says otherwise.
     """
     if sys.argv[1:2] == ["--side"]:
         print(json.dumps(getattr(sys.modules["__main__"], sys.argv[2])(*sys.argv[3:]) or {}))
@@ -204,9 +208,8 @@ def markdown(table: Table, command: Sequence[str]) -> str:
         cells = [shown(line[name]) if name in line else "" for name in ("ours", "theirs", "ratio")]
         if "holds" in line:
             cells[0] = "yes" if line["holds"] else "no"
-        rows.append(
-            f"| {' | '.join([line['label'], *cells, line['limit'] + (', **missed**' if line['missed'] else '')])} |"
-        )
+        limit = line["limit"] + (", **missed**" if line["missed"] else "")
+        rows.append(f"| {' | '.join([line['label'], *cells, limit])} |")
     day = time.strftime("%Y-%m-%d")
     return f"# {' '.join(command)}\n\n{table.processor}, {day}.\n\n" + "\n".join(rows) + "\n"
 
@@ -218,13 +221,17 @@ def run(
     *,
     check: bool = True,
 ) -> tuple[Cost, str]:
-    """Run a command to its end; its cost and its output. Raises RuntimeError where it fails, unless `check` is false."""
+    """Run a command to its end; its cost and its output.
+
+    Raises RuntimeError where it fails, unless `check` is false.
+    """
     words = [str(word) for word in command]
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)
     }
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        started, began = time.time(), time.perf_counter()
+        started = time.time()
+        began = time.perf_counter()
         process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -250,7 +257,10 @@ def run(
 def measure(
     side: Callable[..., Mapping[str, Any] | None], *arguments: object, **environment: str
 ) -> Cost:
-    """Run a function of a script, whose arguments are strings, as a process. Raises RuntimeError where it fails."""
+    """Run a function of a script, whose arguments are strings, as a process.
+
+    Raises RuntimeError where it fails.
+    """
     cost, output = run(
         [sys.executable, side.__code__.co_filename, "--side", side.__name__, *arguments],
         environment,
@@ -262,7 +272,8 @@ def measure(
 
 def timed(work: Callable[[], object]) -> Cost:
     """The cost of a function in this process; its result where that is a mapping."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     result = work()
     cost = time.perf_counter() - wall, time.process_time() - cpu
     return Cost(*cost, result=result if isinstance(result, Mapping) else {})
@@ -333,16 +344,15 @@ def text_options(parser: argparse.ArgumentParser) -> None:
 def write_text(options: argparse.Namespace, directory: Path, megabytes: int | None = None) -> Path:
     """Write a plain file of JSON lines, of so many megabytes or as many as the options say.
 
-    Each text comes once a pass; the number of the pass stands before it, so that no document comes twice.
+    Each text comes once a pass; the number of the pass stands before it, so that no document comes
+    twice.
     """
     import orjson
 
-    path, size, documents, passes = (
-        directory / "text.jsonl",
-        (megabytes or options.megabytes) * MEGABYTE,
-        0,
-        0,
-    )
+    path = directory / "text.jsonl"
+    size = (megabytes or options.megabytes) * MEGABYTE
+    documents = 0
+    passes = 0
     with path.open("wb") as file:
         while file.tell() < size:
             passes += 1
@@ -353,8 +363,8 @@ def write_text(options: argparse.Namespace, directory: Path, megabytes: int | No
                     file.write(orjson.dumps({"text": f"{passes}. {text}"}) + b"\n")
                     documents += 1
     print(
-        f"text: {path.stat().st_size / MEGABYTE:.0f} MB, {documents} documents in {passes} passes over "
-        f"{options.path or 'the Python standard library'}"
+        f"text: {path.stat().st_size / MEGABYTE:.0f} MB, {documents} documents in {passes} passes "
+        f"over {options.path or 'the Python standard library'}"
     )
     return path
 

@@ -1,11 +1,12 @@
 """JSON lines to shards: CPU seconds and wall time against `datasets`, memory, near-duplicates.
 
     python bench/data_shards.py [--path FILE.jsonl.zst --megabytes 300] needs `pip install datasets`
-    python bench/data_shards.py --only memory                          a file of 2 GB against one of 100 MB
-    python bench/data_shards.py --only near                            near-duplicates of shards that are made already
+    python bench/data_shards.py --only memory  a file of 2 GB against one of 100 MB
+    python bench/data_shards.py --only near  near-duplicates of shards that are made already
 
-Both sides use the same tokenizer and two processes, begin and end each document alike, and must make each id as often;
-`datasets` calls `encode_batch_fast` and keeps the ids alone. Ours comes with one worker, too, from when the stage begins.
+Both sides use the same tokenizer and two processes, begin and end each document alike, and must
+make each id as often; `datasets` calls `encode_batch_fast` and keeps the ids alone. Ours comes with
+one worker, too, from when the stage begins.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from typing import Any
 import common
 from common import MEGABYTE, VOCAB_SIZE, Cost, Table
 
-WORKERS, LARGE_MEGABYTES, SMALL_MEGABYTES = 2, 2000, 100
-LEAST_CPU, LEAST_WORKERS, MOST_MEMORY_MB, MOST_GROWTH = 10.0, 1.8, 400, 1.1
-LEAST_NEAR, THRESHOLD = 100.0, 0.8  # MB a CPU minute
+WORKERS = 2
+LARGE_MEGABYTES = 2000
+SMALL_MEGABYTES = 100
+LEAST_CPU = 10.0
+LEAST_WORKERS = 1.8
+MOST_MEMORY_MB = 400
+MOST_GROWTH = 1.1
+LEAST_NEAR = 100.0  # MB a CPU minute
+THRESHOLD = 0.8
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -40,10 +47,8 @@ def compare_peers(options: argparse.Namespace, directory: Path, table: Table) ->
             make, map_lean, path, tokenizer, directory / "datasets", WORKERS, **ONE_THREAD
         )
     costs = table.interleave(sides, options.rounds)
-    cpu, size = (
-        {side: common.median(costs[side], "cpu") for side in sides},
-        path.stat().st_size / MEGABYTE,
-    )
+    cpu = {side: common.median(costs[side], "cpu") for side in sides}
+    size = path.stat().st_size / MEGABYTE
     rates = [size / common.median(costs[side], "seconds") for side in ("ours", "one worker")]
     print(f"ours: {costs['ours'][0].result}")
     table.ratio("MB a second, one worker", *rates, least=LEAST_WORKERS)
@@ -88,7 +93,8 @@ def compare_near(options: argparse.Namespace, directory: Path, table: Table) -> 
         costs.append(common.measure(shard, *work, THRESHOLD))
     without = common.measure(shard, *work)
     print(
-        f"{costs[0].result['near']}, {costs[0].memory:.0f} MB; {without.cpu:.1f} CPU s without near-duplicates"
+        f"{costs[0].result['near']}, {costs[0].memory:.0f} MB; "
+        f"{without.cpu:.1f} CPU s without near-duplicates"
     )
     rate = 60 * path.stat().st_size / MEGABYTE / (common.median(costs, "cpu") - without.cpu)
     table.value("near-duplicates, MB a CPU minute", rate, least=LEAST_NEAR)
@@ -103,7 +109,7 @@ def make(
 
 
 def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") -> dict[str, Any]:
-    """What the stage does, with the default settings: duplicates dropped, 2 % held out, digests of all files."""
+    """What the stage does by default: duplicates dropped, 2 % held out, digests of all files."""
     from ttrain.config import Reading, Shards
     from ttrain.data import sharding
     from ttrain.data.blocks import DataFile
@@ -111,7 +117,8 @@ def shard(path: str, tokenizer: str, output: str, workers: str, near: str = "") 
     from ttrain.tasks.shards import recipe_of
 
     reading = Reading(heldout_fraction=0.02, near_duplicates=float(near) if near else None)
-    recipe, began = recipe_of(reading, Path(tokenizer), "documents"), time.perf_counter()
+    recipe = recipe_of(reading, Path(tokenizer), "documents")
+    began = time.perf_counter()
     files = {"train": [DataFile(path)]}
     with Processes(int(workers)) as pool:
         if pool.workers > 1:
@@ -158,13 +165,16 @@ def compare_ids(ours: Path, theirs: Path) -> tuple[int, bool]:
 
     from ttrain.data.shards import ShardSet
 
+    def counts(arrays: Any) -> Any:
+        return sum(np.bincount(array, minlength=VOCAB_SIZE) for array in arrays)
+
     columns = [
         column for part in ("train", "heldout") for column in ShardSet(ours / part).columns()
     ]
     chunks = datasets.load_from_disk(str(theirs)).data.column("input_ids").chunks
-    sides = [column.tokens for column in columns], [chunk.flatten().to_numpy() for chunk in chunks]
-    counts = [sum(np.bincount(array, minlength=VOCAB_SIZE) for array in arrays) for arrays in sides]
-    return int(np.sum(counts[0])), np.array_equal(*counts)
+    our_counts = counts(column.tokens for column in columns)
+    their_counts = counts(chunk.flatten().to_numpy() for chunk in chunks)
+    return int(np.sum(our_counts)), np.array_equal(our_counts, their_counts)
 
 
 if __name__ == "__main__":

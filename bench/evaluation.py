@@ -3,9 +3,9 @@
     python bench/evaluation.py                      4 minutes on two cores
     python bench/evaluation.py --rounds 1           a quick try
 
-Items are made of Python's source, and scored under one model of random weights by ttrain and by the Hugging Face backend of
-lm-evaluation-harness (needs `pip install 'ttrain[harness]'`), which gets no more padded tokens in a batch: without and with
-four worked examples.
+Items are made of Python's source, and scored under one model of random weights by ttrain and by the
+Hugging Face backend of lm-evaluation-harness (needs `pip install 'ttrain[harness]'`), which gets no
+more padded tokens in a batch: without and with four worked examples.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ import train_common
 from common import VOCAB_SIZE, Table
 
 LEAST_CHOICES = 2.0
-MOST_NATS_APART, BATCH_TOKENS = 1e-4, 4096  # of a token; padded, of a batch
-MADE_ITEMS, WORDS, CHOICES, SHOTS = 32, 60, 4, 4
+MOST_NATS_APART = 1e-4  # of a token
+BATCH_TOKENS = 4096  # padded, of a batch
+MADE_ITEMS = 32
+WORDS = 60
+CHOICES = 4
+SHOTS = 4
 
 
 def compare_choices(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Made items under one model of random weights, opened by both; without and with worked examples."""
+    """Made items under one model of random weights, without and with worked examples."""
     if not common.has("lm_eval"):
         return
     os.environ |= {"HF_HUB_OFFLINE": "1"}

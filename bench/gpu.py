@@ -1,14 +1,15 @@
-"""What a GPU reaches: its tests, FLOP/s, packed rows, another trainer's loop, resuming to the bit, a recipe's seconds.
+"""What a GPU reaches: tests, FLOP/s, packed rows, another trainer's loop, resuming, a recipe.
 
-    make gpu                                                     about 25 minutes on one GPU; writes bench/gpu.md
+    make gpu  about 25 minutes on one GPU; writes bench/gpu.md
     python bench/gpu.py --only mfu,packed --nanochat ~/nanochat
-    python bench/gpu.py --device cpu --small --only packed       the same code on tiny models, for its own tests
+    python bench/gpu.py --device cpu --small --only packed  on tiny models, for its own tests
 
-tests: those with the marker `gpu`. mfu: `ttrain stage run pretrain` with runtime.tune=auto and compiled, FLOP/s over those
-of the card's data sheet. nanochat: its model and its optimizers in a loop like its own, compiled, on rows of the same shape
-(needs its checkout; tokens a second of ours from `mfu`). packed: forward and backward passes over rows of twenty documents,
-against rows of one. resume: the check of `ttrain doctor`. recipes: seconds of training until the defaults reach the held-out
-loss at which the first version's settings end.
+tests: those with the marker `gpu`. mfu: `ttrain stage run pretrain` with runtime.tune=auto and
+compiled, FLOP/s over those of the card's data sheet. nanochat: its model and its optimizers in a
+loop like its own, compiled, on rows of the same shape (needs its checkout; tokens a second of ours
+from `mfu`). packed: forward and backward passes over rows of twenty documents, against rows of one.
+resume: the check of `ttrain doctor`. recipes: seconds of training until the defaults reach the
+held-out loss at which the first version's settings end.
 """
 
 from __future__ import annotations
@@ -32,31 +33,18 @@ SMALL = "small"  # whose figures mean nothing: without limits, and not compiled
 VOCAB_SIZE = 32_768
 HEAD_WIDTH = 128  # for which a GPU's kernels of attention are fastest, and nanochat's
 SIZES = {
-    "124 M": Size(
-        768,
-        14,
-        1024,
-        64,
-        warmup_steps=10,
-        measured_steps=40,
-        vocab_size=VOCAB_SIZE,
-        head_width=HEAD_WIDTH,
-    ),
-    "350 M": Size(
-        1024,
-        25,
-        1024,
-        64,
-        warmup_steps=10,
-        measured_steps=20,
-        vocab_size=VOCAB_SIZE,
-        head_width=HEAD_WIDTH,
-    ),
+    "124 M": Size(768, 14, 1024, 64, 10, 40, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
+    "350 M": Size(1024, 25, 1024, 64, 10, 20, vocab_size=VOCAB_SIZE, head_width=HEAD_WIDTH),
     SMALL: Size(64, 2, 64, 8, warmup_steps=2, measured_steps=4, vocab_size=512),
 }
-ROWS, DOCUMENTS, PASSES = 32, 20, 20  # of packed rows; on a CPU two passes
+ROWS = 32
+DOCUMENTS = 20  # of a packed row
+PASSES = 20  # on a CPU two
 RECIPE_STEPS = 400  # of the first version's settings
-LEAST_MFU, LEAST_PACKED, LEAST_NANOCHAT, MOST_SECONDS = 0.45, 0.95, 1.0, 0.6
+LEAST_MFU = 0.45
+LEAST_PACKED = 0.95
+LEAST_NANOCHAT = 1.0
+MOST_SECONDS = 0.6
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +70,7 @@ def sizes_of(options: argparse.Namespace) -> dict[str, Size]:
 def settings_of(
     options: argparse.Namespace, directory: Path, size: Size, *without: str
 ) -> list[str]:
-    """Settings of a pretraining of this size as fast as the device can, without those that begin like this."""
+    """Settings of a pretraining of this size as fast as the device can, without some prefixes."""
     text = directory / "text.jsonl"
     if not text.exists():
         common.write_text(options, directory, 1 if options.small else None)
@@ -113,7 +101,7 @@ def run_tests(options: argparse.Namespace, directory: Path, table: Table) -> Non
 
 
 def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Share of the peak that a stage reaches, for each size; against nanochat's loop, where it is named."""
+    """Fraction of the peak that a stage reaches, by size; against nanochat's loop, where given."""
     import torch
 
     from ttrain.train.monitor import peak_flops
@@ -131,9 +119,8 @@ def measure_mfu(options: argparse.Namespace, directory: Path, table: Table) -> N
             sides["nanochat"] = partial(common.measure, train_nanochat, *work)
         costs = table.interleave(sides, options.rounds, group=f"{name} ")
         rates = {side: train_common.median_rate(rounds, size) for side, rounds in costs.items()}
-        print(
-            f"  {name}: {rates['ours']:,.0f} tokens/s with {costs['ours'][-1].result['manifest']['tuned']}"
-        )
+        tuned = costs["ours"][-1].result["manifest"]["tuned"]
+        print(f"  {name}: {rates['ours']:,.0f} tokens/s with {tuned}")
         flops = rates["ours"] * size.flops_per_token / 1e9
         known = (
             peak / 1e9 or flops
@@ -152,7 +139,7 @@ def limit(options: argparse.Namespace, figure: float) -> float:
 
 
 def train_nanochat(checkout: str, device: str, name: str, steps: str) -> dict[str, Any]:
-    """Its model and optimizers on random rows; wall time at the end of each step, for which the host waits."""
+    """Its model and optimizers on random rows; wall time at the end of each step, synchronized."""
     import time
 
     import torch
@@ -208,7 +195,7 @@ def compare_packed(options: argparse.Namespace, directory: Path, table: Table) -
 
 
 def pass_rows(device: str, name: str, documents: str) -> dict[str, float]:
-    """Tokens a second of forward and backward passes as the stage makes them, without the optimizer."""
+    """Tokens a second of the stage's forward and backward passes, without the optimizer."""
     import torch
 
     from ttrain.config import Pretrain
@@ -299,7 +286,8 @@ def device_name(options: argparse.Namespace) -> str:
 
     if options.device == "cpu":
         return common.processor()
-    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__}; {common.processor()}"
+    versions = f"CUDA {torch.version.cuda}, torch {torch.__version__}"
+    return f"{torch.cuda.get_device_name()}, {versions}; {common.processor()}"
 
 
 def check_device(options: argparse.Namespace) -> None:
@@ -308,7 +296,8 @@ def check_device(options: argparse.Namespace) -> None:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "no CUDA device: nothing is measured; run this on a machine with a GPU, or with --device cpu --small"
+            "no CUDA device: nothing is measured; "
+            "run this on a machine with a GPU, or with --device cpu --small"
         )
         sys.exit(1)
 

@@ -1,18 +1,21 @@
-"""Ten nights over ten domains: what a model that learns them one after the other knows, against one that learns all at once.
+"""Ten nights over ten domains, learned one after the other, against all of them at once.
 
     python bench/nights.py [--path FILE.jsonl]                         hours on two cores
     python bench/nights.py --sizes 1M --seeds 1 --tokens 20k --sides ours  two minutes of one core
 
-A night brings the documents of one domain: modules of Python's standard library by subject, or with --path the largest
-sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The stages are those of a night (shards, replay,
-pretraining from the champion), called one after the other, and each night's model becomes champion. The sides:
+A night brings the documents of one domain: modules of Python's standard library by subject, or with
+--path the largest sources of a file of JSON lines (books, poems, PEPs), by their key `source`. The
+stages are those of a night (shards, replay, pretraining from the champion), called one after the
+other, and each night's model becomes champion. The sides:
 
-ours: the profile `continual`, averaged weights with replay. rewarm: the default schedule with the same replay. new: new
-documents alone, at the full rate. all: each night continues on all documents, at the full rate.
+ours: the profile `continual`, averaged weights with replay. rewarm: the default schedule with the
+same replay. new: new documents alone, at the full rate. all: each night continues on all documents,
+at the full rate.
 
-All are compared with a new model that learns everything at once, in bits per byte of the held-out text of all nights. Its
-tokens are those of retraining so every night: of the first night, of the first two, and so on. The tokenizer is that of the
-first night. The table of nights and domains shows what each night's model knows of each, and what the one before it knew.
+All are compared with a new model that learns everything at once, in bits per byte of the held-out
+text of all nights. Its tokens are those of retraining so every night: of the first night, of the
+first two, and so on. The tokenizer is that of the first night. The table of nights and domains
+shows what each night's model knows of each, and what the one before it knew.
 """
 
 from __future__ import annotations
@@ -37,25 +40,40 @@ SIZES = {
     "5M": ["model.hidden_size=256", "model.layers=5", "model.heads=4"],
 }
 SUBJECTS = {
-    "tests": "unittest doctest test/test_list.py test/list_tests.py test/string_tests.py test/test_unicode.py "
-    "test/test_set.py test/test_dict.py test/seq_tests.py test/test_bytes.py test/test_float.py test/test_long.py",
+    "tests": (
+        "unittest doctest test/test_list.py test/list_tests.py test/string_tests.py "
+        "test/test_unicode.py test/test_set.py test/test_dict.py test/seq_tests.py "
+        "test/test_bytes.py test/test_float.py test/test_long.py"
+    ),
     "windows": "tkinter idlelib turtle.py turtledemo",
     "encodings": "encodings codecs.py stringprep.py",
-    "tasks": "asyncio concurrent multiprocessing threading.py queue.py sched.py selectors.py subprocess.py socketserver.py",
+    "tasks": (
+        "asyncio concurrent multiprocessing threading.py queue.py sched.py selectors.py "
+        "subprocess.py socketserver.py"
+    ),
     "topics": "pydoc_data this.py __hello__.py",
-    "mail": "email mailbox.py smtplib.py smtpd.py imaplib.py poplib.py nntplib.py mimetypes.py base64.py",
-    "compilers": "lib2to3 ast.py tokenize.py token.py dis.py opcode.py symtable.py inspect.py pickletools.py tabnanny.py",
-    "numbers": "_pydecimal.py statistics.py fractions.py random.py datetime.py _pydatetime.py calendar.py numbers.py "
-    "_strptime.py heapq.py bisect.py colorsys.py",
+    "mail": (
+        "email mailbox.py smtplib.py smtpd.py imaplib.py poplib.py nntplib.py mimetypes.py "
+        "base64.py"
+    ),
+    "compilers": (
+        "lib2to3 ast.py tokenize.py token.py dis.py opcode.py symtable.py inspect.py "
+        "pickletools.py tabnanny.py"
+    ),
+    "numbers": (
+        "_pydecimal.py statistics.py fractions.py random.py datetime.py _pydatetime.py "
+        "calendar.py numbers.py _strptime.py heapq.py bisect.py colorsys.py"
+    ),
     "markup": "xml html xmlrpc json plistlib.py configparser.py csv.py tomllib",
-    "files": "shutil.py tarfile.py zipfile.py zipfile os.py pathlib.py pathlib tempfile.py glob.py fnmatch.py posixpath.py "
-    "ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py importlib zipimport.py fileinput.py filecmp.py",
+    "files": (
+        "shutil.py tarfile.py zipfile.py zipfile os.py pathlib.py pathlib tempfile.py glob.py "
+        "fnmatch.py posixpath.py ntpath.py genericpath.py gzip.py bz2.py lzma.py _pyio.py "
+        "importlib zipimport.py fileinput.py filecmp.py"
+    ),
 }
 PIECE_BYTES = 1500  # of a text, at least, from a definition or paragraph on: a document
-HELDOUT_FRACTION, HELDOUT_BYTES = (
-    0.06,
-    24_000,
-)  # of a domain, at least; of it that is scored, more where there is less text
+HELDOUT_FRACTION = 0.06  # of a domain, at least; more where there is less text
+HELDOUT_BYTES = 24_000  # of it that are scored
 BYTES_PER_TOKEN = 3.0  # about, by which --tokens cuts the text of a night
 RULES = {"overall": 1.01, "worst": 1.03, "tokens": 0.25}
 PROFILE = "continual"
@@ -100,7 +118,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Every size, seed and side; then the table of nights and domains of our side, and the figures."""
+    """Every size, seed and side; then our table of nights and domains, and the metrics."""
     from ttrain.config.base import as_count
 
     tokens = int(str(as_count(options.tokens)))
@@ -116,8 +134,9 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
             settings = [*SIZES[size], *common_settings, *own, f"pretrain.seed={seed}"]
             cost = common.measure(learn, directory, json.dumps(names), json.dumps(settings), side)
             results.append({**cost.result, "cpu": cost.cpu})
+            bits = mean_bits(results[-1]["nights"][-1:], names)
             print(
-                f"  {size}, seed {seed}, {side}: {mean_bits(results[-1]['nights'][-1:], names):.4f} bits per byte after "
+                f"  {size}, seed {seed}, {side}: {bits:.4f} bits per byte after "
                 f"{results[-1]['tokens']:,} tokens, {cost.cpu:.0f} CPU s",
                 flush=True,
             )
@@ -140,16 +159,19 @@ def report(
     names: Sequence[str],
     rules: Mapping[str, float],
 ) -> None:
-    """The lines of a side, means over its seeds: all nights, the worst domain, and the share of the tokens."""
-    last = [[run["nights"][-1] for run in runs] for runs in (ours, at_once)]
-    together = (mean_bits(nights, names) for nights in last)
-    table.ratio(f"{label}: bits per byte of all nights", *together, most=rules["overall"])
-    domains = {name: [mean_bits(nights, [name]) for nights in last] for name in names}
+    """The lines of a side, means over its seeds: all nights, the worst domain, the tokens."""
+    our_last = [run["nights"][-1] for run in ours]
+    their_last = [run["nights"][-1] for run in at_once]
+
+    def bits(domains: Sequence[str]) -> tuple[float, float]:
+        return mean_bits(our_last, domains), mean_bits(their_last, domains)
+
+    table.ratio(f"{label}: bits per byte of all nights", *bits(names), most=rules["overall"])
+    domains = {name: bits([name]) for name in names}
     worst = max(names, key=lambda name: domains[name][0] / domains[name][1])
     table.ratio(f"{label}: of the worst domain, {worst}", *domains[worst], most=rules["worst"])
-    retrained = (
-        (len(names) + 1) / 2 * at_once[0]["tokens"]
-    )  # a part of the domains in the first night, all in the last
+    # A part of the domains in the first night, all in the last
+    retrained = (len(names) + 1) / 2 * at_once[0]["tokens"]
     table.ratio(
         f"{label}: tokens, of retraining every night",
         ours[0]["tokens"],
@@ -159,21 +181,22 @@ def report(
 
 
 def show(runs: Runs, at_once: Runs, names: Sequence[str], label: str) -> None:
-    """The table of nights and domains: bits per byte before the night, and after it, and of one training on everything;
-    means over the seeds."""
+    """The table of nights and domains: bits per byte before and after each night, and at once.
+
+    They are means over the seeds.
+    """
     width = max(10, *map(len, names)) + 2
     print(f"\n{label}: bits per byte of each domain before and after each night")
     print(f"{'':<{width}}{''.join(f'{name:>14}' for name in (*names, 'all'))}")
-    before = [""] * (len(names) + 1)
-    rows = [
-        (f"{night + 1} {name}", [run["nights"][night] for run in runs])
-        for night, name in enumerate(names)
-    ]
-    for title, nights in [*rows, ("at once", [run["nights"][-1] for run in at_once])]:
-        before = [""] * len(before) if title == "at once" else before
-        after = [
-            f"{mean_bits(nights, domains):.3f}" for domains in (*([name] for name in names), names)
-        ]
+    columns = [*([name] for name in names), names]
+    before = [""] * len(columns)
+    rows = {}
+    for night, name in enumerate(names):
+        rows[f"{night + 1} {name}"] = [run["nights"][night] for run in runs]
+    rows["at once"] = [run["nights"][-1] for run in at_once]
+    for title, nights in rows.items():
+        before = [""] * len(columns) if title == "at once" else before
+        after = [f"{mean_bits(nights, domains):.3f}" for domains in columns]
         cells = (f"{old} {new}".strip() for old, new in zip(before, after, strict=True))
         print(f"{title:<{width}}{''.join(f'{cell:>14}' for cell in cells)}", flush=True)
         before = after
@@ -182,15 +205,19 @@ def show(runs: Runs, at_once: Runs, names: Sequence[str], label: str) -> None:
 
 def mean_bits(nights: Sequence[Night], names: Sequence[str]) -> float:
     """Bits per byte of these domains together, the mean of some runs."""
-    sums = [[sum(night[name][part] for name in names) for part in (0, 1)] for night in nights]
-    return statistics.mean(nats / size / math.log(2) for nats, size in sums)
+    bits = []
+    for night in nights:
+        nats = sum(night[name][0] for name in names)
+        size = sum(night[name][1] for name in names)
+        bits.append(nats / size / math.log(2))
+    return statistics.mean(bits)
 
 
 # --- text
 
 
 def write_domains(path: str | None, nights: int, tokens: int, directory: Path) -> list[str]:
-    """Write the documents of each night as NAME.jsonl; returns the names, in the order of the nights."""
+    """Write the documents of each night as NAME.jsonl; returns the names in order."""
     import orjson
 
     limit = int(tokens * BYTES_PER_TOKEN / (1 - heldout_fraction(tokens)))
@@ -207,16 +234,15 @@ def write_domains(path: str | None, nights: int, tokens: int, directory: Path) -
 
 
 def modules() -> dict[str, list[str]]:
-    """Pieces of modules of the standard library, by subject; those of a subject in an order of their own."""
+    """Pieces of modules of the standard library by subject, shuffled within a subject."""
     root = Path(sysconfig.get_path("stdlib"))
     subjects: dict[str, list[str]] = {}
     for subject, entries in SUBJECTS.items():
         pieces: list[str] = []
         for entry in entries.split():
             path = root / entry
-            for file in (
-                sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []
-            ):
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+            for file in filter(Path.is_file, files):
                 pieces += pieces_of(file.read_text("utf-8", errors="ignore"))
         subjects[subject] = shuffled(pieces)
     return subjects
@@ -229,7 +255,8 @@ def pieces_of(text: str) -> Iterator[str]:
     for line in text.splitlines(keepends=True):
         if size >= PIECE_BYTES and (not line[:1].isspace() or size >= 2 * PIECE_BYTES):
             yield "".join(lines)
-            lines, size = [], 0
+            lines = []
+            size = 0
         lines.append(line)
         size += len(line)
     if "".join(lines).strip():
@@ -239,8 +266,8 @@ def pieces_of(text: str) -> Iterator[str]:
 def sources(path: str, nights: int) -> dict[str, list[str]]:
     """Pieces of the sources of a file with the most bytes, the largest first.
 
-    Of few long texts none may be held out by its hash. Then the lowest is, where a night reads this source alone, and one
-    training on everything would learn it.
+    Of few long texts none may be held out by its hash. Then the lowest is, where a night reads this
+    source alone, and one training on everything would learn it.
     """
     found: dict[str, list[str]] = {}
     for record in common.read_documents(path):
@@ -262,10 +289,11 @@ def shuffled(texts: Sequence[str]) -> list[str]:
 
 
 def learn(directory: str, names: str, settings: str, side: str) -> dict[str, Any]:
-    """Learn all domains at once, or one after the other; the scores after each night, and the tokens of all."""
+    """Train on all domains at once or one by one; the scores after each night, and the tokens."""
     from ttrain.config.loading import load
 
-    root, domains = Path(directory), json.loads(names)
+    root = Path(directory)
+    domains = json.loads(names)
     profiles = [PROFILE] if side in ("ours", "rewarm") else []
     config = load(
         [*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles
@@ -279,7 +307,10 @@ def learn(directory: str, names: str, settings: str, side: str) -> dict[str, Any
         plan = [([*learnt, *new], []) for new, learnt in plan]
     elif not config.nightly.replay:
         plan = [(new, []) for new, _ in plan]
-    learner, nights, tokens, champion = Learner(root, config), [], 0, None
+    learner = Learner(root, config)
+    nights = []
+    tokens = 0
+    champion = None
     for new, learnt in plan:
         champion, figures = learner.night(new, learnt, champion)
         tokens += figures["tokens"]
@@ -292,7 +323,8 @@ class Learner:
     """Runs the stages of nights in this process, each under `root`; shards are made once."""
 
     def __init__(self, root: Path, settings: Any) -> None:
-        self.root, self.settings = root, settings
+        self.root = root
+        self.settings = settings
 
     def job(
         self,
@@ -339,20 +371,16 @@ class Learner:
     def night(
         self, domains: Sequence[str], learnt: Sequence[str], champion: Path | None
     ) -> tuple[Path, dict[str, Any]]:
-        """Train on these domains, from the champion where there is one; returns the model's artifact and its figures."""
+        """Train on these domains, from a champion if any; the model's artifact and metrics."""
         from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.store.model_files import PLATEAU
         from ttrain.tasks import pretrain, replay
 
         documents = self.shards(domains)
-        inputs, changes = (
-            {"tokenizer": self.root / "tokenizer", "shards": documents},
-            dict[str, Any](),
-        )
-        output, settings = (
-            self.root / "models" / f"{len(list(self.root.glob('models/*'))):03}",
-            self.settings,
-        )
+        inputs = {"tokenizer": self.root / "tokenizer", "shards": documents}
+        changes: dict[str, Any] = {}
+        settings = self.settings
+        output = self.root / "models" / f"{len(list(self.root.glob('models/*'))):03}"
         output.mkdir(parents=True)
         if champion:
             has_plateau = (champion / PLATEAU).exists()
@@ -378,10 +406,12 @@ class Learner:
         from ttrain.tasks import new_model
         from ttrain.tasks.shards import heldout_records
 
-        encoder, network = Encoder(self.root / "tokenizer"), new_model.load(model / "model").eval()
+        encoder = Encoder(self.root / "tokenizer")
+        network = new_model.load(model / "model").eval()
         found: dict[str, tuple[float, int]] = {}
         for name in domains:
-            texts, size = [], 0
+            texts = []
+            size = 0
             for record in heldout_records(self.shards([name])):
                 if size < HELDOUT_BYTES:
                     texts.append(record["text"])

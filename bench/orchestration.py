@@ -1,11 +1,12 @@
-"""The same six trivial stages under ttrain, with and without Prefect, and under Prefect's own cache: what an engine costs.
+"""What an engine costs: six trivial stages under ttrain, without and with Prefect, and Prefect.
 
     python bench/orchestration.py --rounds 3           about 3 minutes on two cores
 
-A stage adds one to a number and notes that it ran. Every engine, in directories of its own, interleaved: a first run; the
-same again, which must run nothing; and elsewhere a first run of one stage. The cost of one more stage is that of six less
-that of one, over five. ttrain runs with its tracking, from a copy of the package with one more pipeline and one more stage
-module, and gives each stage a process of its own; Prefect runs all of them in one. One Prefect server runs meanwhile.
+A stage adds one to a number and notes that it ran. Every engine, in directories of its own,
+interleaved: a first run; the same again, which must run nothing; and elsewhere a first run of one
+stage. The cost of one more stage is that of six less that of one, over five. ttrain runs with its
+tracking, from a copy of the package with one more pipeline and one more stage module, and gives
+each stage a process of its own; Prefect runs all of them in one. One Prefect server runs meanwhile.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def pipeline(name):
 
 
 def copy_package(directory: Path) -> Path:
-    """A copy of ttrain with the pipeline `six` and its stages, and the same as a flow of Prefect."""
+    """A copy of ttrain with the pipeline `six` and its stages, and the same as a Prefect flow."""
     package = directory / "package"
     for name in ("ttrain", "configs"):
         shutil.copytree(
@@ -169,9 +170,8 @@ def prefect_server(directory: Path) -> Iterator[str]:
             except OSError:
                 time.sleep(0.2)
         else:
-            raise RuntimeError(
-                f"the Prefect server does not answer: {(directory / 'server.log').read_text()[-2000:]}"
-            )
+            log = (directory / "server.log").read_text()
+            raise RuntimeError(f"the Prefect server does not answer: {log[-2000:]}")
         yield address
     finally:
         process.send_signal(signal.SIGTERM)
@@ -181,7 +181,10 @@ def prefect_server(directory: Path) -> Iterator[str]:
 def run_stages(
     command: list[str], environment: dict[str, str], directory: Path
 ) -> dict[str, float]:
-    """A first run, a cached one, and a first run of one stage; their seconds. Raises RuntimeError where others ran."""
+    """Seconds of a first run, a cached one, and a first run of one stage.
+
+    Raises RuntimeError where other stages ran.
+    """
     seconds: dict[str, float] = {}
     for state, home, stages, expected in (
         ("first run", "whole", STAGES, STAGES),
@@ -209,10 +212,9 @@ def run_stages(
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """All engines, interleaved; the first round fills the caches of bytecode and of the file system."""
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that the server ends, too
+    """All engines, interleaved; the first round fills the caches of bytecode and file system."""
+    # So that the server ends, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     package = copy_package(directory)
     path = {"PYTHONPATH": str(package)}
     ours = [*common.TTRAIN, "pipeline", "run", "six"]
@@ -228,10 +230,9 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
             for name, engine in engines.items()
         }
         costs = table.interleave(sides, options.rounds, warmups=1)
-    medians = {
-        name: {state: common.median(runs, state) for state in runs[0].result}
-        for name, runs in costs.items()
-    }
+    medians = {}
+    for name, runs in costs.items():
+        medians[name] = {state: common.median(runs, state) for state in runs[0].result}
     theirs = medians.pop("Prefect")
     for name, seconds in medians.items():
         for state, most in (("first run", 0.0), ("cached rerun", MOST_CACHED)):

@@ -2,8 +2,8 @@
 
     python bench/startup.py                                  about 3 minutes
 
-Wall time in a home with a tiny pipeline, with 0, 100 and 1,000 newer runs of other artifacts, none of which is the run that
-the cached one equals. A bare `python -c pass` stands beside them.
+Wall time in a home with a tiny pipeline, with 0, 100 and 1,000 newer runs of other artifacts, none
+of which is the run that the cached one equals. A bare `python -c pass` stands beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import common
 from common import TTRAIN, Cost, Table
 
 LIMITS_SECONDS = {"--help": 0.3, "config show": 0.5, "plan": 1.0, "status": 1.0, "cached run": 0.5}
-RUNS_BEFORE, MOST_OF_NO_RUNS = (100, 1000), 1.15
+RUNS_BEFORE = (100, 1000)
+MOST_OF_NO_RUNS = 1.15
 
 
 def compare_commands(options: argparse.Namespace, directory: Path, table: Table) -> None:

@@ -3,9 +3,10 @@
     python bench/tracking.py                          five rounds of six trainings
     python bench/tracking.py --rounds 1 --tokens 50000
 
-One pretraining of a small model without tracking, with the home's own database, and with a server that is well, is dead,
-hangs, or answers 500. Each training has a seed of its own, so that none is cached. The median of a training's own step times
-is compared, in each round, with that of the training without tracking.
+One pretraining of a small model without tracking, with the home's own database, and with a server
+that is well, is dead, hangs, or answers 500. Each training has a seed of its own, so that none is
+cached. The median of a training's own step times is compared, in each round, with that of the
+training without tracking.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ def compare_steps(options: argparse.Namespace, directory: Path, table: Table) ->
             stack.callback(proxy.close)
             sides[f"a server: {mode}"] = partial(train, proxy.url)
         costs = table.interleave(sides, options.rounds)
-    steps = {
-        name: [statistics.median(cost.result["step_seconds"][WARM_STEPS:]) for cost in rounds]
-        for name, rounds in costs.items()
-    }
+    steps = {}
+    for name, rounds in costs.items():
+        curves = [cost.result["step_seconds"][WARM_STEPS:] for cost in rounds]
+        steps[name] = [statistics.median(seconds) for seconds in curves]
     untracked = steps.pop("off")
     for name, tracked in steps.items():
         ratio = statistics.median(off / on for off, on in zip(untracked, tracked, strict=True))

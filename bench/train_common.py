@@ -1,8 +1,9 @@
-"""What the measurements of training share: sizes, stages of ttrain as a user runs them, the same rows for the other sides.
+"""What the measurements of training share: sizes, stages as a user runs them, equal rows.
 
-Each side is a process of its own. Ours is the command `ttrain stage run`, changed by settings alone, and its speed is read
-from the wall times in its `run/metrics.jsonl`: all that lies between two logged steps counts, data, callbacks and
-checkpoints too. The other sides note the wall time at the end of each step. On every side the first steps are left out.
+Each side is a process of its own. Ours is the command `ttrain stage run`, changed by settings
+alone, and its speed is read from the wall times in its `run/metrics.jsonl`: all that lies between
+two logged steps counts, data, callbacks and checkpoints too. The other sides note the wall time at
+the end of each step. On every side the first steps are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the rows of one step, and how many steps are measured after how many that are not."""
+    """A model, the rows of one step, and the numbers of measured steps and of those before."""
 
     hidden: int
     layers: int
@@ -62,7 +63,10 @@ class Size:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward of all matrices but the embedding, and unmasked attention (arXiv:2204.02311, appendix B)."""
+        """FLOPs of all matrices but the embedding, and unmasked attention.
+
+        arXiv:2204.02311, appendix B.
+        """
         inner = -(-(self.hidden * 8 // 3) // 32) * 32
         weights = (
             self.layers * (4 * self.hidden**2 + 3 * self.hidden * inner)
@@ -93,7 +97,7 @@ def resized(size: Size, steps: int | None) -> Size:
 
 
 def allocator() -> dict[str, str]:
-    """What the launcher of a stage sets before its process starts, for a bare loop in the same environment."""
+    """The variables that a stage's launcher sets, for a bare loop in the same environment."""
     from ttrain.config import Settings
     from ttrain.engine.processes import environment_of
 
@@ -110,10 +114,10 @@ def stage(
 ) -> Cost:
     """Run a stage by its command; the result has its curve and its manifest.
 
-    Memory is the peak of the process that trains, from its curve: it is no child of the command that could be waited for.
-    Unless its artifact is to be kept, it has a seed of its own, so that it trains: the home's own MLflow would hand back
-    what was trained before. The config.json of its model stays
-    in `directory`/config, for the sides that are to have the same model.
+    Memory is the peak of the process that trains, from its curve: it is no child of the command
+    that could be waited for. Unless its artifact is to be kept, it has a seed of its own, so that
+    it trains: the home's own MLflow would hand back what was trained before. The config.json of its
+    model stays in `directory`/config, for the sides that are to have the same model.
     """
     seed = [] if keep else [f"{name}.seed={next(SEEDS)}"]
     command = [*common.TTRAIN, "stage", "run", name, "--json", *settings, *seed]
@@ -138,7 +142,10 @@ def stage(
 
 
 def read_curve(artifact: Path) -> dict[str, list[Any]]:
-    """Stamps (steps done, wall time), seconds and memory by step, and validations (steps done, wall time, loss)."""
+    """Stamps, seconds and memory by step, and validations of a curve.
+
+    A stamp is (steps done, wall time), a validation (steps done, wall time, loss).
+    """
     curve: dict[str, list[Any]] = {
         "stamps": [],
         "step_seconds": [],
@@ -169,9 +176,10 @@ def artifacts(
 
 
 def steps_per_second(cost: Cost, first: int) -> float:
-    """Steps a second from the end of this step, or of the next one with a stamp, to the end of the last one."""
+    """Steps a second from the end of this step, or the next with a stamp, to that of the last."""
     stamps = [stamp for stamp in cost.result["stamps"] if stamp[0] >= first]
-    (begin, begun), (end, ended) = stamps[0], stamps[-1]
+    begin, begun = stamps[0]
+    end, ended = stamps[-1]
     return float((end - begin) / (ended - begun))
 
 
@@ -183,8 +191,9 @@ def median_rate(costs: Sequence[Cost], size: Size) -> float:
 
 
 def training(section: str, size: Size, steps: int) -> list[str]:
-    """Settings of a training stage of so many steps that every side of a comparison has: AdamW at a constant rate, and bf16
-    where the CPU has it.
+    """Settings of a training stage of so many steps, as every side of a comparison has them.
+
+    They are AdamW at a constant rate, and bf16 where the CPU has it.
     """
     learning = {
         "tokens": steps * size.tokens_per_step,
@@ -208,7 +217,7 @@ def training(section: str, size: Size, steps: int) -> list[str]:
 def export(
     section: str, directory: Path, settings: Sequence[str], shards: str, tokenizer: str
 ) -> Path:
-    """The batches that a stage will see, in its order, as arrays for the other sides; and the lengths of all rows."""
+    """The batches of a stage, in its order, as arrays for the other sides; the rows' lengths."""
     import numpy as np
 
     from ttrain.config.loading import load
@@ -263,8 +272,10 @@ def random_batch(shape: tuple[int, int], documents: int, vocab_size: int, seed: 
 
     from ttrain.data.packing import Batch
 
-    generator, length = np.random.default_rng(seed), shape[1]
-    ids, segments = generator.integers(3, vocab_size, shape), np.zeros(shape, np.int64)
+    generator = np.random.default_rng(seed)
+    length = shape[1]
+    ids = generator.integers(3, vocab_size, shape)
+    segments = np.zeros(shape, np.int64)
     for row in segments:
         row[generator.choice(np.arange(1, length), documents - 1, replace=False)] = 1
     segments = segments.cumsum(1)

@@ -3,11 +3,12 @@
     python bench/train_finetune.py [--path FILE.jsonl]          about 10 minutes on two cores
     python bench/train_finetune.py --rounds 1 --steps 4         a quick try, 2 minutes
 
-The model has hidden size 256 and 4 layers, rows have 512 tokens. Chats are cut out of the text, with log-normal lengths. A
-useful token is one of a chat, whether learnt or context; padding is not. Ours is `ttrain stage run sft`, as it is. The peers
-are bare loops with the allocator setting of the stage, the same model, optimizer and pieces of chats, shuffled, 8 in a
-micro-batch, padded to the longest of all or of the micro-batch. They accumulate as many micro-batches as make a step of
-about as many chats as ours has.
+The model has hidden size 256 and 4 layers, rows have 512 tokens. Chats are cut out of the text,
+with log-normal lengths. A useful token is one of a chat, whether learnt or context; padding is not.
+Ours is `ttrain stage run sft`, as it is. The peers are bare loops with the allocator setting of the
+stage, the same model, optimizer and pieces of chats, shuffled, 8 in a micro-batch, padded to the
+longest of all or of the micro-batch. They accumulate as many micro-batches as make a step of about
+as many chats as ours has.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ LEAST_FILL = 0.99
 SIZE = Size(256, 4, 512, rows_per_step=8, warmup_steps=4, measured_steps=20)
 CHATS_PER_BATCH = 8
 STEPS_SHARE = {"maximum": 1 / 6, "dynamic": 1 / 3}  # of our steps: theirs take longer
-CHATS, MEDIAN_CHARACTERS, SIGMA, QUESTION_FRACTION, CHARACTERS = 8000, 400, 0.8, 0.3, (60, 2000)
+CHATS = 8000
+MEDIAN_CHARACTERS = 400
+SIGMA = 0.8
+QUESTION_FRACTION = 0.3
+CHARACTERS = (60, 2000)
 
 
 def compare_sft(options: argparse.Namespace, directory: Path, table: Table) -> None:
     """Interleaved rounds; in each round the padded sides take other chats."""
     size = train_common.resized(SIZE, options.steps)
-    chats, texts = directory / "chats.jsonl", directory / "texts.jsonl"
+    chats = directory / "chats.jsonl"
+    texts = directory / "texts.jsonl"
     write_chats(common.write_text(options, directory), chats, texts)
     # A base of one step: its weights do not change how fast the next stage is.
     settings = [
@@ -81,7 +87,8 @@ def compare_sft(options: argparse.Namespace, directory: Path, table: Table) -> N
 
 def padded_rate(cost: Cost) -> float:
     """Useful tokens a second after the first third of the steps."""
-    stamps, useful = cost.result["stamps"], cost.result["useful"]
+    stamps = cost.result["stamps"]
+    useful = cost.result["useful"]
     first = max(1, len(stamps) // 3)
     return sum(useful[first:]) / (stamps[-1][1] - stamps[first - 1][1])
 

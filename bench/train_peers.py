@@ -15,7 +15,10 @@ import common
 
 COLUMNS = ("input_ids", "labels", "positions", "segments")
 IGNORE = -100
-LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
 WARMUP_FRACTION = 0.05  # of the steps, for transformers.Trainer
 
 
@@ -47,14 +50,16 @@ def train_bare(rows: str, config: str, rows_per_step: str, steps: str) -> dict[s
 def train_padded(
     rows: str, config: str, rows_per_batch: str, accumulated: str, steps: str, width: str, seed: str
 ) -> dict[str, Any]:
-    """Chats in any order, each a row: padded to the longest of all (`maximum`) or of its batch, with an attention mask.
+    """Chats in any order, each a row, with an attention mask.
 
-    The result has the useful tokens of each step, too.
+    Rows are padded to the longest of all (`maximum`) or of their batch. The result has the useful
+    tokens of each step, too.
     """
     import numpy as np
     import torch
 
-    columns, lengths = arrays(rows), torch.from_numpy(np.load(Path(rows) / "lengths.npy"))
+    columns = arrays(rows)
+    lengths = torch.from_numpy(np.load(Path(rows) / "lengths.npy"))
     order = torch.from_numpy(np.random.default_rng(int(seed)).permutation(len(lengths)))
     useful = [0] * int(steps)
 
@@ -75,7 +80,7 @@ def train_padded(
 def train(
     batches: Iterator[tuple[dict[str, Any], Any]], config: str, accumulated: int = 1
 ) -> list[tuple[int, float]]:
-    """AdamW (fused), clipping, autocast over fp32 weights, the loss outside the model; wall time after each step."""
+    """AdamW (fused), clipping, autocast over fp32 weights; wall time after each step."""
     import torch
 
     model = new_model(config)
@@ -107,7 +112,7 @@ def train_with_transformers(
     learning_rate: str,
     schedule: str,
 ) -> dict[str, Any]:
-    """`transformers.Trainer` with its own loader, logs and final checkpoint; the held-out loss at the end."""
+    """`transformers.Trainer` with its own loader, logs and final checkpoint; the held-out loss."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     stamps: list[tuple[int, float]] = []
@@ -118,7 +123,8 @@ def train_with_transformers(
 
         on_train_begin = on_step_end
 
-    model, count = new_model(config), int(steps)
+    model = new_model(config)
+    count = int(steps)
     arguments = TrainingArguments(
         output_dir=output,
         use_cpu=True,
@@ -142,10 +148,12 @@ def train_with_transformers(
 
 
 def heldout_loss(model: Any, rows: str) -> float:
-    """Nats per target on the held-out rows, computed as in training; without a mask, as the model was taught."""
+    """Nats per target on the held-out rows, computed as in training, without a mask."""
     import torch
 
-    columns, total, count = arrays(rows, "heldout"), 0.0, 0
+    columns = arrays(rows, "heldout")
+    total = 0.0
+    count = 0
     model.eval()
     for ids, labels in zip(
         columns["input_ids"].split(16), columns["labels"].split(16), strict=True
@@ -182,7 +190,7 @@ def loss_of(model: Any, inputs: dict[str, Any], labels: Any, **how: str) -> Any:
 
 @functools.cache
 def in_bf16() -> bool:
-    """Whether the CPU has bf16, as `precision=auto` asks: where it only emulates it, all sides compute in fp32."""
+    """Whether the CPU has bf16, as `precision=auto` asks; otherwise all sides compute in fp32."""
     import torch
 
     from ttrain.train.precision import has_bf16

@@ -1,17 +1,18 @@
-"""Tokens a second and memory of a pretraining stage against other trainers, and what runtime.tune=auto finds.
+"""Tokens a second and memory of pretraining against other trainers, and runtime.tune=auto.
 
     python bench/train_speed.py [--size S] [--path FILE.jsonl]     about 35 minutes on two cores
     python bench/train_speed.py --size tiny --rounds 1 --sides plain,bare
     python bench/train_speed.py --only tune --size Q               1 minute
 
-speed: S is a model of hidden size 512, Q the quickstart's, see SIZES in train_common.py. All sides have AdamW, bf16 autocast
-over fp32 weights where the CPU has bf16 (else fp32), the same rows and the same tokens a step. `plain` is `ttrain stage run
-pretrain` as it is: tracking, curves, log, progress, checkpoints, documents kept apart by a mask; `compiled` has
-runtime.compile. `bare` is a loop with the allocator setting and the same mask, `transformers` is
-transformers.Trainer (needs `pip install accelerate`) as its users run it.
+speed: S is a model of hidden size 512, Q the quickstart's, see SIZES in train_common.py. All sides
+have AdamW, bf16 autocast over fp32 weights where the CPU has bf16 (else fp32), the same rows and
+the same tokens a step. `plain` is `ttrain stage run pretrain` as it is: tracking, curves, log,
+progress, checkpoints, documents kept apart by a mask; `compiled` has runtime.compile. `bare` is a
+loop with the allocator setting and the same mask, `transformers` is transformers.Trainer (needs
+`pip install accelerate`) as its users run it.
 
-tune: seconds of a step with the rows_per_device that runtime.tune=auto chooses, against the fastest of all sizes, measured
-once more in turns; without the optimizer, without compiling.
+tune: seconds of a step with the rows_per_device that runtime.tune=auto chooses, against the fastest
+of all sizes, measured once more in turns; without the optimizer, without compiling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from train_common import CORES, SIZES, Size
 
 # Side, what it is compared with, and the least ratio of their tokens a second.
 COMPARED = (("plain", "bare", 0.98), ("plain", "transformers", 1.15), ("compiled", "plain", 0))
-MOST_MEMORY, MOST_TUNED = 0.65, 1.1
+MOST_MEMORY = 0.65
+MOST_TUNED = 1.1
 SIDES = ("plain", "compiled", "bare", "transformers")
 
 
@@ -116,7 +118,8 @@ def compare_tuned(options: argparse.Namespace, directory: Path, table: Table) ->
     name = options.size
     result = common.measure(search_sizes, name, options.rounds, **train_common.allocator()).result
     print(
-        f"  {name}: rows_per_device={result['size']} after {result['seconds']:.0f} s; the fastest is {result['best']}"
+        f"  {name}: rows_per_device={result['size']} after {result['seconds']:.0f} s; "
+        f"the fastest is {result['best']}"
     )
     table.ratio(
         f"{name}: s of a step, tuned, the fastest size",
@@ -138,8 +141,10 @@ def search_sizes(name: str, rounds: str) -> dict[str, Any]:
     from ttrain.train.precision import resolve_precision
 
     torch.set_num_threads(CORES)
-    size, device = SIZES[name], torch.device("cpu")
-    rows, ranks = RandomRows(size), Ranks(0, 1, device)
+    size = SIZES[name]
+    device = torch.device("cpu")
+    rows = RandomRows(size)
+    ranks = Ranks(0, 1, device)
     task = LanguageModeling(Pretrain(), train_common.random_model(size))
     order = ShuffledOrder(len(rows), size.rows_per_step, len(rows), 1)
     measure = partial(

@@ -1,22 +1,24 @@
-"""What a second of training buys: against `transformers.Trainer`, and against the recipe of ttrain's first version.
+"""What a second of training buys: against `transformers.Trainer` and ttrain's first recipe.
 
     python bench/train_target.py [--path FILE.jsonl]                  half an hour on two cores
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
-    python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; the code of 2026-11-23, commit 50dc1ba
+    python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; commit 50dc1ba
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
 
-target: time until the validation loss reaches a target on a small corpus.
-A model of hidden size 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
-`transformers.Trainer` (needs `pip install accelerate`) has AdamW, a warm-up and a cosine schedule, and the best of
-three learning rates. They are tried first; the held-out loss of the best one at its end is the target. Ours is `ttrain
-stage run pretrain` with its defaults (Muon), at the shortest of four budgets that reached the target when tried. The tries
-of these two are the first round. Seconds count from the first step on, without the validations; a second line counts the
-whole command, from its start to the validation that shows the target, or to the last step of the other side.
+target: time until the validation loss reaches a target on a small corpus. A model of hidden size
+128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
+`transformers.Trainer` (needs `pip install accelerate`) has AdamW, a warm-up and a cosine schedule,
+and the best of three learning rates. They are tried first; the held-out loss of the best one at its
+end is the target. Ours is `ttrain stage run pretrain` with its defaults (Muon), at the shortest of
+four budgets that reached the target when tried. The tries of these two are the first round. Seconds
+count from the first step on, without the validations; a second line counts the whole command, from
+its start to the validation that shows the target, or to the last step of the other side.
 
-recipe: bits per byte of the quickstart's held-out documents. The first version's settings, with `--first` by its own code,
-train on a million tokens; the defaults on as many as take the same seconds, by the runs before each seed, and on 0.55 of
-these, which must reach the first version's bits. With `--preset` the model has another size, and both sides train on as many
-tokens. The sides take turns, one seed after the other.
+recipe: bits per byte of the quickstart's held-out documents. The first version's settings, with
+`--first` by its own code, train on a million tokens; the defaults on as many as take the same
+seconds, by the runs before each seed, and on 0.55 of these, which must reach the first version's
+bits. With `--preset` the model has another size, and both sides train on as many tokens. The sides
+take turns, one seed after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from train_common import Size
 SIZE = Size(128, 4, 256, rows_per_step=16, warmup_steps=1, measured_steps=90, vocab_size=2048)
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 BUDGETS = (0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8)  # shares of the steps of the other side
-VALIDATION_ROWS, VALIDATIONS = 128, 8  # of a run of ours
+VALIDATION_ROWS = 128
+VALIDATIONS = 8  # of a run of ours
 MOST = 0.25
 FIRST_RECIPE = [
     "model.kind=llama",
@@ -51,11 +54,11 @@ FIRST_RECIPE = [
     "pretrain.optim.embedding_lr=null",
     "pretrain.optim.head_lr=null",
 ]
-TOKENS, MOST_BITS, MOST_AT_EQUAL_TOKENS = 1_000_000, 1.78, 0.95
-SHARE, MOST_TO_LOSS = (
-    0.55,
-    0.6,
-)  # of the tokens of equal seconds; of the first version's seconds to its loss
+TOKENS = 1_000_000
+MOST_BITS = 1.78
+MOST_AT_EQUAL_TOKENS = 0.95
+SHARE = 0.55  # of the tokens of equal seconds
+MOST_TO_LOSS = 0.6  # of the first version's seconds to its loss
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -74,21 +77,20 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Bits per byte at equal seconds of training, or with a preset at equal tokens, seed by seed."""
+    """Bits per byte at equal seconds of training, or with a preset at equal tokens, by seed."""
     model = [f"model.preset={options.preset}"] if options.preset else []
     own = (
         {"PYTHONPATH": str(options.first.resolve()), "TTRAIN_HOME": str(directory / "first")}
         if options.first
         else {}
     )
-    inputs, recipe = (
-        ("source", "tokenizer", "shards-pretrain"),
-        [] if options.first else FIRST_RECIPE,
-    )
+    inputs = ("source", "tokenizer", "shards-pretrain")
+    recipe = [] if options.first else FIRST_RECIPE
     train_common.artifacts(directory, model, *inputs, **own)
     source, *_ = train_common.artifacts(directory, model, *inputs)
     heldout = Path(source) / "pretrain_heldout.jsonl"
-    rates, costs = defaultdict[bool, list[float]](list), defaultdict[str, list[Cost]](list)
+    rates = defaultdict[bool, list[float]](list)
+    costs = defaultdict[str, list[Cost]](list)
 
     def side(name: str, tokens: int, seed: int) -> Cost:
         changes, environment = (recipe, own) if name == "first" else ([], {})
@@ -120,17 +122,15 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
             tokens["fewer"] = round(SHARE * tokens["ours"])
         for name, count in tokens.items():
             costs[name].append(cost := side(name, count, seed))
-            print(
-                f"  seed {seed}, {name}, {count:,} tokens: {cost.result['bits']:.3f} in {seconds(cost):.0f} s",
-                flush=True,
-            )
+            result = f"{cost.result['bits']:.3f} in {seconds(cost):.0f} s"
+            print(f"  seed {seed}, {name}, {count:,} tokens: {result}", flush=True)
     medians = {name: statistics.median(map(seconds, runs)) for name, runs in costs.items()}
     table.ratio(
         "s of training", medians["ours"], medians["first"], most=0 if options.preset else 1.03
     )
-    means = {
-        name: statistics.mean(run.result["bits"] for run in runs) for name, runs in costs.items()
-    }
+    means = {}
+    for name, runs in costs.items():
+        means[name] = statistics.mean(run.result["bits"] for run in runs)
     if options.preset:
         label = f"{options.preset}: bits per byte at equal tokens"
         table.ratio(label, means["ours"], means["first"], most=MOST_AT_EQUAL_TOKENS)
@@ -198,9 +198,8 @@ def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
         if seconds_to_target(tries[max(tries)], target) is None:
             tries[share] = ours(share)
     share = max(tries)
-    print(
-        f"  ours by share of the steps: { {share: cost.result['validations'][-1][2] for share, cost in tries.items()} }"
-    )
+    by_share = {share: cost.result["validations"][-1][2] for share, cost in tries.items()}
+    print(f"  ours by share of the steps: {by_share}")
     costs = {"ours": [tries[share]], "theirs": [rates[best]]}
     if seconds_to_target(tries[share], target):
         sides = {"ours": lambda: ours(share), "theirs": lambda: theirs(best)}
@@ -238,7 +237,10 @@ def budget(steps: int) -> str:
 
 
 def seconds_to_target(cost: Cost, target: float) -> tuple[float, float] | None:
-    """Seconds of training, and of the command, until our validation loss is down to the target; None where it never is."""
+    """Seconds of training, and of the command, until our validation loss is at the target.
+
+    None where it never is.
+    """
     stamps = dict(cost.result["stamps"])
     began = cost.result["stamps"][0][1] - cost.result["step_seconds"][0]
     validating = 0.0

@@ -1,4 +1,4 @@
-"""What a sweep compares, by what, and which stages it runs, from the settings that vary; what is refused before it runs."""
+"""What a sweep compares, by which metric, in which stages, and what it refuses before it runs."""
 
 import json
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_the_baseline_is_what_files_set_below_the_values_that_vary(tmp_path: Pat
 def test_a_named_change_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "changes.yaml"
     file.write_text("more: {sft.epochs: 2}\nsame: {sft.epochs: 2}\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="the change same has the settings, or the name, of more"):
+    with pytest.raises(UsageError, match=r"same\b.*\bmore;"):
         asked(files=(file,))
 
 
@@ -126,7 +126,7 @@ def test_changes_are_named_in_a_file(tmp_path: Path) -> None:
     assert names(found) == ["baseline", "no-decay", "wide"]
     assert found.settings(found.changes[2], 7).model.hidden_size == 192
     file.write_text("no-decay: 3\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="mapping of settings"):
+    with pytest.raises(UsageError, match="no-decay"):
         asked(files=(file,))
 
 
@@ -209,7 +209,7 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
 def test_a_sweep_is_named_by_a_part_of_its_name_and_each_trial_has_one_process(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(UsageError, match=r"there is no sweep 'latest'"):
+    with pytest.raises(UsageError, match="'latest'"):
         records.find_experiment(tmp_path)
     facts = {"changes": [{"name": "baseline", "values": {}}], "seeds": 3}
     first, second, again = (
@@ -249,7 +249,7 @@ def test_a_sampler_that_learns_draws_what_was_not_tried_and_again_the_same() -> 
     found = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
     assert (len(found.changes), found.draws) == (5, 2)
     few = asked("sft.epochs=2,3", sampler="tpe").space
-    with pytest.raises(UsageError, match="no values left"):
+    with pytest.raises(UsageError, match="values left"):
         sampler.draw(
             few, [Change("baseline"), *map(Change.of, few.combinations(2))], {1: 1.0, 2: 2.0}
         )

@@ -11,14 +11,8 @@ from support.pipeline_home import Cli
 from ttrain.config import Runtime
 from ttrain.store.artifacts import ArtifactStore
 
-SHARDS = (
-    "pipeline",
-    "run",
-    "full",
-    "--only",
-    "tokenizer,shards-pretrain,shards-sft",
-    "shards.block_bytes=1024",
-)
+STAGES = "tokenizer,shards-pretrain,shards-sft"
+SHARDS = ("pipeline", "run", "full", "--only", STAGES, "shards.block_bytes=1024")
 
 
 def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
@@ -32,24 +26,23 @@ def test_nobody_without_the_keys_of_the_cluster_reaches_its_scheduler() -> None:
         address = urlsplit(cluster.scheduler_address)
         assert (address.scheme, address.hostname) == ("tls", "127.0.0.1")
         stranger = ssl.create_default_context()
-        stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
-        with socket.create_connection(
-            (address.hostname, address.port or 0), timeout=10
-        ) as connection:
+        stranger.check_hostname = False
+        stranger.verify_mode = ssl.CERT_NONE
+        place = (address.hostname, address.port or 0)
+        with socket.create_connection(place, timeout=10) as connection:
             with pytest.raises(ssl.SSLError, match="certificate required"):
                 stranger.wrap_socket(connection).recv(1)
 
 
 @pytest.mark.soak
-def test_a_pipeline_that_makes_its_shards_on_dask_has_those_of_one_that_does_not(
-    fresh: Cli, tmp_path: Path
-) -> None:
+def test_dask_makes_the_shards_that_one_process_makes(fresh: Cli, tmp_path: Path) -> None:
     alone = Cli(tmp_path / "alone", fresh.data)
     alone.here(*SHARDS, "--engine", "none")
-    said = fresh(*SHARDS, "runtime.sharding=dask", "runtime.workers=2")
-    assert [made["outcome"] for made in fresh.runs()[0]["stages"]] == ["completed"] * 3, said
+    output = fresh(*SHARDS, "runtime.sharding=dask", "runtime.workers=2")
+    assert [*fresh.outcomes().values()] == ["completed"] * 3, output
     for name in ("shards-pretrain", "shards-sft"):
-        made, expected = (ArtifactStore(home).latest(name) for home in (fresh.home, alone.home))
+        made = ArtifactStore(fresh.home).latest(name)
+        expected = ArtifactStore(alone.home).latest(name)
         assert (made.key, made.content) == (expected.key, expected.content)
         assert made.result["blocks"] == expected.result["encoded_blocks"] > 5
-        assert made.result["encoded_blocks"] == 0, "the stage found all of them made"
+        assert made.result["encoded_blocks"] == 0, "the stage reads what Dask made"

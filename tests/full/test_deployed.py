@@ -3,11 +3,10 @@
 import shutil
 import stat
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 from unittest.mock import MagicMock
 from uuid import uuid4
 
@@ -17,25 +16,38 @@ from support.served import Served, call, ended, processes_of, run_of, serving, s
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
+from ttrain.config.loading import load, types_by_name
 from ttrain.engine.stage_worker import PROCESS_NAME
+from ttrain.errors import UsageError
 from ttrain.flows.deploy import Schedule
 from ttrain.store.runs import RunRecord, this_process
 
 LONG = "pretrain.tokens=245760"
-
-
-CODE = [
-    "notify.command=[touch, /tmp/theirs]",
-    "notify.webhook=https://theirs.example/hook",
-    "notify.webhook_file=/theirs",
-    "notify.on=[kept]",
-    "runtime.loggers=wandb",
-    "runtime.dask_address=tcp://theirs:8786",
-    "runtime.rendezvous=theirs:1",
-    "runtime.eval_suite=/theirs.yaml",
-    "evaluate.suites=/theirs.yaml",
-    "shards.decontaminate=/theirs.yaml",
-]
+CODE = {
+    "notify.command": "[touch, /tmp/theirs]",
+    "notify.webhook": "https://theirs.example/hook",
+    "notify.webhook_file": "/theirs",
+    "notify.on": "[kept]",
+    "runtime.loggers": "wandb",
+    "runtime.dask_address": "tcp://theirs:8786",
+    "runtime.rendezvous": "theirs:1",
+    "runtime.eval_suite": "/theirs.yaml",
+    "evaluate.suites": "/theirs.yaml",
+    "shards.decontaminate": "/theirs.yaml",
+}
+HARMLESS = {  # settings that hold a text
+    *("name", "tracking.experiment"),
+    *(f"data.{name}" for name in DATASETS),
+    "reading.text_field",
+    # These read JSON and safetensors alone
+    *("tokenizer.existing", *(f"{name}.start_from" for name in TRAININGS)),
+    # Of transformers; `fields` takes the architecture's own alone
+    *("model.preset", "model.kind", "model.fields"),
+    *(f"{name}.mask_intervals" for name in TRAININGS),
+    *("dpo.targets", "lora.targets", "evaluate.documents", "evaluate.chats"),
+    *("runtime.sample_prompts", "promotion.metric", "nightly.deadline", "nightly.timezone"),
+    *(f"runtime.night.{name}" for name in ("start", "end", "timezone")),
+}
 
 
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
@@ -44,20 +56,16 @@ def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
 
 
 def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
-    found = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
-    return {
-        task["name"]: task["state"]["name"]
-        for task in found
-        if task["flow_run_run_count"] == attempt
-    }
+    tasks = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
+    tasks = [task for task in tasks if task["flow_run_run_count"] == attempt]
+    return {task["name"]: task["state"]["name"] for task in tasks}
 
 
 @pytest.fixture(scope="module")
 def deployed(
     finished: Cli, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cli, Served]]:
-    """A home in which the pipeline ran once, and its deployment, served for all tests: each pretrains with a seed of its
-    own, and the last one kills what serves."""
+    """A finished home and its deployment, served for all tests."""
     home = shutil.copytree(finished.home, tmp_path_factory.mktemp("deployed") / "home")
     cli = Cli(home, finished.data)
     cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
@@ -67,19 +75,17 @@ def deployed(
 
 
 def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None:
-    from ttrain.config.loading import load
-    from ttrain.errors import UsageError
     from ttrain.flows import deploy
     from ttrain.flows.serve import settings_to_run
 
-    given = [
+    overrides = [
         "data.sft=[{path: a.jsonl, weight: 3}]",
         "notify.webhook=https://host/token",
         "pretrain.epochs=2",
+        "runtime.night={start: '23:00'}",
+        "sft.optim.betas=[0.8, 0.9]",
     ]
-    settings = load(
-        [*given, "runtime.night={start: '23:00'}", "sft.optim.betas=[0.8, 0.9]"], environment={}
-    ).settings
+    settings = load(overrides, environment={}).settings
     path = deploy.write(tmp_path, Schedule("nightly", "mine", None, "UTC", settings.model_dump()))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     changed = settings_to_run(tmp_path, "nightly/mine", ["sft.optim.lr=2e-4"])
@@ -87,60 +93,29 @@ def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None
     assert changed.model_copy(update={"sft": settings.sft}) == settings
     assert settings_to_run(tmp_path, "nightly/mine", ()) == settings
     deploy.write(tmp_path, Schedule("nightly", "old", None, "UTC", {"pretrain": {"bogus": 1}}))
-    for name, changes, parts in (
+    refused: list[tuple[str, list[str], str]] = [
         ("nightly/mine", ["sft.optim.lrr=1"], r"'sft\.optim\.lr'"),
-        ("nightly/other", (), "'nightly/other' .*nightly/mine"),
-        ("nightly/old", (), "bogus.*nightly/old|nightly/old.*bogus"),
-        *(
-            ("nightly/mine", [change], rf"{change.partition('=')[0]}|notify.*nightly-mine\.json")
-            for change in CODE
-        ),
-    ):
-        with pytest.raises(UsageError, match=parts):
+        ("nightly/other", [], "'nightly/other' .*nightly/mine"),
+        ("nightly/old", [], "bogus.*nightly/old|nightly/old.*bogus"),
+    ]
+    for name, value in CODE.items():
+        pattern = rf"{name}|notify.*nightly-mine\.json"
+        refused.append(("nightly/mine", [f"{name}={value}"], pattern))
+    for name, changes, pattern in refused:
+        with pytest.raises(UsageError, match=pattern):
             settings_to_run(tmp_path, name, changes)
 
 
 def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless() -> None:
-    """A new one is to be judged: can it name code, a command, a file with code, or a machine that sends code?"""
-    from typing import get_args
-
-    from ttrain.config.loading import types_by_name
+    """A new one is to be judged: can it name code, a command, or a machine that sends code?"""
 
     def holds_text(kind: Any) -> bool:
-        return kind in (str, Any) or (
-            any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal
-        )
+        has_text = any(map(holds_text, get_args(kind))) and get_origin(kind) is not Literal
+        return kind in (str, Any) or has_text
 
-    harmless = {
-        "name",
-        "tracking.experiment",  # names
-        *(f"data.{name}" for name in DATASETS),
-        "reading.text_field",  # data
-        "tokenizer.existing",
-        *(f"{name}.start_from" for name in TRAININGS),  # JSON and safetensors alone
-        "model.preset",
-        "model.kind",
-        "model.fields",  # of transformers; `fields` takes the architecture's own alone
-        *(f"{name}.mask_intervals" for name in TRAININGS),
-        "dpo.targets",
-        "lora.targets",
-        "evaluate.documents",
-        "evaluate.chats",
-        "runtime.sample_prompts",
-        "promotion.metric",  # texts
-        "nightly.deadline",
-        "nightly.timezone",
-        "runtime.night.start",
-        "runtime.night.end",
-        "runtime.night.timezone",
-    }
     texts = {key for key, kind in types_by_name(Settings).items() if holds_text(kind)}
-    naming = {
-        key
-        for key in texts
-        if any(key == name or key.startswith(f"{name}.") for name in NAMES_CODE)
-    }
-    assert texts - naming == harmless
+    prefixes = tuple(f"{name}." for name in NAMES_CODE)
+    assert {key for key in texts if not f"{key}.".startswith(prefixes)} == HARMLESS
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
 
@@ -187,19 +162,13 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(
     result = cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]
     assert result["resumed_from_step"] == saved > 0 and result["steps"] == 480
     tasks = tasks_of(cli, id_, 2)
-    assert (
-        tasks["tokenizer"] == tasks["shards-pretrain"] == "Cached" and tasks["lora"] == "Completed"
-    )
+    assert (tasks["tokenizer"], tasks["shards-pretrain"]) == ("Cached", "Cached")
+    assert tasks["lora"] == "Completed"
     assert "Traceback" not in served.said
-    logs = call(
-        cli.home,
-        "logs/filter",
-        {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200},
-    )
-    said = [line["message"] for line in logs]
-    assert any("step 480/480" in line for line in said) and any(
-        line.startswith("✓ pretrain") for line in said
-    )
+    newest = {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200}
+    messages = [line["message"] for line in call(cli.home, "logs/filter", newest)]
+    assert any("step 480/480" in message for message in messages)
+    assert any(message.startswith("✓ pretrain") for message in messages)
 
 
 @pytest.mark.long
@@ -212,16 +181,15 @@ def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cl
     assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
     artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
     assert {artifact["key"] for artifact in artifacts} == {"report"}
-    run = ended(cli, start(cli, "lora.optim.lrr=1"), served)
-    assert run["state"]["name"] == "Failed" and "'lora.optim.lr'" in run["state"]["message"]
-    run = ended(
-        cli,
-        start(cli, f"notify.command=[touch, {cli.home / 'theirs'}]", "notify.on=[failed]"),
-        served,
-    )
-    assert run["state"]["name"] == "Failed" and "notify" in run["state"]["message"]
+    command = f"notify.command=[touch, {cli.home / 'theirs'}]"
+    for changes, word in (
+        (["lora.optim.lrr=1"], "'lora.optim.lr'"),
+        ([command, "notify.on=[failed]"], "notify"),
+    ):
+        run = ended(cli, start(cli, *changes), served)
+        assert run["state"]["name"] == "Failed" and word in run["state"]["message"]
     assert not (cli.home / "theirs").exists()
     [deployment] = call(cli.home, "deployments/filter", {})
-    asked = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": 4}}
+    request = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": 4}}
     with pytest.raises(urllib.error.HTTPError, match="409"):
-        call(cli.home, f"deployments/{deployment['id']}/create_flow_run", asked)
+        call(cli.home, f"deployments/{deployment['id']}/create_flow_run", request)

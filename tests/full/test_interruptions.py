@@ -1,4 +1,4 @@
-"""Whole pipelines whose server is killed, that are stopped early, and processes that do not listen."""
+"""Pipelines whose server is killed, that are stopped early, and processes that do not listen."""
 
 import json
 import random
@@ -19,12 +19,9 @@ PRETRAIN_ONLY = ("pipeline", "run", "full", "pretrain.tokens=245760", "evaluate.
 @pytest.mark.soak
 def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_until(lambda: fresh.checkpoints(), 600)
-    servers = [
-        found
-        for found in psutil.Process(process.pid).children(recursive=True)
-        if "uvicorn" in " ".join(found.cmdline())
-    ]
+    wait_until(fresh.checkpoints, 600)
+    children = psutil.Process(process.pid).children(recursive=True)
+    servers = [child for child in children if "uvicorn" in " ".join(child.cmdline())]
     for server in servers:
         server.kill()
     output, _ = process.communicate(timeout=300)
@@ -43,17 +40,11 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
         fresh("pipeline", "run", "full", "evaluate.new_tokens=1")
         assert "127.0.0.1" in said
         assert fresh.rows("prefect", "select state_name from flow_run") == [("Completed",)] * 2
-        links = dict(
-            fresh.rows("prefect", "select key, data from artifact where key like 'mlflow%'")
-        )
+        query = "select key, data from artifact where key like 'mlflow%'"
+        links = dict(fresh.rows("prefect", query))
         assert set(links) == {"mlflow", "mlflow-evaluate"}
-        address = (
-            said.split("MLflow")[1].split()[0].partition("/?token=")[0]
-        )  # where `up` said that its server is
-        assert all(f"({address}/#/experiments/" in link for link in links.values()), (
-            address,
-            links,
-        )
+        address = said.split("MLflow")[1].split()[0].partition("/?token=")[0]
+        assert all(f"({address}/#/experiments/" in link for link in links.values()), links
     finally:
         fresh("down", settings=False)
     wait_until(lambda: not processes_of(fresh.home), 20)
@@ -63,9 +54,7 @@ def test_servers_of_up_are_used_by_a_run(copy_of: Any) -> None:
 @pytest.mark.soak
 def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) -> None:
     process = fresh.start(*PRETRAIN_ONLY)
-    wait_until(
-        lambda: (fresh.home / "servers").exists(), 600
-    )  # the run has begun; its server and MLflow are starting
+    wait_until(lambda: (fresh.home / "servers").exists(), 600)  # its servers are starting
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
@@ -77,25 +66,18 @@ def test_a_signal_before_the_first_stage_ends_the_run_with_its_code(fresh: Any) 
 def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any) -> None:
     """One BPE training is a single native call, which no signal handler of Python interrupts."""
     rng = random.Random(3)
-    lines = [
-        json.dumps({"text": " ".join(str(rng.random()) for _ in range(100_000))}) for _ in range(8)
-    ]
-    (fresh.data / "docs-1.jsonl").write_text("\n".join(lines))
+    with (fresh.data / "docs-1.jsonl").open("w") as file:
+        for _ in range(8):
+            text = " ".join(str(rng.random()) for _ in range(100_000))
+            file.write(json.dumps({"text": text}) + "\n")
     began = time.monotonic()
-    settings = (
-        "tokenizer.vocab_size=60000",
-        "reading.heldout_fraction=0",
-        "runtime.timeout_seconds=2",
-        "runtime.threads=1",
-    )
-    said = fresh("stage", "run", "tokenizer", *settings, code=1)
+    slow = ("tokenizer.vocab_size=60000", "reading.heldout_fraction=0", "runtime.threads=1")
+    said = fresh("stage", "run", "tokenizer", *slow, "runtime.timeout_seconds=2", code=1)
     assert "runtime.timeout_seconds=2" in said and time.monotonic() - began < 60
     wait_until(lambda: not processes_of(fresh.home), 20)
 
 
 def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(empty: Any) -> None:
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "ttrain.engine.stage_worker", "nowhere"],
-        env={**empty.environment, "TTRAIN_PARENT": "1"},
-    )
-    assert process.returncode == 1
+    command = [sys.executable, "-P", "-m", "ttrain.engine.stage_worker", "nowhere"]
+    environment = {**empty.environment, "TTRAIN_PARENT": "1"}
+    assert subprocess.run(command, env=environment).returncode == 1

@@ -1,8 +1,9 @@
-"""Of a whole pipeline: what MLflow lists as its data, models that MLflow opens, lineage without a store, and made again."""
+"""A whole pipeline's data and models in MLflow, its lineage, and that it can be reproduced."""
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.loadable_models import said_without_ttrain
@@ -11,16 +12,9 @@ from support.pipeline_home import Cli
 from ttrain.tracking.client import own_uri
 from ttrain.tracking.mlflow_mirror import prepare
 
-DATA = {
-    "tokenizer": "training",
-    "pretrain": "training",
-    "pretrain-heldout": "validation",
-    "sft": "training",
-    "sft-heldout": "validation",
-    "lora": "training",
-    "lora-heldout": "validation",
-}
-KINDS = ("tokenizer", "base", "sft", "lora")
+TRAINED_ON = dict.fromkeys(("tokenizer", "pretrain", "sft", "lora"), "training")
+HELD_OUT = dict.fromkeys(("pretrain-heldout", "sft-heldout", "lora-heldout"), "validation")
+MODELS = {"tiny-test", *(f"tiny-test-{kind}" for kind in ("tokenizer", "base", "sft", "lora"))}
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
 # What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
 PLAIN = """
@@ -55,25 +49,27 @@ print("SAID", json.dumps(said))
 
 def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
     query = """
-    SELECT datasets.name, context.value FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
+    SELECT datasets.name, context.value
+    FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
     JOIN datasets ON datasets.dataset_uuid = inputs.source_id
-    JOIN input_tags AS context ON context.input_uuid = inputs.input_uuid AND context.name = 'mlflow.data.context'
-    WHERE tags.key = ? AND tags.value = ?
+    JOIN input_tags AS context ON context.input_uuid = inputs.input_uuid
+    WHERE context.name = 'mlflow.data.context' AND tags.key = ? AND tags.value = ?
     """
-    return {str(name): str(context) for name, context in cli.rows("mlflow", query, tag, value)}
+    return dict(cli.rows("mlflow", query, tag, value))
 
 
 def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) -> None:
-    assert datasets(finished, "ttrain.pipeline", "full") == DATA
-    assert datasets(finished, "ttrain.stage", "sft") == {"sft": "training"}
-    assert datasets(finished, "ttrain.stage", "tokenizer") == {"tokenizer": "training"}
-    held_out = {name: context for name, context in DATA.items() if context == "validation"}
-    assert datasets(finished, "ttrain.stage", "evaluate") == held_out
-    both = {name: context for name, context in DATA.items() if name.startswith("pretrain")}
-    assert datasets(finished, "ttrain.stage", "shards-pretrain") == both
-    [(profile, source)] = finished.rows(
-        "mlflow", "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'"
-    )
+    assert datasets(finished, "ttrain.pipeline", "full") == TRAINED_ON | HELD_OUT
+    of_shards = {"pretrain": "training", "pretrain-heldout": "validation"}
+    for stage, expected in {
+        "sft": {"sft": "training"},
+        "tokenizer": {"tokenizer": "training"},
+        "evaluate": HELD_OUT,
+        "shards-pretrain": of_shards,
+    }.items():
+        assert datasets(finished, "ttrain.stage", stage) == expected
+    query = "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'"
+    [(profile, source)] = finished.rows("mlflow", query)
     shards = finished.manifest("shards-pretrain")["result"]["train"]
     assert json.loads(profile) == {"documents": shards["rows"], "bytes": shards["bytes"]}
     places = [file["location"] for file in json.loads(source)["listed"]]
@@ -81,25 +77,15 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
 
 
 def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
-    versions = {
-        str(name): str(text)
-        for name, text in finished.rows("mlflow", "SELECT name, description FROM model_versions")
-    }
-    models = {
-        str(name): str(text)
-        for name, text in finished.rows("mlflow", "SELECT name, description FROM registered_models")
-    }
-    assert (
-        versions.keys() == models.keys() == {"tiny-test", *(f"tiny-test-{kind}" for kind in KINDS)}
-    )
+    versions = dict(finished.rows("mlflow", "SELECT name, description FROM model_versions"))
+    models = dict(finished.rows("mlflow", "SELECT name, description FROM registered_models"))
+    assert versions.keys() == models.keys() == MODELS
     assert all("pipeline `tiny-test`" in text for text in models.values())
     assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
-    judged = {"tiny-test-base": "bits per byte", "tiny-test-sft": "chats loss"}
-    judged |= dict.fromkeys(("tiny-test-lora", "tiny-test"), "domain loss")
-    for name, metric in judged.items():
-        assert versions[name].startswith(f"{metric} **"), (
-            "the evaluation came after they were registered"
-        )
+    # The evaluation comes after they were registered
+    metrics = {"-base": "bits per byte", "-sft": "chats loss", "-lora": "domain loss"}
+    for suffix, metric in {**metrics, "": "domain loss"}.items():
+        assert versions[f"tiny-test{suffix}"].startswith(f"{metric} **")
 
 
 @pytest.mark.soak
@@ -118,18 +104,12 @@ def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_
 
 
 def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> None:
-    [(run_id, listed)] = finished.rows(
-        "mlflow", "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'"
-    )
-    tables = {
-        table["path"]: json.loads(
-            (
-                finished.home / "mlflow" / "artifacts" / run_id / "artifacts" / table["path"]
-            ).read_bytes()
-        )
-        for table in json.loads(listed)
-    }
-    assert tables["evaluation_table.json"]["data"][0][0] == "bits per byte, base"
+    query = "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'"
+    [(run_id, listed)] = finished.rows("mlflow", query)
+    assert "evaluation_table.json" in [table["path"] for table in json.loads(listed)]
+    files = finished.home / "mlflow" / "artifacts" / run_id / "artifacts"
+    table = json.loads((files / "evaluation_table.json").read_bytes())
+    assert table["data"][0][0] == "bits per byte, base"
 
 
 def sharing(finished: Cli, tmp_path: Path) -> Cli:
@@ -142,49 +122,38 @@ def sharing(finished: Cli, tmp_path: Path) -> Cli:
     return cli
 
 
+def lineage(cli: Cli, version: str) -> Any:
+    return json.loads(cli.in_process("lineage", version, "--json", settings=False))
+
+
 def test_the_lineage_of_a_registered_version_is_told_without_the_store(
     finished: Cli, tmp_path: Path
 ) -> None:
-    told = json.loads(
-        finished.in_process("lineage", "tiny-test@challenger", "--json", settings=False)
-    )
-    assert [stage["stage"] for stage in told["stages"]] == STAGES
-    [run] = {stage["run"] for stage in told["stages"]}
-    assert run == told["run"] == finished.runs()[-1]["run"]
-    alone = json.loads(
-        sharing(finished, tmp_path).in_process("lineage", "tiny-test/1", "--json", settings=False)
-    )
+    known = lineage(finished, "tiny-test@challenger")
+    assert [stage["stage"] for stage in known["stages"]] == STAGES
+    [run] = {stage["run"] for stage in known["stages"]}
+    assert run == known["run"] == finished.runs()[-1]["run"]
+    alone = lineage(sharing(finished, tmp_path), "tiny-test/1")
     assert {stage.pop("known_from") for stage in alone["stages"]} == {"mlflow"}
-    assert {stage.pop("known_from") for stage in told["stages"]} == {"store"}
-    assert alone["stages"] == told["stages"]
-    for stage in told["stages"]:
+    assert {stage.pop("known_from") for stage in known["stages"]} == {"store"}
+    assert alone["stages"] == known["stages"]
+    for stage in known["stages"]:
         assert stage["code"] and stage["made_unix"] and stage["machine"]["cores"]
-        assert (stage["seed"], bool(stage["data"])) == (
-            1,
-            stage["stage"].startswith(("tokenizer", "shards")),
-        )
+        assert stage["seed"] == 1
+        assert bool(stage["data"]) == stage["stage"].startswith(("tokenizer", "shards"))
 
 
 @pytest.mark.soak
 def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(
     finished: Cli, tmp_path: Path
 ) -> None:
-    cli = sharing(finished, tmp_path)
-    said = cli.here(
-        "reproduce",
-        "tiny-test@challenger",
-        "--json",
-        "--home",
-        str(tmp_path / "new"),
-        settings=False,
-    )
-    told = json.loads(said[said.index("\n{") :])  # after what went to standard error
-    assert told["equal"] is True and [stage["stage"] for stage in told["stages"]] == STAGES
-    for stage in told["stages"]:
-        assert stage["content"] == stage["rebuilt_content"] and stage["differences"] == [], stage[
-            "stage"
-        ]
-    weights = "model/model.safetensors"
-    [made] = (tmp_path / "new" / "store" / "sft").glob(f"*/{weights}")
-    [before] = finished.home.glob(f"store/sft/*/{weights}")
+    new = tmp_path / "new"
+    words = ("reproduce", "tiny-test@challenger", "--json", "--home", str(new))
+    result = json.loads(sharing(finished, tmp_path).in_process(*words, settings=False))
+    assert result["equal"] is True and [stage["stage"] for stage in result["stages"]] == STAGES
+    for stage in result["stages"]:
+        assert stage["content"] == stage["rebuilt_content"], stage["stage"]
+        assert stage["differences"] == []
+    [made] = new.glob("store/sft/*/model/model.safetensors")
+    [before] = finished.home.glob("store/sft/*/model/model.safetensors")
     assert made.read_bytes() == before.read_bytes()

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,18 @@ from support.pipeline_home import Cli, load_stages
 from ttrain.nightly.records import NightRecord, Nights
 from ttrain.store.registry import Registry
 
-NONE = ("--engine", "none")
+ON_CHAMPION = (
+    "pretrain.schedule.kind=infinite",
+    "nightly.chats=new",
+    "nightly.sft_base=champion",
+    "nightly.lora_base=champion",
+)
+RECORDS = 4  # begun, its run, decided with the held-out set, closed
+SAMPLE = (3, "after")
+POINTS = [
+    pytest.param(*point, marks=[] if point == SAMPLE else [pytest.mark.long])
+    for point in itertools.product(range(1, RECORDS + 1), ("before", "after"))
+]
 
 
 def nights(cli: Cli) -> list[NightRecord]:
@@ -25,16 +35,20 @@ def nights(cli: Cli) -> list[NightRecord]:
 
 
 def champion(cli: Cli) -> str | None:
-    found = Registry(cli.home).champion(NAME)
-    return found.version if found else None
+    registered = Registry(cli.home).champion(NAME)
+    return registered.version if registered else None
 
 
-def night(cli: Cli, *overrides: str, code: int = 0) -> str:
-    return cli.here("pipeline", "run", "nightly", *NONE, *overrides, code=code)
+def night(cli: Cli, *overrides: str) -> str:
+    return cli.here("pipeline", "run", "nightly", "--engine", "none", *overrides)
 
 
-def files_of(one: NightRecord) -> list[str]:
-    return [Path(file["location"]).name for file in one.frozen.files["pretrain"]]
+def plan(cli: Cli, *overrides: str) -> Any:
+    return json.loads(cli.in_process("pipeline", "plan", "nightly", "--json", *overrides))
+
+
+def files_of(record: NightRecord) -> list[str]:
+    return [Path(file["location"]).name for file in record.frozen.files["pretrain"]]
 
 
 def manifest_of(cli: Cli, version: str, stage: str) -> Any:
@@ -43,144 +57,112 @@ def manifest_of(cli: Cli, version: str, stage: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def house(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """A pipeline whose first night found all its stages finished by an ordinary run, and became champion."""
+def first(finished: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """A pipeline whose first night found all stages finished by a run, and became champion."""
     root = tmp_path_factory.mktemp("nights")
-    shutil.copytree(finished.data, root / "data")
-    shutil.copytree(finished.home, root / "home")
-    cli = Cli(root / "home", root / "data")
+    data = shutil.copytree(finished.data, root / "data")
+    cli = Cli(shutil.copytree(finished.home, root / "home"), data)
     load_stages()
-    cli.first_output = cli.here("pipeline", "run", "nightly", *NONE)
+    cli.first_output = night(cli)
     return cli
 
 
 @pytest.fixture(scope="module")
-def second(house: Cli) -> Cli:
-    add_similar_documents(house, "docs-3", 3)
-    house.output = house.here("pipeline", "run", "nightly", *NONE)  # type: ignore[attr-defined]
-    add_similar_documents(house, "docs-4", 4)
-    return house
+def second(first: Cli) -> Cli:
+    add_similar_documents(first, "docs-3", 3)
+    first.output = night(first)  # type: ignore[attr-defined]
+    add_similar_documents(first, "docs-4", 4)
+    return first
 
 
 @pytest.fixture
-def copy(second: Cli, tmp_path: Path) -> Callable[[], Cli]:
-    def copied() -> Cli:
-        shutil.copytree(second.data, tmp_path / "data")
-        shutil.copytree(second.home, tmp_path / "home")
-        return Cli(tmp_path / "home", tmp_path / "data")
-
-    return copied
+def copy(second: Cli, tmp_path: Path) -> Cli:
+    data = shutil.copytree(second.data, tmp_path / "data")
+    return Cli(shutil.copytree(second.home, tmp_path / "home"), data)
 
 
-def test_the_first_night_makes_the_first_champion(house: Cli) -> None:
-    first = nights(house)[-1]
-    assert (first.name, first.outcome, first.is_open) == ("night-000001", "promoted", False)
-    assert files_of(first) == ["docs-1.jsonl", "docs-2.jsonl"]
-    assert "there is no champion yet" in house.first_output and "promoted" in house.first_output
+def test_the_first_night_makes_the_first_champion(first: Cli) -> None:
+    record = nights(first)[-1]
+    assert (record.name, record.outcome, record.is_open) == ("night-000001", "promoted", False)
+    assert files_of(record) == ["docs-1.jsonl", "docs-2.jsonl"]
+    assert "no champion" in first.first_output and "promoted" in first.first_output
 
 
 def test_a_night_trains_on_what_is_new_is_compared_and_promotes(second: Any) -> None:
-    found = nights(second)[0]
-    assert (found.name, found.outcome, files_of(found)) == (
-        "night-000002",
-        "promoted",
-        ["docs-3.jsonl"],
-    )
-    decision = found.data["decision"]
-    assert decision["promote"] and decision["difference"] == pytest.approx(
-        decision["champion"] - decision["challenger"]
-    )
+    record = nights(second)[0]
+    assert (record.name, record.outcome) == ("night-000002", "promoted")
+    assert files_of(record) == ["docs-3.jsonl"]
+    decision = record.data["decision"]
+    difference = decision["champion"] - decision["challenger"]
+    assert decision["promote"] and decision["difference"] == pytest.approx(difference)
     registered = Registry(second.home).find(NAME, "2")
     assert registered.decision == decision
-    assert (
-        found.data["keys"].items() <= registered.keys.items()
-        and {"pretrain", "sft"} <= found.data["keys"].keys()
-    )
+    assert record.data["keys"].items() <= registered.keys.items()
+    assert {"pretrain", "sft"} <= record.data["keys"].keys()
     assert "champion" in second.output and "the challenger: -" in second.output
-    outcomes = {stage["name"]: stage["outcome"] for stage in second.runs()[0]["stages"]}
-    assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
-    assert (champion(second), found.data["version"]) == ("2", "2")
-    assert outcomes["replay"] == "completed" and "of 1 earlier set" in second.output
+    assert (champion(second), record.data["version"]) == ("2", "2")
+    outcomes = second.outcomes()
+    built = {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate", "replay")}
+    assert built == {"completed"} and "of 1 earlier set" in second.output
     pages = [page.read_text() for page in second.home.glob("mlflow/**/report.html")]
-    assert sum("night-000002: promoted: better by" in page for page in pages) == 1, (
-        "the page in MLflow has the decision"
-    )
+    assert sum("night-000002: promoted: better by" in page for page in pages) == 1
     tracked = {name for (name,) in second.rows("mlflow", "select name from runs")}
-    assert {"night-000001", "night-000002"} <= tracked and not any(
-        name.startswith("nightly-") for name in tracked
-    )
+    assert {"night-000001", "night-000002"} <= tracked
+    assert not any(name.startswith("nightly-") for name in tracked)
 
 
 def test_the_challenger_continues_the_champion_s_base_with_its_tokenizer(second: Any) -> None:
-    first, found = (Registry(second.home).find(NAME, version) for version in ("1", "2"))
-    assert first.keys["tokenizer"] == found.keys["tokenizer"]
-    assert first.members["tokenizer"].version == found.members["tokenizer"].version == "1"
-    taken = manifest_of(second, "2", "base-model")["ingredients"]["files"]["weights"]
+    before, after = (Registry(second.home).find(NAME, version) for version in ("1", "2"))
+    assert before.keys["tokenizer"] == after.keys["tokenizer"]
+    assert before.members["tokenizer"].version == after.members["tokenizer"].version == "1"
+    files = manifest_of(second, "2", "base-model")["ingredients"]["files"]["weights"]
     weights = manifest_of(second, "1", "pretrain")["files"]["model/model.safetensors"]
-    assert weights["sha256"] in [file["sha256"] for file in taken]
+    assert weights["sha256"] in [file["sha256"] for file in files]
 
 
 def test_a_night_reads_a_sample_of_all_documents_that_the_champion_has_learnt(second: Any) -> None:
-    keys = Registry(second.home).find(NAME, "2").keys
     rows = manifest_of(second, "2", "pretrain")["result"]["rows"]
     assert rows["rows_of_source_1"] > 0 and rows["epoch"] == round(rows["rows_of_source_0"] / 0.95)
-    first = Registry(second.home).find(NAME, "1").keys["shards-pretrain"]
-    assert manifest_of(second, "2", "replay")["inputs"]["learnt-0000"]["key"] == first
-    learnt = (f"shards-pretrain/{first}", f"shards-pretrain/{keys['shards-pretrain']}")
-    assert nights(second)[0].learnt_shards("pretrain") == learnt
+    keys = [Registry(second.home).find(NAME, n).keys["shards-pretrain"] for n in ("1", "2")]
+    assert manifest_of(second, "2", "replay")["inputs"]["learnt-0000"]["key"] == keys[0]
+    shards = tuple(f"shards-pretrain/{key}" for key in keys)
+    assert nights(second)[0].learnt_shards("pretrain") == shards
 
 
 def test_both_are_measured_on_the_same_held_out_data_of_all_nights(second: Any) -> None:
-    new, old = (
-        manifest_of(second, "2", stage)["inputs"] for stage in ("evaluate", "evaluate-champion")
-    )
+    new = manifest_of(second, "2", "evaluate")["inputs"]
+    old = manifest_of(second, "2", "evaluate-champion")["inputs"]
     same = {name for name in new if new[name]["content"] == old[name]["content"]}
     assert same >= {"documents", "chats", "domain"} and not same & {"base", "sft", "lora"}
     heldout = manifest_of(second, "2", "heldout")["result"]
     assert heldout["records"] > heldout["new"] > 0
-    night = nights(second)[0].data
-    records = {text["name"]: text["records"] for text in night["texts"]}
-    assert night["heldout_nights"] == ["night-000001", "night-000002"]
-    assert [records[name] for name in night["heldout_nights"]] == heldout["nights"]
-    assert all(text["champion"] is not None and not text["lost"] for text in night["texts"])
+    record = nights(second)[0].data
+    records = {text["name"]: text["records"] for text in record["texts"]}
+    assert record["heldout_nights"] == ["night-000001", "night-000002"]
+    assert [records[name] for name in record["heldout_nights"]] == heldout["nights"]
+    assert all(text["champion"] is not None and not text["lost"] for text in record["texts"])
     counted = manifest_of(second, "2", "shards-pretrain")["result"]["train"]["rows"]
-    assert night["learnt"]["documents"] == counted > 0 < night["learnt"]["replayed_tokens"]
+    assert record["learnt"]["documents"] == counted > 0 < record["learnt"]["replayed_tokens"]
 
 
 def test_a_plan_shows_what_the_next_night_reads_and_changes_nothing(second: Any) -> None:
-    before = [one.data for one in nights(second)]
-    planned = json.loads(second.in_process("pipeline", "plan", "nightly", "--json"))
+    before = [record.data for record in nights(second)]
+    planned = plan(second)
     assert planned["near_duplicates"] == {"similarity": 0.8, "earlier_sets": 2}
-    assert planned["champion"] == "2" and [
-        Path(name).name for name in planned["files"]["pretrain"]
-    ] == ["docs-4.jsonl"]
-    assert {stage["name"] for stage in planned["stages"]} >= {
-        "shards-pretrain",
-        "replay",
-        "pretrain",
-        "evaluate-champion",
-    }
-    without = json.loads(
-        second.in_process("pipeline", "plan", "nightly", "--json", "nightly.replay=0")
-    )
-    assert "replay" not in {stage["name"] for stage in without["stages"]}
-    assert [one.data for one in nights(second)] == before
+    assert planned["champion"] == "2"
+    assert [Path(name).name for name in planned["files"]["pretrain"]] == ["docs-4.jsonl"]
+    stages = {stage["name"] for stage in planned["stages"]}
+    assert stages >= {"shards-pretrain", "replay", "pretrain", "evaluate-champion"}
+    without = plan(second, "nightly.replay=0")["stages"]
+    assert "replay" not in {stage["name"] for stage in without}
+    assert [record.data for record in nights(second)] == before
     assert "leave it out" in second.here("pipeline", "plan", "nightly", "--only", "sft", code=2)
 
 
-RECORDS = 4  # begun, its run, decided with the held-out set, closed
-POINTS = [
-    pytest.param(
-        number, when, marks=[] if (number, when) == (3, "after") else [pytest.mark.long]
-    )  # the sample: one
-    for number in range(1, RECORDS + 1)
-    for when in ("before", "after")
-]
-
-
 def killed(cli: Cli, number: int, when: str) -> int | None:
-    """How a night ends that is killed at that rename of its record; of the registry: store/test_model_registry."""
-    replace, renames = Path.replace, itertools.count(1)
+    """The exit code of a night killed at this rename of its record."""
+    replace = Path.replace
+    renames = itertools.count(1)
 
     def dying(path: Path, target: Path) -> Path:
         is_fatal = Path(target).name.startswith("night-") and next(renames) == number
@@ -192,7 +174,7 @@ def killed(cli: Cli, number: int, when: str) -> int | None:
         return result
 
     def run() -> None:
-        Path.replace = dying  # type: ignore[assignment,method-assign]  # this process ends with the night
+        Path.replace = dying  # type: ignore[assignment,method-assign]  # this process ends with it
         night(cli)
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -202,13 +184,12 @@ def killed(cli: Cli, number: int, when: str) -> int | None:
 
 
 @pytest.fixture
-def before_second(copy: Callable[[], Cli]) -> Cli:
-    cli = copy()
-    (cli.data / "docs-4.jsonl").unlink()
-    (cli.home / "nightly" / NAME / "night-000002.json").unlink()
-    Registry(cli.home).rollback(NAME)
-    assert champion(cli) == "1"
-    return cli
+def before_second(copy: Cli) -> Cli:
+    (copy.data / "docs-4.jsonl").unlink()
+    (copy.home / "nightly" / NAME / "night-000002.json").unlink()
+    Registry(copy.home).rollback(NAME)
+    assert champion(copy) == "1"
+    return copy
 
 
 @pytest.mark.soak
@@ -216,17 +197,14 @@ def before_second(copy: Callable[[], Cli]) -> Cli:
 def test_a_kill_between_any_two_writes_leads_to_the_same_end(
     before_second: Cli, number: int, when: str
 ) -> None:
-    cli = before_second
-    assert killed(cli, number, when) == -signal.SIGKILL
-    night(cli)
-    night(cli)
-    outcomes = [one.outcome for one in nights(cli)]
-    assert outcomes == ["nothing-new", "promoted", "promoted"]
-    assert champion(cli) == "2" and nights(cli)[1].data["version"] == "2"
-    assert [one.version for one in Registry(cli.home).sets(NAME)] == [
-        "2",
-        "1",
-    ]  # nothing is registered twice
+    assert killed(before_second, number, when) == -signal.SIGKILL
+    night(before_second)
+    night(before_second)
+    records = nights(before_second)
+    assert [record.outcome for record in records] == ["nothing-new", "promoted", "promoted"]
+    assert champion(before_second) == "2" and records[1].data["version"] == "2"
+    versions = [registered.version for registered in Registry(before_second.home).sets(NAME)]
+    assert versions == ["2", "1"], "nothing is registered twice"
 
 
 @pytest.mark.long
@@ -235,30 +213,18 @@ def test_the_kills_reach_every_write_of_a_record(before_second: Cli) -> None:
     assert killed(before_second, RECORDS + 1, "before") == 0
 
 
-ON_CHAMPION = (
-    "pretrain.schedule.kind=infinite",
-    "nightly.chats=new",
-    "nightly.sft_base=champion",
-    "nightly.lora_base=champion",
-)
-
-
 @pytest.mark.long
 @pytest.mark.soak
-def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(
-    copy: Callable[[], Cli],
-) -> None:
-    cli = copy()
-    assert "the champion, version 2, is warmed up again" in night(
-        cli, *ON_CHAMPION, "nightly.deadline_hours=0.0001"
-    )
-    Registry(cli.home).promote(NAME, "1")
-    said = night(cli, *ON_CHAMPION)
-    assert "version 1 became champion during the night" in said and champion(cli) == "1"
-    assert nights(cli)[0].outcome == "kept"
-    keys, before = (
-        Registry(cli.home).find(NAME, version).keys
-        for version in (nights(cli)[0].data["version"], "2")
-    )
+def test_a_champion_that_was_changed_by_hand_meanwhile_is_not_replaced(copy: Cli) -> None:
+    output = night(copy, *ON_CHAMPION, "nightly.deadline_hours=0.0001")
+    assert "the champion, version 2, is warmed up again" in output
+    registry = Registry(copy.home)
+    registry.promote(NAME, "1")
+    output = night(copy, *ON_CHAMPION)
+    assert "version 1 became champion during the night" in output and champion(copy) == "1"
+    record = nights(copy)[0]
+    assert record.outcome == "kept"
+    keys = registry.find(NAME, record.data["version"]).keys
+    before = registry.find(NAME, "2").keys
     assert (keys["sft"], keys["lora"]) == (before["sft"], before["lora"]), "no chat was new"
     assert keys["pretrain"] != before["pretrain"]

@@ -1,7 +1,8 @@
-"""The whole pipeline on the user's own files, through a real Prefect server and a real MLflow store."""
+"""The whole pipeline on the user's own files, through a real Prefect server and a real MLflow."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,25 @@ from transformers import AutoTokenizer
 from ttrain.reports import facts
 
 CliFactory = Callable[..., Any]
-ADAPTER = "adapter/adapter_model.safetensors"
-STAGES = [
-    "tokenizer",
-    "shards-pretrain",
-    "shards-sft",
-    "shards-lora",
-    "pretrain",
-    "sft",
-    "lora",
-    "evaluate",
-]
+SHARDS = ["shards-pretrain", "shards-sft", "shards-lora"]
+STAGES = ["tokenizer", *SHARDS, "pretrain", "sft", "lora", "evaluate"]
 EVALUATED = [
-    "eval/bits_per_byte",
-    "eval/bits_per_byte_zlib",
-    "eval/bits_per_byte_xz",
-    "eval/bits_per_byte_order0",
-    "eval/chat_loss_base",
-    "eval/chat_loss_sft",
-    "eval/domain_loss_sft",
-    "eval/domain_loss_lora",
+    *(f"eval/bits_per_byte{suffix}" for suffix in ("", "_zlib", "_xz", "_order0")),
+    *(f"eval/chat_loss_{model}" for model in ("base", "sft")),
+    *(f"eval/domain_loss_{model}" for model in ("sft", "lora")),
 ]
+SECTIONS = {"", "Curves", "eval", "lora", "pretrain", "sft", "system", "tok", "total"}
+MODELS = {"tiny-test", *(f"tiny-test-{kind}" for kind in ("tokenizer", "base", "sft", "lora"))}
+WEIGHTS = {
+    "pretrain": "model/model.safetensors",
+    "sft": "model/model.safetensors",
+    "lora": "adapter/adapter_model.safetensors",
+}
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(p): (p.stat().st_size, p.stat().st_mtime_ns)
-        for p in sorted(directory.rglob("*"))
-        if p.is_file()
-    }
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
 def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
@@ -54,16 +45,11 @@ def test_raw_files_become_an_evaluated_model(finished: Any) -> None:
     assert "Traceback" not in finished.first_output
     result = finished.manifest("pretrain")["result"]
     assert result["steps"] == 40 and result["tokens"] == 20480 and result["resumed_from_step"] == 0
-    assert (
-        result["stop_reason"] == "completed"
-        and result["validation_loss"] > 0
-        and result["loss"] > 0
-    )
-    for stage, lines in (("shards-pretrain", 300), ("shards-sft", 150), ("shards-lora", 120)):
+    assert result["stop_reason"] == "completed"
+    assert result["validation_loss"] > 0 and result["loss"] > 0
+    for stage, lines in zip(SHARDS, (300, 150, 120), strict=True):
         result = finished.manifest(stage)["result"]
-        assert result["train"]["rows"] + result["heldout"]["rows"] == lines, (
-            "each row is learnt or held out"
-        )
+        assert result["train"]["rows"] + result["heldout"]["rows"] == lines, "no row is lost"
         assert result["heldout"]["rows"] >= 1
 
 
@@ -82,98 +68,56 @@ def test_no_stage_logs_what_a_library_is_about_to_drop(finished: Any) -> None:
 def test_what_a_stage_leaves_is_its_last_checkpoint_with_the_tokenizer(finished: Any) -> None:
     plan = {name: Path(stage["path"]) for name, stage in finished.plan().items()}
     tokenizer = (plan["tokenizer"] / "tokenizer.json").read_bytes()
-    for name, file in (
-        *((stage, "model/model.safetensors") for stage in ("pretrain", "sft")),
-        ("lora", ADAPTER),
-    ):
-        last, left = max((plan[name] / "checkpoints").glob("step-*")), plan[name] / file
-        assert (
-            left.read_bytes() == (last / left.name).read_bytes()
-            and (left.parent / "tokenizer.json").read_bytes() == tokenizer
-        )
+    for name, file in WEIGHTS.items():
+        last = max((plan[name] / "checkpoints").glob("step-*"))
+        weights = plan[name] / file
+        assert weights.read_bytes() == (last / weights.name).read_bytes()
+        assert (weights.parent / "tokenizer.json").read_bytes() == tokenizer
         opened = AutoTokenizer.from_pretrained(last)
-        assert (
-            opened.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-            == "<|bos|><|user|>x<|end|>"
-        )
+        chat = [{"role": "user", "content": "x"}]
+        assert opened.apply_chat_template(chat, tokenize=False) == "<|bos|><|user|>x<|end|>"
 
 
 def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
-    runs = dict(
-        finished.rows("mlflow", "select run_uuid, name from runs where lifecycle_stage = 'active'")
-    )
-    parents = dict(
-        finished.rows("mlflow", "select run_uuid, value from tags where key = 'mlflow.parentRunId'")
-    )
+    mlflow = partial(finished.rows, "mlflow")
+    runs = dict(mlflow("select run_uuid, name from runs where lifecycle_stage = 'active'"))
+    query = "select run_uuid, value from tags where key = 'mlflow.parentRunId'"
+    parents = dict(mlflow(query))
     [parent] = set(runs) - set(parents)
-    end = runs[parent].rpartition("-")[
-        2
-    ]  # so that MLflow's legends tell the stages of two runs apart
+    # The end of its name, so that MLflow's legends tell the stages of two runs apart
+    end = runs[parent].rpartition("-")[2]
     assert set(parents.values()) == {parent}
     assert sorted(runs[child] for child in parents) == sorted(f"{stage} {end}" for stage in STAGES)
-    assert {status for (status,) in finished.rows("mlflow", "select status from runs")} == {
-        "FINISHED"
-    }
-    measured = dict(
-        finished.rows(
-            "mlflow", f"select key, value from latest_metrics where run_uuid = '{parent}'"
-        )
-    )
+    assert set(mlflow("select status from runs")) == {("FINISHED",)}
+    measured = dict(mlflow("select key, value from latest_metrics where run_uuid = ?", parent))
     recorded = finished.runs()[-1]["metrics"]
     assert {name: measured[name] for name in recorded} == pytest.approx(recorded)
     [pretrain] = [child for child in parents if runs[child] == f"pretrain {end}"]
-    results = dict(
-        finished.rows(
-            "mlflow",
-            f"select key, value from params where run_uuid = '{pretrain}' and key like 'result.%'",
-        )
-    )
-    assert (
-        float(results["result.rows.target_multiplicity"]),
-        results["result.rows.dropped_tokens"],
-    ) == (1, "0")
+    results = dict(mlflow("select key, value from params where run_uuid = ?", pretrain))
+    assert float(results["result.rows.target_multiplicity"]) == 1
+    assert results["result.rows.dropped_tokens"] == "0"
     assert results["result.compiled"] == "False" and float(results["result.loss"]) > 0
-    sections = {
-        name.rpartition("/")[0]
-        for (name,) in finished.rows("mlflow", "select distinct key from latest_metrics")
-    }
-    assert sections == {"", "Curves", "eval", "lora", "pretrain", "sft", "system", "tok", "total"}
+    keys = [key for (key,) in mlflow("select distinct key from latest_metrics")]
+    assert {key.rpartition("/")[0] for key in keys} == SECTIONS
     assert measured["tok/unk_rate"] == 0 and measured["tok/bytes_per_token"] > 1
+    curve = "select step from metrics where run_uuid = ? and key = ? order by step"
+    logged = [*range(5, 41, 5)]
     for name in ("loss", "logits_loss", "aux_loss", "lr", "epoch_time", "grad_norm"):
-        curve = f"select step from metrics where run_uuid = '{pretrain}' and key = '{name}'"
-        steps = [step for (step,) in finished.rows("mlflow", curve)]
-        assert sorted(steps) == [5, 10, 15, 20, 25, 30, 35, 40], name
-    by_tokens = (
-        f"select step from metrics where run_uuid = '{parent}' and key = 'Curves/pretrain loss'"
-    )
-    assert sorted(step for (step,) in finished.rows("mlflow", by_tokens)) == [
-        512 * step for step in sorted(steps)
-    ]
-    params = dict(
-        finished.rows("mlflow", f"select key, value from params where run_uuid = '{parent}'")
-    )
+        assert mlflow(curve, pretrain, name) == [(step,) for step in logged], name
+    by_tokens = mlflow(curve, parent, "Curves/pretrain loss")
+    assert by_tokens == [(512 * step,) for step in logged]
+    params = dict(mlflow("select key, value from params where run_uuid = ?", parent))
     assert params["pretrain.tokens"] == "20480" and params["sft.optim.lr"] == "0.001"
-    settings = {
-        name: entry["value"]
-        for name, entry in json.loads(finished.in_process("config", "show", "--json")).items()
-    }
+    shown = json.loads(finished.in_process("config", "show", "--json"))
+    settings = {name: entry["value"] for name, entry in shown.items()}
     assert set(params) == set(facts.parameters(settings))  # nothing that is another one each time
-    query = f"select value from tags where run_uuid = '{pretrain}' and key = 'ttrain.parent.shards'"
-    assert finished.rows("mlflow", query) == [
-        (f"shards-pretrain {finished.manifest('pretrain')['inputs']['shards']['content']}",)
-    ]
-    names = {name for (name,) in finished.rows("mlflow", "select name from registered_models")}
-    assert names == {
-        "tiny-test",
-        "tiny-test-tokenizer",
-        "tiny-test-base",
-        "tiny-test-sft",
-        "tiny-test-lora",
-    }
-    sources = dict(finished.rows("mlflow", "select name, source from model_versions"))
-    assert (
-        sources.pop("tiny-test") == "models:/tiny-test-lora/1"
-    )  # the set opens as the last of its models
+    tag = "select value from tags where run_uuid = ? and key = 'ttrain.parent.shards'"
+    content = finished.manifest("pretrain")["inputs"]["shards"]["content"]
+    assert mlflow(tag, pretrain) == [(f"shards-pretrain {content}",)]
+    assert {name for (name,) in mlflow("select name from registered_models")} == MODELS
+    sources = dict(mlflow("select name, source from model_versions"))
+    # The set opens as the last of its models
+    assert sources.pop("tiny-test") == "models:/tiny-test-lora/1"
     for source in sources.values():
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 
@@ -182,33 +126,24 @@ def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(
     finished: Any, copy_of: CliFactory
 ) -> None:
     cli = Cli(copy_of().home, finished.data)
+    mlflow = partial(cli.rows, "mlflow")
     original = [finished.home / "store", finished.home / "mlflow" / "artifacts"]
     before = [snapshot(directory) for directory in original]
     assert cli.to_run() == []
     cli.here("pipeline", "run", "full", "lora.optim.lr=1e-3", "--engine", "none")
-    second, first = cli.runs()[0], finished.runs()[-1]
-    assert [stage["name"] for stage in second["stages"] if stage["outcome"] == "completed"] == [
-        "lora",
-        "evaluate",
-    ]
+    built = [name for name, outcome in cli.outcomes().items() if outcome == "completed"]
+    assert built == ["lora", "evaluate"]
     assert [snapshot(directory) for directory in original] == before
 
-    params, metrics = [], []  # of both, as who selects them in MLflow sees them side by side
-    for run in (first, second):
-        [(id_, status)] = cli.rows(
-            "mlflow", f"select run_uuid, status from runs where name = '{run['run']}'"
-        )
+    first = finished.runs()[-1]
+    params = []
+    metrics = []
+    for run in (first, cli.runs()[0]):
+        [(id_, status)] = mlflow("select run_uuid, status from runs where name = ?", run["run"])
         assert (id_, status) == (run["tracking"]["run_id"], "FINISHED")
-        params.append(
-            dict(cli.rows("mlflow", f"select key, value from params where run_uuid = '{id_}'"))
-        )
-        metrics.append(
-            dict(
-                cli.rows(
-                    "mlflow", f"select key, value from latest_metrics where run_uuid = '{id_}'"
-                )
-            )
-        )
+        params.append(dict(mlflow("select key, value from params where run_uuid = ?", id_)))
+        query = "select key, value from latest_metrics where run_uuid = ?"
+        metrics.append(dict(mlflow(query, id_)))
     assert {name for name in params[0] if params[0][name] != params[1][name]} == {"lora.optim.lr"}
     assert {*first["metrics"]} <= metrics[0].keys() & metrics[1].keys()
     changed = {name for name in EVALUATED if metrics[0][name] != metrics[1][name]}
@@ -224,35 +159,19 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(
     good = domain.read_text(encoding="utf-8").replace("plus", "and")
     domain.write_text("not JSON\n" * 20 + good, encoding="utf-8")
     said = cli.here("pipeline", "run", "full", "sft.seed=2", "--engine", "none", code=1)
-    assert (
-        said.count("domain.jsonl:1") == 1
-        and "reading.rejected_fraction" in said
-        and "Traceback" not in said
-    )
+    assert said.count("domain.jsonl:1") == 1
+    assert "reading.rejected_fraction" in said and "Traceback" not in said
     run = cli.runs()[0]
-    outcomes = {stage["name"]: stage["outcome"] for stage in run["stages"]}
+    outcomes = cli.outcomes()
     assert run["outcome"] == "failed" and outcomes["shards-lora"] == "failed"
-    assert outcomes["sft"] == outcomes["lora"] == "pending", (
-        "no training begins before all shards are there"
-    )
+    assert outcomes["sft"] == outcomes["lora"] == "pending", "all shards come before all training"
     logs = {path: path.stat().st_mtime_ns for path in cli.home.glob("store/*/*/run/log.txt")}
     domain.write_text(good, encoding="utf-8")
-    said = cli.here(
-        "pipeline",
-        "rerun",
-        "lora",
-        "--run",
-        run["run"],
-        "sft.seed=1",
-        "--engine",
-        "none",
-        settings=False,
-    )
-    assert (
-        f"settings of {run['run']}, apart from the defaults: " in said
-        and 'name="tiny-test"' in said
-    )
-    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    rerun = ("pipeline", "rerun", "lora", "--run", run["run"], "sft.seed=1", "--engine", "none")
+    said = cli.here(*rerun, settings=False)
+    assert f"settings of {run['run']}, apart from the defaults: " in said
+    assert 'name="tiny-test"' in said
+    outcomes = cli.outcomes()
     built = [name for name, outcome in outcomes.items() if outcome == "completed"]
     assert built == ["shards-lora", "lora", "evaluate"]
     assert {outcomes[name] for name in STAGES if name not in built} == {"cached"}
@@ -263,19 +182,13 @@ def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(
 def test_what_cannot_be_run_or_used_is_told_without_a_traceback(finished: Any) -> None:
     missing = finished.here("stage", "run", "lora", "sft.optim.lr=3e-4", code=2)
     assert "waits for sft" in missing and "Traceback" not in missing
-    assert "`ttrain stage run sft`" in missing and "`ttrain stage run pretrain`" not in missing, (
-        "that one is there"
-    )
-    refused = {
-        **finished.environment,
-        "PREFECT_API_URL": "http://127.0.0.1:9/api",
-        "TTRAIN_HOME": "/proc/nope",
-    }
-    for name, words in (
-        ("PREFECT_API_URL", "no Prefect server answers there"),
-        ("TTRAIN_HOME", "cannot be written"),
+    assert "`ttrain stage run sft`" in missing
+    assert "`ttrain stage run pretrain`" not in missing, "that one is there"
+    for name, value, words in (
+        ("PREFECT_API_URL", "http://127.0.0.1:9/api", "no Prefect server answers there"),
+        ("TTRAIN_HOME", "/proc/nope", "cannot be written"),
     ):
         cli = Cli(finished.home, finished.data)
-        cli.environment[name] = refused[name]
+        cli.environment[name] = value
         said = cli.here("pipeline", "run", "full", "sft.optim.lr=0.5", code=2)
         assert words in said and "Traceback" not in said

@@ -1,4 +1,4 @@
-"""What Prefect is told of a run, when it tries a stage again, and that none of it is needed."""
+"""What Prefect records of a run, when it tries a stage again, and that none of it is needed."""
 
 import json
 import subprocess
@@ -9,43 +9,36 @@ from unittest.mock import Mock
 import pytest
 from support.pipeline_home import Cli
 
+from ttrain.config.loading import load
 from ttrain.engine.graph import Planned
 from ttrain.errors import StageFailed
 from ttrain.tasks import EVALUATE
 
-WITHOUT_PREFECT = (
-    "import sys\nsys.modules['prefect'] = None  # importing it raises ImportError, as where it is not installed\n"
-    "from ttrain.cli.main import main\nmain()"
-)
-
-
-def newest_run(cli: Cli) -> tuple[Any, ...]:
-    query = "select id, name, state_name from flow_run order by created desc limit 1"
-    [found] = cli.rows("prefect", query)
-    return found
+# Importing it raises ImportError, as where it is not installed
+WITHOUT_PREFECT = """
+import sys
+sys.modules["prefect"] = None
+from ttrain.cli.main import main
+main()
+"""
 
 
 def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None:
     run = finished.runs()[-1]
+    query = "select id, name, state_name from flow_run order by created desc limit 1"
+    [(id_, name, state)] = finished.rows("prefect", query)
+    assert (name, state) == (f"tiny-test: {run['run']}", "Completed")
+    query = "select name, state_name, tags from task_run where flow_run_id = ?"
+    tasks = finished.rows("prefect", query, id_)
     stages = [stage["name"] for stage in run["stages"]]
-    id_, name, state = newest_run(finished)
-    assert name == f"tiny-test: {run['run']}"
-    name = run["run"]
-    assert state == "Completed"
-    tasks = finished.rows(
-        "prefect", f"select name, state_name, tags from task_run where flow_run_id = '{id_}'"
-    )
     assert {task: state for task, state, _ in tasks} == dict.fromkeys(stages, "Completed")
-    assert not any(json.loads(tags) for *_, tags in tasks), (
-        "for each tag Prefect asks its server for a slot"
-    )
-    assert (
-        finished.rows("prefect", "select count(*) from log where message like '%step 40/40%'")[0][0]
-        > 0
-    )
+    # For each tag Prefect asks its server for a slot
+    assert not any(json.loads(tags) for *_, tags in tasks)
+    logged = finished.rows("prefect", "select 1 from log where message like '%step 40/40%'")
+    assert logged != []
     [[report]] = finished.rows("prefect", "select data from artifact where key = 'report'")
-    assert "bits per byte" in report and f"ttrain report {name}" in report
-    record = json.loads((finished.home / "runs" / f"{name}.json").read_bytes())
+    assert "byte" in report and f"ttrain report {run['run']}" in report
+    record = json.loads((finished.home / "runs" / f"{run['run']}.json").read_bytes())
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
@@ -54,11 +47,11 @@ def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
     cli = copy_of()
     command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
     command[command.index("-c") + 1] = WITHOUT_PREFECT
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
+    assert process.returncode == 0, process.stdout + process.stderr
+    outcomes = cli.outcomes()
     assert outcomes.pop("evaluate") == "completed" and set(outcomes.values()) == {"cached"}
 
 
@@ -68,31 +61,27 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Failed
 
-    from ttrain.config.loading import load
-    from ttrain.flows import prefect_run as stage
+    from ttrain.flows import prefect_run
 
-    settings = load(["runtime.retries=3"], environment={}).settings
     waits: list[float] = []
-    fails = Mock(side_effect=StageFailed("its process was killed"))
+    killed = StageFailed("its process was killed")
+    settings = load(["runtime.retries=3"], environment={}).settings
+    fails = Mock(side_effect=killed)
     run: Any = Mock(settings=settings, signum=0, wait=waits.append, run_stage=fails)
-    task = stage.stage_task(Planned(EVALUATE, "run", ()), run)
-    monkeypatch.setattr(stage, "get_run_logger", Mock())
+    task = prefect_run.stage_task(Planned(EVALUATE, "run", ()), run)
+    monkeypatch.setattr(prefect_run, "get_run_logger", Mock())
     for count in (1, 2, 3):
-        monkeypatch.setattr(stage, "task_run", SimpleNamespace(run_count=count))
+        monkeypatch.setattr(prefect_run, "task_run", SimpleNamespace(run_count=count))
         state = task.fn()
-        assert state.is_failed() and state.message == "its process was killed"
+        assert state.is_failed() and state.message == str(killed)
     assert waits == [10.0, 20.0]
-    assert (task.name, task.retries, task.cache_policy, task.persist_result) == (
-        EVALUATE.name,
-        3,
-        NO_CACHE,
-        False,
-    )
-    tries_again = task.retry_condition_fn
-    assert tries_again(task, None, Failed(data=StageFailed("its process was killed")))
-    assert not tries_again(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
+    assert (task.name, task.retries) == (EVALUATE.name, 3)
+    assert (task.cache_policy, task.persist_result) == (NO_CACHE, False)
+    is_retried = task.retry_condition_fn
+    assert is_retried(task, None, Failed(data=killed))
+    assert not is_retried(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
     run.signum = 15
-    assert not tries_again(task, None, Failed(data=StageFailed("its process was killed")))
+    assert not is_retried(task, None, Failed(data=killed))
 
 
 def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:

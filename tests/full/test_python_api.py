@@ -1,4 +1,4 @@
-"""`import ttrain` in a program of the user's: in a thread, quiet, with the environment and the signals left alone."""
+"""`import ttrain` in a user's program: in a thread, quiet, environment and signals left alone."""
 
 import json
 import os
@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.pipeline_home import DATA
 from support.planned_homes import remember_modules
 
 import ttrain
 import ttrain.api
 
-DATA = {"data.pretrain": "docs*.jsonl", "data.sft": "chats.jsonl", "data.lora": "domain.jsonl"}
+LIBRARIES = {"torch", "pydantic", "rich", "mlflow", "prefect"}
+IMPORTED = f"import sys, ttrain; print(sorted({LIBRARIES} & {{*sys.modules}}), dir(ttrain))"
 
 
 def settings_of(cli: Any, **overrides: Any) -> Any:
-    files = {key: str(cli.data / name) for key, name in DATA.items()}
+    files = {f"data.{name}": str(cli.data / file) for name, file in DATA.items()}
     return ttrain.api.load_settings(cli.data / "tiny.yaml", overrides=files | overrides)
 
 
@@ -36,16 +38,12 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def state_of_process() -> tuple[Any, ...]:
-    return dict(os.environ), [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    ]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return dict(os.environ), [signal.getsignal(number) for number in signals]
 
 
 def test_importing_loads_none_of_the_libraries() -> None:
-    script = "import sys, ttrain; print(sorted({'torch', 'pydantic', 'rich', 'mlflow', 'prefect'} & {*sys.modules}), dir(ttrain))"
-    output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout
+    output = subprocess.check_output([sys.executable, "-c", IMPORTED], text=True)
     assert output.startswith("[]") and all(name in output for name in ttrain.__all__)
     with pytest.raises(AttributeError, match="modell"):
         ttrain.modell  # noqa: B018
@@ -54,9 +52,8 @@ def test_importing_loads_none_of_the_libraries() -> None:
 def test_a_plan_is_that_of_the_command_and_says_why(finished: Any) -> None:
     plan = ttrain.plan("full", settings_of(finished), home=finished.home)
     assert plan.is_cached and plan["sft"].key == finished.plan()["sft"]["key"]
-    changed = ttrain.plan(
-        "full", settings_of(finished, **{"sft.optim.lr": 2e-4}), home=finished.home
-    )
+    settings = settings_of(finished, **{"sft.optim.lr": 2e-4})
+    changed = ttrain.plan("full", settings, home=finished.home)
     assert [stage.name for stage in changed if stage.state == "run"] == ["sft", "lora", "evaluate"]
     assert "sft.optim.lr" in changed["sft"].reasons[0] and changed["lora"].key is None
     assert "sft.optim.lr" in str(changed) and json.dumps(changed.to_json())
@@ -75,10 +72,8 @@ def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
     first = ttrain.runs(name="tiny-test", home=finished.home)[-1]
     assert run.outcome == "cached" and first.outcome == "completed" and run.name != first.name
     assert run.metrics["eval/bits_per_byte"] == first.metrics["eval/bits_per_byte"] > 0
-    paths, earlier = (
-        {name: found.path for name, found in one.artifacts.items()} for one in (run, first)
-    )
-    assert paths == earlier
+    assert run.artifacts.keys() == first.artifacts.keys()
+    assert all(run.artifacts[name].path == first.artifacts[name].path for name in run.artifacts)
     assert (run.artifacts["sft"].path / "model" / "model.safetensors").is_file()
     assert not ttrain.runs(name="another", home=finished.home)
     table = ttrain.runs(home=finished.home).to_pandas()
@@ -89,52 +84,39 @@ def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
     finished: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     remember_modules(tmp_path / "home")
-    before, events = state_of_process(), list[tuple[str, str]]()
-    labels: dict[str, Any] = {"note": "from Python", "tags": {"purpose": "test"}}
-    options = {
-        "until": "shards-lora",
-        "progress": lambda stage, event, data: events.append((stage, event)),
-        **labels,
-    }
-    run = in_thread(
-        lambda: ttrain.run("full", settings_of(finished), home=tmp_path / "home", **options)
-    )
+    before = state_of_process()
+    ended: list[str] = []
+
+    def progress(stage: str, event: str, data: Any) -> None:
+        if event == "ended":
+            ended.append(stage)
+
+    options: dict[str, Any] = {"note": "from Python", "tags": {"purpose": "test"}}
+    options |= {"until": "shards-lora", "progress": progress, "home": tmp_path / "home"}
+    run = in_thread(lambda: ttrain.run("full", settings_of(finished), **options))
     assert state_of_process() == before and capfd.readouterr() == ("", "")
-    told = run.to_json()
-    assert (run.outcome, told["note"], told["tags"]) == (
-        "completed",
-        "from Python",
-        {"purpose": "test"},
-    )
-    assert (
-        [stage for stage, event in events if event == "ended"]
-        == ["tokenizer", "shards-lora"]
-        == [*run.artifacts]
-    )
-    assert (
-        run.artifacts["shards-lora"].content
-        == ttrain.runs(home=finished.home)[-1].artifacts["shards-lora"].content
-    )
+    record = run.to_json()
+    assert (record["note"], record["tags"]) == (options["note"], options["tags"])
+    assert run.outcome == "completed"
+    assert ended == ["tokenizer", "shards-lora"] == [*run.artifacts]
+    shards = ttrain.runs(home=finished.home)[-1].artifacts["shards-lora"]
+    assert run.artifacts["shards-lora"].content == shards.content
 
 
 def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
-    good = (
-        (finished.data / "domain.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:30]
-    )
-    (tmp_path / "domain.jsonl").write_text(
-        "".join(good) + '{"messages": 1}\n' * 10, encoding="utf-8"
-    )
-    settings = settings_of(
-        finished, **{"data.lora": str(tmp_path / "domain.jsonl"), "tracking.enabled": False}
-    )
-    shutil.copytree(finished.home / "store", tmp_path / "home" / "store")
-    remember_modules(tmp_path / "home")
+    home = tmp_path / "home"
+    path = tmp_path / "domain.jsonl"
+    good = (finished.data / "domain.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    path.write_text("\n".join([*good, *['{"messages": 1}'] * 10]), encoding="utf-8")
+    settings = settings_of(finished, **{"data.lora": str(path), "tracking.enabled": False})
+    shutil.copytree(finished.home / "store", home / "store")
+    remember_modules(home)
     with pytest.raises(ttrain.TTrainError, match=r"domain\.jsonl"):
-        ttrain.run("full", settings, home=tmp_path / "home", only=["shards-lora"])
-    assert ttrain.runs(home=tmp_path / "home")[0].outcome == "failed"
+        ttrain.run("full", settings, home=home, only=["shards-lora"])
+    assert ttrain.runs(home=home)[0].outcome == "failed"
     for wrong in ({"engine": "airflow"}, {"pipeline": "nightly"}):
         with pytest.raises(ttrain.TTrainError, match=r"engine|nightly"):
-            ttrain.run(**wrong, home=tmp_path / "home")
+            ttrain.run(**wrong, home=home)
 
 
 def test_a_model_is_a_plain_object_of_transformers_or_peft(finished: Any) -> None:
@@ -151,17 +133,12 @@ def test_a_model_is_a_plain_object_of_transformers_or_peft(finished: Any) -> Non
 def code_of(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        snippets: list[str] = re.findall(
-            r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL
-        )
-        return snippets
+        return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)] and all(
-        cell["outputs"] for cell in cells
-    )
-    assert not [
-        output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"
-    ]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    for cell in cells:
+        types = {output["output_type"] for output in cell["outputs"]}
+        assert types and "error" not in types
     return ["".join(cell["source"]) for cell in cells]
 
 

@@ -1,11 +1,10 @@
-"""Commands and snippets of the pages, run on a finished pipeline. That all others parse is shown by test_documents.py."""
+"""The pages' commands and snippets, run on a finished pipeline; test_documents.py parses all."""
 
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,116 +16,88 @@ from ttrain.tracking.mlflow_mirror import prepare
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
-SERVERS = {  # run by test_interruptions, test_schedules_pipeline and soak/test_nights_kills; what `--open` opens: test_ui
+# Run by test_interruptions, test_schedules_pipeline, soak/test_nights_kills, cli/test_ui
+SERVERS = {
     "ttrain up",
     "ttrain up --open",
     "ttrain down",
     "ttrain pipeline serve",
     "ttrain pipeline schedule nightly --cron '0 2 * * *' --timezone Europe/Berlin -c my.yaml",
 }
-ALONE = {  # run by test_doctor, test_cli_train and test_init
-    "ttrain doctor",
-    "ttrain train regression",
-    "ttrain init docs.jsonl chats.jsonl",
-}
-OTHERS = (  # run by inference/test_serve, test_gate; test_ui, test_compare, test_sweep, test_lineage_pipeline
-    "ttrain serve ",
-    "ttrain gate train ",
-    "ttrain compare ",
-    "ttrain sweep ",
-    "ttrain reproduce ",
+# Run by test_doctor, test_cli_train and test_init
+ALONE = {"ttrain doctor", "ttrain train regression", "ttrain init docs.jsonl chats.jsonl"}
+# Run by inference/test_serve, test_gate, test_ui, test_compare, test_sweep, test_lineage_pipeline
+OTHERS = tuple(
+    f"ttrain {word} " for word in ("serve", "gate train", "compare", "sweep", "reproduce")
 )
-# Commands of the other pages that a finished pipeline can run, but those that name what only a reader has.
+# Commands of the other pages that a finished pipeline can run...
 RUN_HERE = (
-    "pipeline plan ",
-    "pipeline run full",
-    "artifacts ",
-    "export sft --to out/chat",
-    "export lora --",
-    "lineage sft",
-    "report",
+    *("pipeline plan ", "pipeline run full", "artifacts ", "lineage sft", "report"),
+    *("export sft --to out/chat", "export lora --"),
 )
+# ...unless they name what only a reader has
 ONLY_THERE = (
-    "start_from=",
-    "llama.cpp",
-    "runtime.node_rank",
-    "nightly",
-    "english",
-    "adopt",
-    "--run baseline",
-    "data.dpo=artifacts",
-    "report sweep-",
+    *("start_from=", "llama.cpp", "runtime.node_rank", "nightly", "english", "adopt"),
+    *("--run baseline", "data.dpo=artifacts", "report sweep-"),
 )
-OTHER_PAGES = sorted(
-    {
-        command.text
-        for command in commands(*PAGES[1:])
-        if command.text.startswith(RUN_HERE)
-        and not any(word in command.text for word in ONLY_THERE)
-    }
-)
+OTHER_PAGES = {
+    command.text for command in commands(*PAGES[1:]) if command.text.startswith(RUN_HERE)
+}
+OTHER_PAGES = {text for text in OTHER_PAGES if not any(word in text for word in ONLY_THERE)}
 DATA = [
     f"ttrain {command.text}"
     for command in commands("docs/data.md")
     if command.text.startswith(("init", "data ", "stage run ")) and "NESTED" not in command.words
 ]
-EXAM = '{"question": "Which colour has the sky?", "choices": ["blue", "loud"], "answer": 0}\n' * 2
-PAIRS = "".join(
-    f'{{"prompt": "Is {n} even?", "chosen": "{n} it is.", "rejected": "Perhaps."}}\n'
-    for n in range(40)
-)
-SUITE = "tasks:\n  exam: {kind: choices, file: exam.jsonl}\n"
-
-
-def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> None:
-    assert re.findall(r"^\$ (make \w+)", README, flags=re.MULTILINE)[:2] == [
-        "make run",
-        "make test",
-    ]
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert all(
-        re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
-        for target in re.findall(r"make (\w+)`", README)
-    )
-    assert len(COMMANDS) > 15 and len(OTHER_PAGES) > 12
-
-
 OF_README = {
     name.removeprefix("ttrain ")
     for name in {*COMMANDS} - {*DATA} - SERVERS - ALONE
     if not name.startswith(OTHERS)
 }
+EXAM = '{"question": "Which colour has the sky?", "choices": ["blue", "loud"], "answer": 0}\n' * 2
+PAIR = '{"prompt": "Is N even?", "chosen": "N it is.", "rejected": "Perhaps."}\n'
+SUITE = "tasks:\n  exam: {kind: choices, file: exam.jsonl}\n"
+FILES = {
+    "my.yaml": "name: mine\n",
+    "exam.jsonl": EXAM,
+    "poems.jsonl": EXAM,
+    "pairs.jsonl": "".join(PAIR.replace("N", str(number)) for number in range(40)),
+    "suite.yaml": SUITE,
+    "mine.yaml": SUITE,
+    "questions.txt": "Hello?\nWho are you?\n",
+    "model_config.json": '{"d_model": 64, "n_head": 2, "n_layer": 2}',
+}
+
+
+def files_of_a_reader(finished: Cli, directory: Path) -> None:
+    for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
+        shutil.copyfile(finished.data / f"{source}.jsonl", directory / f"{name}.jsonl")
+    for name, text in FILES.items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def artifact_path(finished: Cli, stage: str) -> str:
+    return finished.here("artifacts", "path", stage, settings=False).strip()
+
+
+def test_the_readme_opens_with_the_two_commands_and_the_makefile_has_them() -> None:
+    opening = re.findall(r"^\$ (make \w+)", README, flags=re.MULTILINE)[:2]
+    assert opening == ["make run", "make test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
+    assert {*re.findall(r"make (\w+)`", README)} <= targets
+    assert len(COMMANDS) > 15 and len(OTHER_PAGES) > 12
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("command", sorted({*OF_README, *OTHER_PAGES}))
+@pytest.mark.parametrize("command", sorted(OF_README | OTHER_PAGES))
 def test_a_command_of_a_page_works(command: str, finished: Any, tmp_path: Path) -> None:
-    shards = (
-        finished.here("artifacts", "path", "shards-pretrain", settings=False).strip()
-        if "NESTED" in command
-        else ""
-    )
-    said = run_on(
-        finished, [word.replace("NESTED", shards) for word in shlex.split(command)], tmp_path
-    )
-    assert said and "Traceback" not in said
-
-
-def run_on(finished: Cli, words: list[str], tmp_path: Path) -> str:
-    for name, source in (("docs", "docs-1"), ("chats", "chats"), ("domain", "domain")):
-        (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
-    (tmp_path / "my.yaml").write_text("name: mine\n", encoding="utf-8")
-    (tmp_path / "exam.jsonl").write_text(EXAM, encoding="utf-8")
-    (tmp_path / "pairs.jsonl").write_text(PAIRS, encoding="utf-8")
-    for name in ("suite", "mine"):
-        (tmp_path / f"{name}.yaml").write_text(SUITE, encoding="utf-8")
-    (tmp_path / "poems.jsonl").write_text(EXAM, encoding="utf-8")
-    (tmp_path / "questions.txt").write_text("Hello?\nWho are you?\n", encoding="utf-8")
-    (tmp_path / "model_config.json").write_text(
-        '{"d_model": 64, "n_head": 2, "n_layer": 2}', encoding="utf-8"
-    )
-    alone = words[0] == "train" or "run" in words[:2]
-    cli = type(finished)(tmp_path / "home" if alone else finished.home, tmp_path)
+    if "NESTED" in command:
+        command = command.replace("NESTED", artifact_path(finished, "shards-pretrain"))
+    words = shlex.split(command)
+    files_of_a_reader(finished, tmp_path)
+    is_alone = words[0] == "train" or "run" in words[:2]
+    cli = Cli(tmp_path / "home" if is_alone else finished.home, tmp_path)
     code = 0
     if words[:2] == ["pipeline", "run"]:
         words[1] = "plan"  # what it would do; that runs do what plans say is shown elsewhere
@@ -137,40 +108,38 @@ def run_on(finished: Cli, words: list[str], tmp_path: Path) -> str:
         words[1:3] = ["plan", "full"]
     elif words[:2] == ["stage", "run"]:
         code = 2  # in an empty home its inputs are missing, and it says so
-    said: str = cli.here(*words, settings=False, code=code)
+    said = cli.here(*words, settings=False, code=code)
+    assert said and "Traceback" not in said
     assert code == 0 or "waits for" in said
-    return said
 
 
 def test_the_commands_of_the_page_of_data_work_one_after_the_other(
     finished: Any, tmp_path: Path
 ) -> None:
-    for name, source in (("docs", "docs-1"), ("chats", "chats")):
-        (tmp_path / f"{name}.jsonl").write_bytes((finished.data / f"{source}.jsonl").read_bytes())
-    (tmp_path / "exam.jsonl").write_text(EXAM, encoding="utf-8")
-    cli = type(finished)(tmp_path / "home", tmp_path)
+    files_of_a_reader(finished, tmp_path)
+    (tmp_path / "my.yaml").unlink()  # which `init` writes
+    cli = Cli(tmp_path / "home", tmp_path)
     assert len(DATA) >= 4
     for command in DATA:
         assert cli.in_process(*shlex.split(command)[1:], settings=False)
 
 
-def assert_runs(code: str, cli: Cli, *arguments: str) -> None:
+def assert_runs(code: str, cli: Cli) -> None:
     database = f"sqlite:///{cli.home / 'mlflow' / 'mlflow.db'}"
     environment = {**cli.environment, "MLFLOW_TRACKING_URI": database}
-    command: Sequence[str] = [sys.executable, "-P", "-c", code, *arguments]
-    done = subprocess.run(
+    command = [sys.executable, "-P", "-c", code]
+    process = subprocess.run(
         command, env=environment, cwd=cli.home, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.soak
 def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: Path) -> None:
     (snippet,) = [snippet for snippet in snippets("python") if snippet.page == "docs/tracking.md"]
-    shutil.copytree(
-        finished.home / "mlflow", tmp_path / "home" / "mlflow"
-    )  # MLflow notes what was opened
+    # A copy, since MLflow notes what was opened
     moved = Cli(tmp_path / "home", finished.data)
+    shutil.copytree(finished.home / "mlflow", moved.home / "mlflow")
     prepare(moved.home)  # which points a copied home's places at itself
     assert_runs(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
 
@@ -178,19 +147,16 @@ def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: P
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", ["tokenizer", "pretrain", "lora", "evaluate"])
 def test_an_artifact_opens_as_its_page_says(stage: str, finished: Any) -> None:
-
     page = (ROOT / "artifacts/README.md").read_text(encoding="utf-8")
     (cell,) = re.findall(rf"^\| [^|]*`{stage}`[^|]* \| (.*) \|$", page, flags=re.MULTILINE)
-    place = finished.here("artifacts", "path", stage, settings=False).strip()
+    place = artifact_path(finished, stage)
     if stage == "evaluate":
         names = re.findall(r"`([\w.]+\.json)`", cell)
         assert len(names) == 2 and all((Path(place) / name).is_file() for name in names)
         return
     (call,) = re.findall(r"`([\w.]+\(.*?\))`", cell)
-    model = f"{finished.here('artifacts', 'path', 'sft', settings=False).strip()}/model"
-    call = call.replace("<model of sft>", f"AutoModelForCausalLM.from_pretrained({model!r})")
+    model = f"AutoModelForCausalLM.from_pretrained('{artifact_path(finished, 'sft')}/model')"
+    call = call.replace("<model of sft>", model)
     call = re.sub(r"<artifact>([/\w]*)", lambda match: repr(f"{place}{match[1]}"), call)
-    assert_runs(
-        f"from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n{call}",
-        finished,
-    )
+    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    assert_runs(f"from peft import PeftModel\n{imports}\n{call}", finished)

@@ -1,4 +1,4 @@
-"""`up` and `down` with the real servers once, and with two tiny doubles where only the bookkeeping matters."""
+"""`up` and `down` with the real servers once, and with doubles where only bookkeeping matters."""
 
 import contextlib
 import json
@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -43,14 +42,27 @@ greet()
 print(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"], flush=True)
 time.sleep(60)
 """
+# Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is
+# closed without a try
+FORBIDDEN_SOCKET = """new Promise(done => {
+    document.addEventListener("securitypolicyviolation", () => done(true), {once: true});
+    setTimeout(() => done(false), 2000);
+    try { new WebSocket("ADDRESS", "prefect").onopen = () => done(false); } catch { done(true); }
+})"""
+ELSEWHERE = "http://elsewhere:4200/api"
+PAGES = {
+    "/dashboard": "Work Pools",
+    "/runs": "Runs",
+    "/v2/dashboard": "Work Pools",
+    "/v2/runs": "Runs",
+}
 
 
 @pytest.fixture(autouse=True)
 def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("PREFECT_", "MLFLOW_", "DO_NOT_TRACK")) or name.upper().endswith(
-            "_PROXY"
-        ):
+        is_setting = name.startswith(("PREFECT_", "MLFLOW_", "DO_NOT_TRACK"))
+        if is_setting or name.upper().endswith("_PROXY"):
             monkeypatch.delenv(name)
 
 
@@ -70,40 +82,37 @@ def faked_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     servers.down(tmp_path)
 
 
-def ports() -> tuple[int, int]:
-    """Two free ones, below those that outgoing connections take."""
-    first, second = (
-        servers.free_port(random.randrange(start, start + 5_000)) for start in (20_000, 25_000)
-    )
-    return first, second
-
-
-def start_both(home: Path, chosen: tuple[int, int] | None = None) -> dict[str, str]:
-    servers.start(home, dict(zip(("prefect", "mlflow"), chosen or ports(), strict=True)))
+def start_both(home: Path, *ports: int) -> dict[str, str]:
+    # Below those that outgoing connections take
+    free = (servers.free_port(random.randrange(start, start + 5_000)) for start in (20_000, 25_000))
+    servers.start(home, dict(zip(("prefect", "mlflow"), ports or free, strict=True)))
     return servers.running(home)
 
 
-def api_of(found: dict[str, str]) -> str:
-    return f"{found['prefect']}/api"
+def request(
+    url: str, token: str | None, data: bytes | None = None, **headers: str
+) -> urllib.request.Request:
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return urllib.request.Request(url, data, headers)
+
+
+def read(url: str, token: str | None) -> bytes:
+    with urllib.request.urlopen(request(url, token), timeout=5) as reply:
+        return bytes(reply.read())
 
 
 def answers(url: str, token: str | None = None) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(asking(url, token), timeout=5):
+    with contextlib.suppress(OSError):
+        read(url, token)
         return True
     return False
 
 
-def refusal_of(request: urllib.request.Request) -> int:
+def refusal_of(*words: str | bytes | None, **headers: str) -> int:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request)
+        urllib.request.urlopen(request(*words, **headers))  # type: ignore[arg-type]
     return refused.value.code
-
-
-def asking(
-    url: str, token: str | None, data: bytes | None = None, **headers: str
-) -> urllib.request.Request:
-    shown = {"Authorization": f"Bearer {token}"} if token else {}
-    return urllib.request.Request(url, data, {**shown, **headers})
 
 
 @pytest.mark.soak
@@ -112,147 +121,117 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
 ) -> None:
     run = Mirror(real_home).push(TrackedRun("run", "run", "test", 1.0, files={"report.md": "kept"}))
     assert run
-    port, other = ports()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        found = start_both(real_home, (port, other))
-        assert f":{port}" not in found["prefect"] and f"port {port} is taken" in caplog.text
-        assert start_both(real_home, (port, 5000)) == found
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        urls = start_both(real_home, port, servers.free_port(25_000))
+        assert f":{port}" not in urls["prefect"] and f"port {port} is taken" in caplog.text
+        assert start_both(real_home, port, 5000) == urls
 
+    prefect = urls["prefect"]
+    mlflow = urls["mlflow"]
+    api = f"{mlflow}/ajax-api/2.0/mlflow"
     token = server_records.read_token(real_home)
-    assert answers(f"{found['prefect']}/api/health") and answers(f"{found['mlflow']}/health")
-    for url in (
-        found["prefect"],
-        f"{found['prefect']}/api/version",
-        found["mlflow"],
-        f"{found['mlflow']}/version",
-    ):
+    assert token
+    assert answers(f"{prefect}/api/health") and answers(f"{mlflow}/health")
+    for url in (prefect, f"{prefect}/api/version", mlflow, f"{mlflow}/version"):
         assert answers(url, token) and not answers(url) and not answers(url, "another")
+    named = b'{"name": "of another account"}'
     json_type = {"Content-Type": "application/json"}
-    for url in (
-        f"{found['prefect']}/api/flows/",
-        f"{found['mlflow']}/ajax-api/2.0/mlflow/experiments/create",
+    for url in (f"{prefect}/api/flows/", f"{api}/experiments/create"):
+        assert refusal_of(url, None, named, **json_type) == 401
+    environment = servers.prefect_environment(real_home)
+    assert environment["PREFECT_API_URL"] == f"{prefect}/api"
+    assert environment["PREFECT_API_AUTH_STRING"] == token
+    listed = json.loads(read(f"{api}/artifacts/list?run_id={run.run_id}", token))
+    assert [file["path"] for file in listed["files"]] == ["report.md"]
+    assert read(f"{mlflow}/get-artifact?path=report.md&run_uuid={run.run_id}", token) == b"kept"
+    for name in (
+        "mlflow/mlflow.db",
+        "prefect/prefect.db",
+        "servers/mlflow.log",
+        "servers/prefect.log",
     ):
-        assert refusal_of(asking(url, None, b'{"name": "of another account"}', **json_type)) == 401
-    chosen = servers.prefect_environment(real_home)
-    assert chosen["PREFECT_API_URL"] == api_of(found) and chosen["PREFECT_API_AUTH_STRING"] == token
-    with urllib.request.urlopen(
-        asking(f"{found['mlflow']}/ajax-api/2.0/mlflow/artifacts/list?run_id={run.run_id}", token)
-    ) as reply:
-        assert [file["path"] for file in json.load(reply)["files"]] == ["report.md"]
-    with urllib.request.urlopen(
-        asking(f"{found['mlflow']}/get-artifact?path=report.md&run_uuid={run.run_id}", token)
-    ) as reply:
-        assert reply.read() == b"kept"
-    databases = [real_home / "mlflow" / "mlflow.db", real_home / "prefect" / "prefect.db"]
-    logs = [real_home / "servers" / name for name in ("mlflow.log", "prefect.log")]
-    assert token and not [
-        path for path in (*databases, *logs) if token.encode() in path.read_bytes()
-    ]
-    for url in (
-        found["mlflow"],
-        f"{found['prefect']}/api/health",
-        f"{found['mlflow']}/ajax-api/2.0/mlflow/runs/create",
-    ):
-        sent = b"{}" if url.endswith("create") else None
+        assert token.encode() not in (real_home / name).read_bytes(), name
+    for url in (mlflow, f"{prefect}/api/health", f"{api}/runs/create"):
+        body = b"{}" if url.endswith("create") else None
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-            assert refusal_of(asking(url, token, sent, **headers)) == 403
+            assert refusal_of(url, token, body, **headers) == 403
 
-    family = {process.pid for process in processes_of(real_home)}
-    assert not [pid for pid in family if token in " ".join(psutil.Process(pid).cmdline())]
-    listening = {
-        c.laddr.ip
-        for pid in family
-        for c in psutil.Process(pid).net_connections()
-        if c.status == "LISTEN"
-    }
-    assert len(family) >= 2 and listening == {"127.0.0.1"}
+    family = processes_of(real_home)
+    assert len(family) >= 2
+    for process in family:
+        assert token not in " ".join(process.cmdline())
+        listening = [c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"]
+        assert {*listening} <= {"127.0.0.1"}
     assert servers.down(real_home) == ["prefect", "mlflow"]
-    assert not processes_of(real_home) and not any(map(psutil.pid_exists, family))
+    assert not processes_of(real_home)
+    assert not any(psutil.pid_exists(process.pid) for process in family)
     assert servers.down(real_home) == [] and servers.running(real_home) == {}
-
-
-# Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is closed without a try
-FORBIDDEN_SOCKET = """new Promise(done => {
-    document.addEventListener("securitypolicyviolation", () => done(true), {once: true});
-    setTimeout(() => done(false), 2000);
-    try { new WebSocket("ADDRESS", "prefect").onopen = () => done(false); } catch { done(true); }
-})"""
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
-    found = start_both(real_home)
-    token, socket_url = server_records.read_token(real_home), found["prefect"].replace("http", "ws")
-    pages = {
-        "/dashboard": "Work Pools",
-        "/runs": "Runs",
-        "/v2/dashboard": "Work Pools",
-        "/v2/runs": "Runs",
-    }
+    urls = start_both(real_home)
+    prefect = urls["prefect"]
+    mlflow = urls["mlflow"]
+    events = f"{prefect.replace('http', 'ws')}/api/events/out"
+    token = server_records.read_token(real_home)
     with Browser() as browser:
-        for address, words in {
-            f"{found['prefect']}{path}": words for path, words in pages.items()
-        }.items():
-            browser.open(f"{found['prefect']}/?token={token}")
-            browser.open(address)
+        for path, words in PAGES.items():
+            browser.open(f"{prefect}/?token={token}")
+            browser.open(f"{prefect}{path}")
             browser.wait_for(f"document.body.innerText.includes('{words}')")
             browser.settle()
-        assert (
-            browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", f"{socket_url}/api/events/out"))
-            is False
-        )
-        assert browser.evaluate(FORBIDDEN_SOCKET.replace("ADDRESS", "ws://127.0.0.1:9/")) is True
-        browser.open(f"{found['mlflow']}/?token={token}")
+        for address, is_forbidden in ((events, False), ("ws://127.0.0.1:9/", True)):
+            script = FORBIDDEN_SOCKET.replace("ADDRESS", address)
+            assert browser.evaluate(script) is is_forbidden
+        browser.open(f"{mlflow}/?token={token}")
         browser.wait_for("document.body.innerText.includes('Experiments')")
         browser.settle()
-        own = (found["prefect"], found["mlflow"], "data:", "blob:", "about:")
+        own = (prefect, mlflow, "data:", "blob:", "about:")
         assert browser.requests and not [url for url in browser.requests if not url.startswith(own)]
         refused = [error for error in browser.errors if "violates" in error]
-        assert all("amplitude" in error or "ws://127.0.0.1:9/" in error for error in refused), (
-            refused
-        )
+        known = ("amplitude", "ws://127.0.0.1:9/")
+        assert all(any(word in error for word in known) for error in refused), refused
     servers.down(real_home)
 
 
 @contextlib.contextmanager
 def run_with_its_own_server(home: Path) -> Iterator[str]:
-    """A process that starts a server where it needs one and runs a flow through it; yields the address that it used, and
-    its token."""
+    """A process that starts its server and runs a flow; yields the address used and its token."""
     command = [sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
-    options: dict[str, Any] = {"cwd": ROOT, "start_new_session": True, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as run:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as run:
         try:
             assert run.stdout is not None
-            lines = (line.decode().strip() for line in run.stdout)
-            yield next(line for line in lines if not line.startswith("Prefect makes its database"))
+            yield next(line for line in run.stdout if not line.startswith("Prefect makes its"))
         finally:
             run.kill()
 
 
 @pytest.mark.soak
 def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
-    servers.down(real_home)
-    with run_with_its_own_server(real_home) as used:
-        url, _, token = used.partition(" ")
-        assert url.startswith("http://127.0.0.1:"), (
-            "the first line in the terminal is ours: no log came before it"
-        )
-        assert answers(f"{url}/version", token) and not answers(f"{url}/version")
-        assert (
-            not (real_home / "servers" / "token").exists()
-            or server_records.read_token(real_home) != token
-        )
+    def logged() -> bool:
         database = f"file:{real_home / 'prefect' / 'prefect.db'}?mode=ro"
+        with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
+            return bool(
+                db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone()
+            )
 
-        def logged() -> bool:
-            with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
-                return bool(
-                    db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone()
-                )
-
+    servers.down(real_home)
+    with run_with_its_own_server(real_home) as line:
+        assert line.startswith("http://127.0.0.1:"), "no log comes before it in the terminal"
+        url, token = line.split()
+        assert answers(f"{url}/version", token) and not answers(f"{url}/version")
+        is_kept = (real_home / "servers" / "token").exists()
+        assert not is_kept or server_records.read_token(real_home) != token
         wait_until(logged, 10)
     wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
 
@@ -260,95 +239,90 @@ def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_hom
 def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_again(
     faked_home: Path,
 ) -> None:
+    def process_of(name: str) -> psutil.Process:
+        record = json.loads((faked_home / "servers" / f"{name}.json").read_text())
+        return psutil.Process(record["pid"])
+
     first = start_both(faked_home)
     assert first == start_both(faked_home) and len(processes_of(faked_home)) == 2
-    pids = {
-        name: json.loads((faked_home / "servers" / f"{name}.json").read_text())["pid"]
-        for name in ("prefect", "mlflow")
-    }
-    psutil.Process(pids["prefect"]).kill()
+    mlflow = process_of("mlflow")
+    process_of("prefect").kill()
     wait_until(lambda: "prefect" not in servers.running(faked_home), 5)
     assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
     second = start_both(faked_home)
-    assert second["mlflow"] == first["mlflow"] and psutil.pid_exists(pids["mlflow"])
+    assert second["mlflow"] == first["mlflow"] and mlflow.is_running()
     assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
 
 
 def test_a_server_that_dies_says_why_and_takes_the_other_along(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        servers, "mlflow_command", lambda home, port: (["there_is_no_such_module"], {})
-    )
+    command = ["there_is_no_such_module"]
+    monkeypatch.setattr(servers, "mlflow_command", lambda home, port: (command, {}))
     with pytest.raises(TTrainError, match=r"(?s)mlflow.*there_is_no_such_module"):
         start_both(faked_home)
     assert not processes_of(faked_home) and servers.running(faked_home) == {}
 
 
-def test_the_environment_prefers_what_the_user_has_set_and_the_token_is_for_the_homes_own_servers(
+def test_the_environment_prefers_what_the_user_has_set(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = start_both(faked_home)
-    with monkeypatch.context() as patch:
-        patch.setenv("PREFECT_API_URL", "http://elsewhere:4200/api")
-        patch.setenv("PREFECT_HOME", "/users/choice")
-        assert not {"PREFECT_API_URL", "PREFECT_HOME"} & set(
-            servers.prefect_environment(faked_home)
-        )
-        servers.start_own_server(faked_home)
-        assert os.environ["PREFECT_API_URL"] == "http://elsewhere:4200/api"
+    start_both(faked_home)
+    monkeypatch.setenv("PREFECT_API_URL", ELSEWHERE)
+    monkeypatch.setenv("PREFECT_HOME", "/users/choice")
+    environment = servers.prefect_environment(faked_home)
+    assert not {"PREFECT_API_URL", "PREFECT_HOME"} & environment.keys()
+    servers.start_own_server(faked_home)
+    assert os.environ["PREFECT_API_URL"] == ELSEWHERE
+
+
+def test_the_token_is_for_the_servers_of_the_home_alone(
+    faked_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def auth() -> str | None:
+        return servers.prefect_environment(faked_home).get("PREFECT_API_AUTH_STRING")
+
+    urls = start_both(faked_home)
+    api = f"{urls['prefect']}/api"
     token = server_records.read_token(faked_home)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
-    assert token and servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
-    for url in (
-        "http://elsewhere:4200/api",
-        api_of(found).replace("127.0.0.1", "127.0.0.1.elsewhere"),
-        "nonsense",
-    ):
+    assert token and auth() == token
+    for url in (ELSEWHERE, api.replace("127.0.0.1", "127.0.0.1.elsewhere"), "nonsense"):
         monkeypatch.setenv("PREFECT_API_URL", url)
-        assert "PREFECT_API_AUTH_STRING" not in servers.prefect_environment(faked_home)
-    monkeypatch.setenv("PREFECT_API_URL", api_of(found))  # as a child of a run has it
-    assert servers.prefect_environment(faked_home)["PREFECT_API_AUTH_STRING"] == token
+        assert auth() is None
+    monkeypatch.setenv("PREFECT_API_URL", api)  # as a child of a run has it
+    assert auth() == token
 
-    port = found["mlflow"].rpartition(":")[2]
-    for url in (found["mlflow"], f"{found['mlflow']}/"):
+    mlflow = urls["mlflow"]
+    port = mlflow.rpartition(":")[2]
+    for url in (mlflow, f"{mlflow}/"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         assert tracking_uri(faked_home) == url.replace("//", f"//ttrain:{token}@")
-        assert server_records.page_with_token(faked_home, f"{url}#/runs").endswith(
-            f":{port}/?token={token}#/runs"
-        )
-    for url in (
-        found["prefect"],
-        f"http://elsewhere:{port}",
-        f"http://127.0.0.1:{port}@elsewhere",
-        "sqlite:///a.db",
-    ):
+        page = server_records.page_with_token(faked_home, f"{url}#/runs")
+        assert page.endswith(f":{port}/?token={token}#/runs")
+    foreign = (f"http://elsewhere:{port}", f"http://127.0.0.1:{port}@elsewhere", "sqlite:///a.db")
+    for url in (urls["prefect"], *foreign):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         assert tracking_uri(faked_home) == url
     servers.down(faked_home)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", found["mlflow"])
-    assert tracking_uri(faked_home) == found["mlflow"], (
-        "another account's program may have its port now"
-    )
+    # Another account's program may have its port now
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
+    assert tracking_uri(faked_home) == mlflow
 
 
 def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path) -> None:
+    def mode(path: Path) -> int:
+        return stat.S_IMODE(path.stat().st_mode)
+
     start_both(faked_home)
     path = faked_home / "servers" / "token"
     token = path.read_text().strip()
-    assert len(token) > 40 and [
-        stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)
-    ] == [0o600, 0o700]
+    assert len(token) > 40 and (mode(path), mode(path.parent)) == (0o600, 0o700)
     for process in processes_of(faked_home):
-        assert (
-            token not in " ".join(process.cmdline())
-            and process.environ()[server_records.ACCESS] == token
-        )
+        assert token not in " ".join(process.cmdline())
+        assert process.environ()[server_records.ACCESS] == token
     servers.down(faked_home)
     assert server_records.make_token(faked_home) == token, "open pages and runs in progress go on"
     path.chmod(0o644)
     assert server_records.read_token(faked_home) is None
-    assert (
-        server_records.make_token(faked_home) != token
-        and stat.S_IMODE(path.stat().st_mode) == 0o600
-    )
+    assert server_records.make_token(faked_home) != token and mode(path) == 0o600

@@ -1,4 +1,4 @@
-"""A training that fails, is stopped by a signal and is run again, each time through Prefect: exit code, Prefect, MLflow."""
+"""A training that fails, is stopped and run again through Prefect: exit code, Prefect, MLflow."""
 
 import signal
 import subprocess
@@ -23,48 +23,38 @@ SETTINGS = (
     "runtime.log_level=debug",
 )
 RUN = ("pipeline", "run", "full", "--until", "pretrain", *SETTINGS)
+TRACKED_STAGE = """
+SELECT status FROM runs JOIN tags USING (run_uuid)
+WHERE key = 'mlflow.parentRunId' AND value = ? AND name LIKE 'pretrain %'
+"""
+CURVES = """
+SELECT key, step, value FROM metrics JOIN runs USING (run_uuid) WHERE name = ? ORDER BY step
+"""
 
 
-def states(cli: Cli) -> dict[str, str]:
-    [(id_, state)] = cli.rows(
-        "prefect", "select id, state_name from flow_run order by created desc limit 1"
-    )
-    return {
-        "": state,
-        **dict(
-            cli.rows("prefect", "select name, state_name from task_run where flow_run_id = ?", id_)
-        ),
-    }
+def states(cli: Cli, *stages: str) -> list[str]:
+    """Prefect's states of the newest flow run and of these stages."""
+    query = "select id, state_name from flow_run order by created desc limit 1"
+    [(id_, state)] = cli.rows("prefect", query)
+    query = "select name, state_name from task_run where flow_run_id = ?"
+    tasks = dict(cli.rows("prefect", query, id_))
+    return [state, *(tasks[stage] for stage in stages)]
 
 
-def tracked(cli: Cli) -> dict[str, str]:
-    [(id_, state)] = cli.rows(
-        "mlflow", "select run_uuid, status from runs where name = ?", cli.runs()[0]["run"]
-    )
-    [stage] = cli.rows(
-        "mlflow",
-        "select status from runs join tags using (run_uuid) where key = 'mlflow.parentRunId' and value = ?"
-        " and name like 'pretrain %'",
-        id_,
-    )
-    return {"": state, "pretrain": stage[0]}
+def tracked(cli: Cli) -> list[str]:
+    """MLflow's states of the newest run and of its pretraining."""
+    query = "select run_uuid, status from runs where name = ?"
+    [(id_, state)] = cli.rows("mlflow", query, cli.runs()[0]["run"])
+    [(stage,)] = cli.rows("mlflow", TRACKED_STAGE, id_)
+    return [state, stage]
 
 
 def stopped(
-    cli: Cli, command: list[str], step: int, stop: Callable[[Any], object]
-) -> tuple[int, str]:
-    process = subprocess.Popen(
-        command,
-        env=cli.environment,
-        cwd=cli.data,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    cli: Cli, process: subprocess.Popen[str], step: int, stop: Callable[[Any], object]
+) -> str:
     wait_until(lambda: process.poll() is not None or cli.newest_step() >= step, 300)
     stop(process)
-    said = process.communicate(timeout=120)[0]
-    return process.returncode, said
+    return process.communicate(timeout=120)[0]
 
 
 def kill_a_rank(process: Any) -> None:
@@ -77,38 +67,30 @@ def test_a_training_that_fails_and_then_is_stopped_says_so_everywhere_and_goes_o
     copy_of: Callable[[], Cli],
 ) -> None:
     cli = copy_of()
-    code, said = stopped(cli, cli.command(*RUN), 10, kill_a_rank)
-    assert code == 1, said
-    assert (states(cli)[""], states(cli)["pretrain"]) == ("Failed", "Failed")
-    assert tracked(cli) == {"": "FAILED", "pretrain": "FAILED"}
+    process = cli.start(*RUN)
+    said = stopped(cli, process, 10, kill_a_rank)
+    assert process.returncode == 1, said
+    assert states(cli, "pretrain") == ["Failed", "Failed"]
+    assert tracked(cli) == ["FAILED", "FAILED"]
 
-    failed = cli.runs()[0]
-    rerun = cli.command("pipeline", "rerun", "pretrain", "--run", failed["run"], settings=False)
-    code, said = stopped(cli, rerun, 25, lambda process: process.send_signal(signal.SIGTERM))
-    assert code == 143 and "Traceback" not in said, said
-    assert (states(cli)[""], states(cli)["shards-pretrain"], states(cli)["pretrain"]) == (
-        "Cancelled",
-        "Cached",
-        "Cancelled",
-    )
-    assert tracked(cli) == {"": "KILLED", "pretrain": "KILLED"}
-    outcomes = {stage["name"]: stage["outcome"] for stage in cli.runs()[0]["stages"]}
-    assert (cli.runs()[0]["outcome"], outcomes["pretrain"]) == ("interrupted", "interrupted")
+    failed = cli.runs()[0]["run"]
+    process = cli.start("pipeline", "rerun", "pretrain", "--run", failed, settings=False)
+    said = stopped(cli, process, 25, lambda process: process.send_signal(signal.SIGTERM))
+    assert process.returncode == 143 and "Traceback" not in said, said
+    assert states(cli, "shards-pretrain", "pretrain") == ["Cancelled", "Cached", "Cancelled"]
+    assert tracked(cli) == ["KILLED", "KILLED"]
+    assert cli.runs()[0]["outcome"] == cli.outcomes()["pretrain"] == "interrupted"
     saved = cli.newest_step()
 
     cli(*RUN)
-    assert (states(cli)[""], states(cli)["pretrain"]) == ("Completed", "Completed")
-    assert tracked(cli) == {"": "FINISHED", "pretrain": "FINISHED"}
+    assert states(cli, "pretrain") == ["Completed", "Completed"]
+    assert tracked(cli) == ["FINISHED", "FINISHED"]
     result = cli.manifest("pretrain", *SETTINGS)["result"]
     assert result["resumed_from_step"] == saved >= 25 and result["steps"] == STEPS
 
     # All three are one run in MLflow, with one point for each step
-    query = "select key, step, value from metrics join runs using (run_uuid) where name = ? order by step"
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for key, step, value in cli.rows(
-        "mlflow", query, f"pretrain {failed['run'].rpartition('-')[2]}"
-    ):
-        curves.setdefault(key, []).append((step, value))
+    points = cli.rows("mlflow", CURVES, f"pretrain {failed.rpartition('-')[2]}")
     for name in ("loss", "logits_loss", "aux_loss", "lr", "epoch_time"):
-        assert [step for step, _ in curves[name]] == [*range(5, STEPS + 1, 5)], name
-        assert all(value > 0 for _, value in curves[name]), name
+        curve = [(step, value) for key, step, value in points if key == name]
+        assert [step for step, _ in curve] == [*range(5, STEPS + 1, 5)], name
+        assert all(value > 0 for _, value in curve), name

@@ -1,8 +1,8 @@
-"""Nights by a cron each minute, while everything that takes part is killed at random. `make soak` runs it.
+"""Nights by a cron each minute, while everything that takes part is killed at random.
 
-TTRAIN_SOAK_SLOTS says for how many slots. Whatever is killed - the night's flow, a stage, what serves, the server, all at
-once - no two nights overlap, none wedges the next one, each file is learnt by one completed night, and nothing is registered
-twice.
+TTRAIN_SOAK_SLOTS says for how many slots. Whatever is killed - the night's flow, a stage, what
+serves, the server, all at once - no two nights overlap, none blocks the next one, each file is
+trained on by one completed night, and nothing is registered twice.
 """
 
 import contextlib
@@ -34,88 +34,90 @@ TINY = (
     "nightly.replay=0.25",
     "reading.near_duplicates=0.8",
 )
-NEAR = (
-    0.0,
-    0.25,
-    1.0,
-)  # shares of near-duplicates in the files that come: a night of the last alone learns nothing
-SETTLE_SECONDS = 600  # for the last night to be finished without kills; one takes half a minute on two idle cores
+# Fractions of near-duplicates in new files: a night of the last alone has nothing to train on
+NEAR = (0.0, 0.25, 1.0)
+SETTLE_SECONDS = 600  # for the last night, without kills; one takes half a minute on two idle cores
 CRASHED_SECONDS = 180  # the server's automation needs two minutes at most
 
 
-def named(home: Path, what: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    found = []
+def matching(home: Path, condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    processes = []
     for process in processes_of(home):
-        try:
-            if what(process):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+        with contextlib.suppress(psutil.Error):
+            if condition(process):
+                processes.append(process)
+    return processes
 
 
 def flows(home: Path) -> list[psutil.Process]:
-    return named(home, lambda process: "spawn_main" in " ".join(process.cmdline()))
+    return matching(home, lambda process: "spawn_main" in " ".join(process.cmdline()))
 
 
 def workers(home: Path) -> list[psutil.Process]:
-    return named(home, lambda process: process.name() == PROCESS_NAME)
+    return matching(home, lambda process: process.name() == PROCESS_NAME)
+
+
+def kill(processes: list[psutil.Process]) -> int:
+    """Kill them; how many had not ended before."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            killed += 1
+    return killed
 
 
 class Chaos:
     def __init__(self, cli: Cli, rng: random.Random) -> None:
-        self.cli, self.rng, self.home = cli, rng, cli.home
+        self.cli = cli
+        self.rng = rng
         self.served = Served(cli)
         self.kills: Counter[str] = Counter()
-        self.said = ""
+        self.output = ""
 
     def strike(self) -> None:
-        what = self.rng.choice(["flow", "flow", "stage", "serve", "server", "machine"])
-        victims = {
-            "flow": lambda: flows(self.home),
-            "stage": lambda: workers(self.home),
-            "serve": lambda: [psutil.Process(self.served.process.pid)],
-            "server": self._server,
-            "machine": lambda: processes_of(self.home),
-        }[what]()
-        for process in victims:
-            try:
-                process.kill()
-                self.kills[what] += 1
-            except psutil.Error:
-                continue
+        name = self.rng.choice(["flow", "flow", "stage", "serve", "server", "machine"])
+        self.kills[name] += kill(self._victims(name))
+
+    def _victims(self, name: str) -> list[psutil.Process]:
+        home = self.cli.home
+        match name:
+            case "flow":
+                return flows(home)
+            case "stage":
+                return workers(home)
+            case "serve":
+                return [psutil.Process(self.served.process.pid)]
+            case "machine":
+                return processes_of(home)
+        server = server_records.live_server(home, "prefect")
+        return [psutil.Process(server.pid)] if server else []
+
+    def all_output(self) -> str:
+        return self.output + self.served.said
 
     def keep_up(self) -> None:
         if self.served.process.poll() is not None:
-            self.said += self.served.said
+            self.output += self.served.said
             time.sleep(self.rng.uniform(0, 8))
             self.served = Served(self.cli)
-
-    def _server(self) -> list[psutil.Process]:
-        server = server_records.live_server(self.home, "prefect")
-        return [psutil.Process(server.pid)] if server else []
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
     write_corpus(tmp_path / "data")
     yield Cli(tmp_path / "home", tmp_path / "data")
-    for process in processes_of(tmp_path / "home"):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    kill(processes_of(tmp_path / "home"))
 
 
 def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
     rng = random.Random(6)
     chaos = Chaos(cli, rng)
     cli("pipeline", "schedule", "nightly", "--cron", "* * * * *", "--timezone", "UTC", *TINY)
-    nights = Nights(cli.home, NAME)
-    began, next_strike, next_documents, documents = (
-        time.time(),
-        time.time() + 20,
-        time.time() + 60,
-        0,
-    )
+    began = time.time()
+    next_strike = began + 20
+    next_documents = began + 60
+    documents = 0
     while time.time() < began + 60 * SLOTS:
         if time.time() > next_strike:
             chaos.strike()
@@ -130,38 +132,26 @@ def test_nights_of_every_minute_stand_any_kill(cli: Cli) -> None:
 
     chaos.keep_up()
     quiet = time.time()
-    wait_until(
-        lambda: is_settled(cli, quiet), SETTLE_SECONDS, lambda: chaos.said + chaos.served.said
-    )
-    wait_until(
-        lambda: not stuck(cli.home),
-        CRASHED_SECONDS,
-        lambda: str([run["name"] for run in stuck(cli.home)]),
-    )
+    wait_until(lambda: is_settled(cli, quiet), SETTLE_SECONDS, chaos.all_output)
+    wait_until(lambda: not stuck(cli.home), CRASHED_SECONDS, lambda: str(stuck(cli.home)))
     ended = flow_runs(cli.home, *FINAL_STATES)
     assert max(Counter(map(slot, ended)).values()) == 1, "a slot came twice"
     assert chaos.served.stop() == 0
     wait_until(lambda: not processes_of(cli.home), 10, lambda: str(processes_of(cli.home)))
 
-    completed = [night for night in nights.newest_first() if night.outcome in COMPLETED]
-    assert documents_of(read(list(nights.newest_first()))).keys() == files(cli)
+    nights = list(Nights(cli.home, NAME).newest_first())
+    completed = [night for night in nights if night.outcome in COMPLETED]
+    assert documents_of(read(nights)).keys() == files(cli)
     promoted = documents_of([night for night in completed if night.outcome == "promoted"])
-    assert max(promoted.values()) == 1, "what the champion has learnt is not new"
-    versions = {
-        night.data["version"] for night in completed
-    }  # where a night learns what one before it did, that one's
-    assert_registered_once(cli.home, len(versions))
-    learnt = [night.data["learnt"] for night in completed]
-    assert all(figures.get("replayed_tokens") for figures in learnt[:-1]), (
-        "the newest first; the first has none to replay"
-    )
-    left_out = sum(figures.get("left_out", 0) for figures in learnt)
-    empty = sum(
-        night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights.newest_first()
-    )
-    assert left_out or empty or documents < 2, (
-        "some of the second file's documents are near-duplicates"
-    )
+    assert max(promoted.values()) == 1, "what the champion was trained on is not new"
+    # A night that trains on what one before it did has that one's version
+    assert_registered_once(cli.home, len({night.data["version"] for night in completed}))
+    learnt = [night.data["learnt"] for night in completed]  # the first has none to replay
+    assert all(counts.get("replayed_tokens") for counts in learnt[:-1])
+    # Some of the second file's documents are near-duplicates
+    left_out = sum(counts.get("left_out", 0) for counts in learnt)
+    is_empty = [night.outcome == NOTHING_NEW and bool(night.digests()) for night in nights]
+    assert left_out or any(is_empty) or documents < 2
     print(f"{SLOTS} slots, kills {dict(chaos.kills)}, {len(completed)} nights, {documents} files")
 
 
@@ -170,32 +160,27 @@ def files(cli: Cli) -> set[str]:
 
 
 def documents_of(nights: list[NightRecord]) -> Counter[str]:
-    return Counter(
-        file["location"]
-        for night in nights
-        for file in night.data["inputs"]["files"].get("pretrain", ())
-    )
+    files = [night.data["inputs"]["files"].get("pretrain", ()) for night in nights]
+    return Counter(file["location"] for listed in files for file in listed)
 
 
 def assert_none_overlaps(home: Path) -> None:
     """The stages of one night run side by side; those of two never do, not even an orphan's."""
     if len(nights_at_work(home)) > 1:
-        time.sleep(
-            1.5
-        )  # one whose parent was killed just now has 0.2 s, on a busy machine more, to notice
+        time.sleep(1.5)  # one whose parent was just killed has 0.2 s, or more if busy, to notice
         remaining = nights_at_work(home)
         assert len(remaining) <= 1, f"stages of {len(remaining)} nights at once: {remaining}"
 
 
 def nights_at_work(home: Path) -> Counter[int]:
-    """The stages at work by the process that runs their night: each has a process of the fork server's between."""
+    """Count the stages at work by the process of their night, above that of the fork server."""
     nights = Counter[int]()
-    for process in workers(home):
+    for worker in workers(home):
         with contextlib.suppress(psutil.Error):
-            above = (
-                one for one in process.parents() if "ttrain.engine.fork_server" not in one.cmdline()
-            )
-            nights[next(above).pid] += 1
+            for process in worker.parents():
+                if "ttrain.engine.fork_server" not in process.cmdline():
+                    nights[process.pid] += 1
+                    break
     return nights
 
 
@@ -205,7 +190,7 @@ def read(nights: list[NightRecord]) -> list[NightRecord]:
 
 
 def is_settled(cli: Cli, since: float) -> bool:
-    """Whether all documents are learnt, and a slot after the last kill found that nothing is new."""
+    """Whether all documents are read, and a slot after the last kill found that nothing is new."""
     nights = list(Nights(cli.home, NAME).newest_first())
     if any(night.is_open for night in nights) or documents_of(read(nights)).keys() < files(cli):
         return False
@@ -215,5 +200,5 @@ def is_settled(cli: Cli, since: float) -> bool:
 
 
 def stuck(home: Path) -> list[dict[str, Any]]:
-    """Flow runs that Prefect takes to be in progress, other than those whose process is just at it."""
+    """Flow runs that Prefect shows as in progress, though no process runs one."""
     return [] if flows(home) else flow_runs(home, "Running", "Cancelling")

@@ -1,4 +1,4 @@
-"""The command of the README on what people begin with: 300 documents, 100 chats, 40 chats of a domain."""
+"""The README's command on 300 documents, 100 chats and 40 chats of a domain."""
 
 import json
 from pathlib import Path
@@ -27,11 +27,8 @@ def test_small_data_ends_with_models_that_are_each_better_than_their_start(tmp_p
     cli.data.mkdir()
     python_docs.build(tmp_path / "source", PythonDocs())
     for file, (dataset, count) in ROWS.items():
-        lines = (
-            (tmp_path / "source" / f"{dataset}.jsonl")
-            .read_text(encoding="utf-8")
-            .splitlines(keepends=True)
-        )
+        source = (tmp_path / "source" / f"{dataset}.jsonl").read_text(encoding="utf-8")
+        lines = source.splitlines(keepends=True)
         step = len(lines) // count
         (cli.data / file).write_text("".join(lines[::step][:count]), encoding="utf-8")
     (cli.data / "tiny.yaml").write_text(TINY)

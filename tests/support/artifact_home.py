@@ -29,45 +29,41 @@ class Home:
         self.store = ArtifactStore(root)
 
     def publish(self, stage: str, name: str, age: float = LONG_AGO, **inputs: Artifact) -> Artifact:
-        ingredients = {
-            "stage": stage,
-            "arguments": {},
-            "settings": {"name": name},
-            "inputs": {},
-            "files": {},
-            "code": {},
-        }
+        ingredients: dict[str, Any] = {"stage": stage, "settings": {"name": name}}
+        ingredients |= {part: {} for part in ("arguments", "inputs", "files", "code")}
         key = key_of(ingredients)
         output = self.store.work(stage, key) / "output"
         (output / "model").mkdir(parents=True)
         (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
-        read = {
-            of: {"stage": a.stage, "key": a.key, "content": a.content} for of, a in inputs.items()
+        manifest = {
+            "result": {"loss": 1.5},
+            "ingredients": ingredients,
+            "inputs": {
+                name: {"stage": source.stage, "key": source.key, "content": source.content}
+                for name, source in inputs.items()
+            },
+            "seconds": 1.0,
+            "provenance": {"libraries": {"torch": "2.13"}},
         }
-        made_by = {"seconds": 1.0, "provenance": {"libraries": {"torch": "2.13"}}}
-        manifest = {"result": {"loss": 1.5}, "ingredients": ingredients, "inputs": read, **made_by}
-        made = self.store.publish(stage, key, output, manifest)
+        artifact = self.store.publish(stage, key, output, manifest)
         shutil.rmtree(self.store.work(stage, key))
-        write_manifest(made.path, {**made.manifest, "published": time.time() - age})
-        found = self.store.find(stage, key)
-        assert found is not None
-        return found
+        write_manifest(artifact.path, {**artifact.manifest, "published": time.time() - age})
+        aged = self.store.find(stage, key)
+        assert aged is not None
+        return aged
 
     def run(
-        self, *made: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str
+        self, *artifacts: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str
     ) -> runs.RunRecord:
-        record = runs.RunRecord(self.store.root, "full", [*(a.stage for a in made), *pending], {})
-        for artifact in made:
+        stages = [artifact.stage for artifact in artifacts]
+        record = runs.RunRecord(self.store.root, "full", [*stages, *pending], {})
+        for artifact in artifacts:
             record.stage(artifact.stage, outcome="completed", key=artifact.key)
         for stage, state in pending.items():
             record.stage(stage, outcome=state)
-        began = time.time() - age
-        record.note(
-            outcome=outcome,
-            started_unix=began,
-            started=datetime.fromtimestamp(began, UTC).isoformat(),
-        )
-        name = f"full-{datetime.fromtimestamp(began, UTC):%Y%m%d-%H%M%S}-{record.run[-4:]}"
+        began = datetime.fromtimestamp(time.time() - age, UTC)
+        record.note(outcome=outcome, started_unix=began.timestamp(), started=began.isoformat())
+        name = f"full-{began:%Y%m%d-%H%M%S}-{record.run[-4:]}"
         path = self.store.root / "runs" / f"{name}.json"
         record.path.unlink()
         runs.events_of(record.path).rename(runs.events_of(path))
@@ -95,13 +91,12 @@ class Home:
         self, registered: Any = (), keep: int = 1, days: float = 14
     ) -> garbage_collection.CleanupResult:
         kept = garbage_collection.Kept.recent(keep, days)
-        return garbage_collection.clean(
-            self.store, registered, kept, needed_by_nights=records.needed_keys
-        )
+        needed = records.needed_keys
+        return garbage_collection.clean(self.store, registered, kept, needed_by_nights=needed)
 
     @property
     def keys(self) -> set[str]:
-        return {artifact.key for artifact in self.store.artifacts()}
+        return keys(*self.store.artifacts())
 
 
 @pytest.fixture
@@ -111,15 +106,16 @@ def user_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return Home(tmp_path / "home")
 
 
-def keys(*made: Artifact) -> set[str]:
-    return {artifact.key for artifact in made}
+def keys(*artifacts: Artifact) -> set[str]:
+    return {artifact.key for artifact in artifacts}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(list(arguments))
-    assert (ended.value.code or 0) == code, capsys.readouterr()
-    return capsys.readouterr().out
+    output = capsys.readouterr()
+    assert (end.value.code or 0) == code, output
+    return output.out
 
 
 def older(planned: Planned) -> dict[str, str]:

@@ -14,7 +14,8 @@ SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 def register(
     home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float
 ) -> ModelSet:
-    registry, run = Registry(home), f"full-{number}"
+    registry = Registry(home)
+    run = f"full-{number}"
     keys = {stage: f"{stage}-{number}" for stage in stages}
     members = []
     for stage, key in keys.items():
@@ -22,8 +23,8 @@ def register(
         artifact = Artifact(stage, key, Path("nowhere"), manifest)
         members.append(registry.register_model(f"{name}-{SUFFIXES[stage]}", artifact, run))
     keys |= {"evaluate": f"evaluate-{number}", "shards-pretrain": f"shards-{number}"}
-    figures = {"bits_per_byte": 2 - number / 10, **metrics}
-    return registry.register_set(name, run, members, keys, figures)
+    metrics = {"bits_per_byte": 2 - number / 10, **metrics}
+    return registry.register_set(name, run, members, keys, metrics)
 
 
 @pytest.fixture

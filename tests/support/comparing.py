@@ -12,13 +12,8 @@ from torch import Tensor
 
 # Metrics that differ between two runs of the same training.
 PERFORMANCE = (
-    "tokens_per_second",
-    "step_seconds",
-    "data_wait_fraction",
-    "memory_bytes",
-    "mfu",
-    "eta_seconds",
-    "epoch_time",
+    *("tokens_per_second", "step_seconds", "data_wait_fraction", "memory_bytes", "mfu"),
+    *("eta_seconds", "epoch_time"),
 )
 
 
@@ -33,42 +28,41 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 def with_gradients(
     out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What was computed, and the gradient of each leaf that it depends on."""
-    found = torch.autograd.grad(out, [*leaves.values()], upstream.to(out.dtype), allow_unused=True)
-    slopes = {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+    """`out`, and the gradient of each leaf that it depends on."""
+    gradients = torch.autograd.grad(
+        out, [*leaves.values()], upstream.to(out.dtype), allow_unused=True
+    )
+    by_name = dict(zip(leaves, gradients, strict=True))
+    slopes = {name: slope for name, slope in by_name.items() if slope is not None}
     return {"out": out.detach(), **slopes}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    return hashlib.sha256(
-        b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
-    ).hexdigest()
+    data = (tensors[name].numpy().tobytes() for name in sorted(tensors))
+    return hashlib.sha256(b"".join(data)).hexdigest()
 
 
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The norm of the difference, relative to that of `first`."""
+
+    def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].double().flatten() for name in first])
+
     assert {*first} == {*second}
-    difference = sum(
-        float((first[name].double() - second[name].double()).square().sum()) for name in first
-    )
-    return (
-        difference / sum(float(tensor.double().square().sum()) for tensor in first.values())
-    ) ** 0.5
+    return float((flat(first) - flat(second)).norm() / flat(first).norm())
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl without what differs between two runs."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = {*PERFORMANCE}
-    return [
-        {
-            "step": line["step"],
-            "metrics": {k: v for k, v in line["metrics"].items() if k not in timed},
-        }
-        for line in lines
-    ]
+    for line in lines:
+        for name in PERFORMANCE:
+            line["metrics"].pop(name, None)
+    return [{"step": line["step"], "metrics": line["metrics"]} for line in lines]
 
 
-def logged_steps(lines: list[dict[str, Any]], figure: str) -> list[int]:
-    return [line["step"] for line in lines if figure in line["metrics"]]
+def logged_steps(lines: list[dict[str, Any]], metric: str) -> list[int]:
+    return [line["step"] for line in lines if metric in line["metrics"]]
 
 
 def bytes_kept(run: Callable[[], object]) -> int:
@@ -85,11 +79,9 @@ def bytes_kept(run: Callable[[], object]) -> int:
 
 
 def flip_bit(path: Path) -> None:
-    """As a disk may do: one bit is another, and no time tells."""
-    times = path.stat()
-    with path.open("r+b") as file:
-        file.seek(times.st_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 16]))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    """Flip a bit as a failing disk may, without a change of the file's times."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

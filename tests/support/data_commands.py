@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.shard_sets import write_lines
 
 from ttrain.cli.main import main
 from ttrain.config import Settings
@@ -19,20 +20,8 @@ from ttrain.engine.stage_worker import job_of
 from ttrain.tasks import Stage
 
 WORDS = (
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "東京",
-    "is",
-    "far",
-    "Grüße",
-    "from",
-    "🙂",
-    "def",
-    "return",
+    *("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂"),
+    *("def", "return"),
 )
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
 
@@ -58,15 +47,15 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
             main([str(argument) for argument in arguments])
         except SystemExit as end:
             code = end.code or 0
-        found = capsys.readouterr()
-        assert "Traceback" not in found.err
-        return Result(code, found.out, found.err)
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return Result(code, output.out, output.err)
 
     return call
 
 
 def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the process of a task or a gate do its work in this one, without the seconds that its imports take."""
+    """Run a task's or a gate's stage in this process, without the seconds its imports take."""
 
     def run(
         stage: Stage, settings: Settings, work: Path, log_path: Path, report: Any, stop: Any
@@ -90,22 +79,13 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def write(path: Path, rows: Sequence[Any], *, end: bytes = b"\n") -> Path:
-    lines = [
-        row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode()
-        for row in rows
-    ]
-    path.write_bytes(b"".join(line + end for line in lines))
-    return path
+    return write_lines(path, rows, end)
 
 
 def documents(path: Path, count: int, seed: int = 0) -> Path:
-    return write(path, [{"text": one} for one in texts(count, seed)])
+    return write_lines(path, [{"text": text} for text in texts(count, seed)])
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-    }
+    messages = {"user": question, "assistant": answer}
+    return {"messages": [{"role": role, "content": text} for role, text in messages.items()]}

@@ -1,4 +1,4 @@
-"""Subjects of an evaluation, made of the tiny models that tests have."""
+"""Models to evaluate, made of the tiny models that tests have."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ Said = list[tuple[list[int], bool]]
 class Uniform(nn.Module):
     def __init__(self, vocab: int) -> None:
         super().__init__()
-        self.embedding, self.shapes = nn.Embedding(vocab, 1), list[tuple[int, int]]()
+        self.embedding = nn.Embedding(vocab, 1)
+        self.shapes: list[tuple[int, int]] = []
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -30,7 +31,7 @@ class Uniform(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Subject(LoadedModel):
-    """A model that says what it is told to, else what is likeliest, token by token without a cache."""
+    """A model that says what `said` returns, else the likeliest token each, without a cache."""
 
     said: Callable[[Sequence[Sequence[int]], int], Said] | None = None
 
@@ -39,22 +40,23 @@ class Subject(LoadedModel):
     ) -> list[Completion]:
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
         longest_first = [prompts[number] for number in order]
-        if self.said:
-            said = self.said(longest_first, new_tokens)
-        else:
-            said = [self._likeliest(list(prompt), new_tokens) for prompt in longest_first]
-        by_number = dict(zip(order, said, strict=True))
+        answers = (self.said or self._likeliest)(longest_first, new_tokens)
+        by_number = dict(zip(order, answers, strict=True))
         return [Completion(*by_number[number], 0.0) for number in range(len(prompts))]
 
     @torch.no_grad()
-    def _likeliest(self, prompt: list[int], count: int) -> tuple[list[int], bool]:
-        ids = list(prompt)
-        for _ in range(min(count, (self.max_length or 0) - len(prompt))):
-            token = int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
-            if token in self.stop_ids:
-                return ids[len(prompt) :], True
-            ids.append(token)
-        return ids[len(prompt) :], False
+    def _likeliest(self, prompts: Sequence[Sequence[int]], count: int) -> Said:
+        answers = []
+        for prompt in prompts:
+            ids = list(prompt)
+            has_ended = False
+            limit = min(len(prompt) + count, self.max_length or 0)
+            while len(ids) < limit and not has_ended:
+                token = int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+                has_ended = token in self.stop_ids
+                ids += [] if has_ended else [token]
+            answers.append((ids[len(prompt) :], has_ended))
+        return answers
 
 
 def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:

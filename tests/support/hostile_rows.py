@@ -15,7 +15,9 @@ from ttrain.data.shards import ShardSet
 
 READING = Reading(heldout_fraction=0.0, rejected_fraction=1.0)
 BOM = b"\xef\xbb\xbf"
-FIRST, LAST = b'{"text": "A first line."}', '{"text": "一行正常的中文。"}'.encode()
+FIRST = b'{"text": "A first line."}'
+LAST = '{"text": "一行正常的中文。"}'.encode()
+MARK = "not valid JSON: a byte order mark, which may stand at the start of a file only"
 Outcome = dict[str, Any]
 
 
@@ -24,37 +26,31 @@ def build(
 ) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
     files = {"train": [DataFile(str(path))]}
-    return sharding.build(
-        Work(output, files, recipe, READING, block_bytes, pool or Processes(1))
-    ), output
+    work = Work(output, files, recipe, READING, block_bytes, pool or Processes(1))
+    return sharding.build(work), output
 
 
 def outcome(
     path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20
 ) -> tuple[Outcome, list[int]]:
-    """What became of a file's rows, without what is nothing, and the lines of the bad ones; rows are accounted for.
-    Checking the file, which encodes nothing, has to say the same."""
+    """The counts of a file's rows that are not zero, and the lines of the rejected ones.
+
+    `check`, which encodes nothing, must count the same.
+    """
     built, output = build(path, recipe, block_bytes)
-    (report,) = check(
-        [str(path)],
-        READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes}),
-        kind=recipe.kind,
-    )
-    for tally in (built.tallies["train"], report.tally):
-        assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
-    found, checked = built.tallies["train"].to_json(), report.tally.to_json()
-    assert found == checked
-    listed = [
-        json.loads(line) for line in (output / "run" / "rejected.jsonl").read_bytes().splitlines()
-    ]
-    assert Counter(row["reason"] for row in listed) == Counter(found["rejected"]), (
-        "one line for each rejected row"
-    )
-    assert {row["file"] for row in listed} <= {str(path)}
-    assert built.parts["train"]["rows"] == found["kept"] == len(ShardSet(output / "train"))
-    return {name: found[name] for name in ("kept", "skipped", "rejected") if found[name]}, [
-        row["line"] for row in listed
-    ]
+    reading = READING.model_copy(update={"max_line_bytes": recipe.max_line_bytes})
+    (report,) = check([str(path)], reading, kind=recipe.kind)
+    tally = built.tallies["train"]
+    assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
+    counts = tally.to_json()
+    assert counts == report.tally.to_json()
+    lines = (output / "run" / "rejected.jsonl").read_bytes().splitlines()
+    rejected = [json.loads(line) for line in lines]
+    assert Counter(row["reason"] for row in rejected) == Counter(counts["rejected"])
+    assert {row["file"] for row in rejected} <= {str(path)}
+    assert built.parts["train"]["rows"] == tally.kept == len(ShardSet(output / "train"))
+    shown = {name: counts[name] for name in ("kept", "skipped", "rejected") if counts[name]}
+    return shown, [row["line"] for row in rejected]
 
 
 def text(value: str) -> bytes:
@@ -68,6 +64,3 @@ def bad(*reasons: str, kept: int = 2, **more: Any) -> Outcome:
 
 def json_error(error: str) -> str:
     return f"not valid JSON: {error}"
-
-
-MARK = json_error("a byte order mark, which may stand at the start of a file only")

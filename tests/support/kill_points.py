@@ -1,4 +1,4 @@
-"""Code that is killed right before each of its calls that reach the disk, one after the other. Standard library only."""
+"""Code that is killed right before each of its calls that reach the disk, one after the other."""
 
 import io
 import os
@@ -22,8 +22,10 @@ def killed_at(
     *,
     writing: bool = False,
 ) -> bool:
-    """Run `action` in a fork that dies right before its call number `fatal` of these functions, and with `writing` of those
-    that open a file to write; whether it came so far."""
+    """Run `action` in a fork that dies before call number `fatal` of these functions.
+
+    With `writing`, opening a file to write counts, too. Returns whether it was killed.
+    """
     child = os.fork()
     if child:
         status = os.waitpid(child, 0)[1]
@@ -46,7 +48,8 @@ def killed_at(
             owner, name = (os, target) if isinstance(target, str) else target
             setattr(owner, name, counted(getattr(owner, name)))
         if writing:
-            plain, counted_open = io.open, counted(io.open)
+            plain = io.open
+            counted_open = counted(plain)
             io.open = lambda file, mode="r", *rest: (
                 plain if mode in ("r", "rb") else counted_open
             )(file, mode, *rest)
@@ -64,13 +67,14 @@ def killed_everywhere(
     *,
     writing: bool = False,
 ) -> int:
-    """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later; how many there are. The last one
-    came to its end."""
+    """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later.
+
+    Returns the number of copies; the last one was not killed.
+    """
     number = 0
     while True:
         number += 1
-        copy = copies / str(number)
-        shutil.copytree(template, copy)
+        copy = shutil.copytree(template, copies / str(number))
         if not killed_at(number, functions, lambda: action(copy), writing=writing):  # noqa: B023
             return number
 
@@ -78,8 +82,4 @@ def killed_everywhere(
 def number_printed_by(code: str, *arguments: object) -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}"}
     command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    return int(
-        subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True
-        ).stdout
-    )
+    return int(subprocess.check_output(command, env=environment, text=True, timeout=60))

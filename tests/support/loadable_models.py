@@ -19,20 +19,17 @@ from ttrain.store.model_files import weights_digest
 from ttrain.tasks import new_model
 from ttrain.tracking.tracked_runs import ADAPTER, MODEL
 
-TALKATIVE = {
-    "tie_embeddings": False,
-    "init_std": 0.3,
-}  # small weights repeat the last token for ever
+# With small tied weights a model repeats its last token for ever
+TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}
+SIZES = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def fresh(directory: Path, **settings: Any) -> Path:
-    encoder = make_tokenizer(directory / "tokenizer")
-    config = Model.model_validate(
-        {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, **TALKATIVE, **settings}
-    )
-    new_model.write(
-        new_model.new(config, encoder, seed=3), directory / "tokenizer", directory / MODEL
-    )
+    tokenizer = directory / "tokenizer"
+    encoder = make_tokenizer(tokenizer)
+    config = Model.model_validate({**SIZES, **TALKATIVE, **settings})
+    new_model.write(new_model.new(config, encoder, seed=3), tokenizer, directory / MODEL)
     return directory / MODEL
 
 
@@ -40,7 +37,7 @@ def adapted(directory: Path, base: Path, **settings: Any) -> Path:
     config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
     model = disturb(adapters.attach(factory.load(base), config), seed=5, by=0.2)
     save_adapter(model, directory / ADAPTER, base)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in TOKENIZER_FILES:
         shutil.copyfile(base / name, directory / ADAPTER / name)
     return directory / ADAPTER
 
@@ -52,16 +49,15 @@ def said_with_ttrain(
     if adapter:
         network = adapters.load(network, adapter, weights_digest(model))
     encoder = Encoder(adapter or model)
-    ids, stops = [encoder.bos_id, *encoder.encode([prompt])[0]], [encoder.eos_id, encoder.end_id]
-    said = greedy(network.eval(), ids, new_tokens)
-    return next((said[:end] for end, token in enumerate(said) if token in stops), said)
+    ids = [encoder.bos_id, *encoder.encode([prompt])[0]]
+    tokens = greedy(network.eval(), ids, new_tokens)
+    stops = [tokens.index(id_) for id_ in (encoder.eos_id, encoder.end_id) if id_ in tokens]
+    return tokens[: min(stops, default=None)]
 
 
 def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, "-P", "-c", code, *words]
-    done = subprocess.run(
-        command, env=variables, capture_output=True, text=True, check=False, cwd=directory
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.partition("SAID")[2])
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=directory)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.partition("SAID")[2])

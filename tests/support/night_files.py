@@ -17,10 +17,8 @@ NONE = InputSnapshot({}, {})
 
 
 def frozen(*digests: str, champion: str | None = None) -> InputSnapshot:
-    files = {
-        "pretrain": [{"location": f"/inbox/{digest}.jsonl", "sha256": digest} for digest in digests]
-    }
-    return InputSnapshot(files, {}, Champion(champion, {}) if champion else None)
+    files = [{"location": f"/inbox/{digest}.jsonl", "sha256": digest} for digest in digests]
+    return InputSnapshot({"pretrain": files}, {}, Champion(champion, {}) if champion else None)
 
 
 def at(text: str, zone: str = "UTC") -> datetime:
@@ -43,21 +41,19 @@ def artifact(
     for name, text in files.items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(text, encoding="utf-8")
-    return store.publish(
-        stage, key, output, {"result": {}, "inputs": {}, "ingredients": {"files": {}}, **manifest}
-    )
+    empty = {"result": {}, "inputs": {}, "ingredients": {"files": {}}}
+    return store.publish(stage, key, output, {**empty, **manifest})
 
 
 def inbox(tmp_path: Path, **files: str) -> Settings:
     directory = tmp_path / "inbox"
     directory.mkdir(exist_ok=True)
-    for name, text in {"chats": "c", **files}.items():
-        place = tmp_path if name == "chats" else directory
-        (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    chats = str(tmp_path / "chats.jsonl")
-    return Settings.model_validate(
-        {"data": {"pretrain": str(directory), "sft": chats, "lora": chats}}
-    )
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(files.pop("chats", "c"), encoding="utf-8")
+    for name, text in files.items():
+        (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    data = {"pretrain": str(directory), "sft": str(chats), "lora": str(chats)}
+    return Settings.model_validate({"data": data})
 
 
 def list_of(

@@ -1,8 +1,9 @@
-"""Nights of a tiny pipeline: documents that come between them, and what must hold however they were killed."""
+"""Nights of a tiny pipeline: documents that come between them, what must hold after any kill."""
 
 import json
 import random
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 from support.pipeline_home import CHINESE, ENGLISH, Cli
@@ -11,48 +12,48 @@ from ttrain.store.registry import Registry
 
 NAME = "tiny-test"
 DOCUMENTS = 40  # of a file
+TWICE = """
+SELECT name, value FROM model_version_tags
+WHERE key = 'ttrain.key' GROUP BY name, value HAVING COUNT(*) > 1
+"""
 
 
 def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 0.0) -> None:
-    """A new file of documents, of which this share are near-duplicates of those of the file before: a word more."""
+    """A new file of documents; the fraction `near` repeats the file before, with a word more."""
     count = round(near * DOCUMENTS)
-    lines = _path(data, number - 1).read_text(encoding="utf-8").splitlines() if count else []
-    earlier = [json.loads(line)["text"] for line in lines[:count]]
-    new = (
-        " ".join([f"night {number}:", *rng.choices(ENGLISH, k=rng.randint(20, 60))])
-        for _ in range(DOCUMENTS - count)
-    )
-    lines = [json.dumps({"text": text}) for text in (*new, *(f"{text} again" for text in earlier))]
-    path = _path(data, number)
-    (partial := path.with_suffix(".part")).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.rename(path)
+    texts = []
+    for _ in range(DOCUMENTS - count):
+        words = rng.choices(ENGLISH, k=rng.randint(20, 60))
+        texts.append(" ".join([f"night {number}:", *words]))
+    before = data / f"docs-night-{number - 1}.jsonl"
+    lines = before.read_text(encoding="utf-8").splitlines()[:count] if count else []
+    texts += [json.loads(line)["text"] + " again" for line in lines]
+    _write(data / f"docs-night-{number}.jsonl", texts)
 
 
 def add_similar_documents(cli: Cli, name: str, seed: int) -> None:
-    """A new file of documents like those of the corpus, so that the model gets better at them too."""
+    """A new file of documents like those of the corpus, so that the model gets better at them."""
     rng = random.Random(seed)
-    words = (list(CHINESE), "", "。"), (ENGLISH, " ", ".")
-    texts = [
-        between.join(rng.choices(vocabulary, k=rng.randint(5, 80))) + end
-        for vocabulary, between, end in (rng.choice(words) for _ in range(150))
-    ]
+    languages = ((CHINESE, "", "。"), (ENGLISH, " ", "."))
+    texts = []
+    for _ in range(150):
+        vocabulary, separator, end = rng.choice(languages)
+        texts.append(separator.join(rng.choices(vocabulary, k=rng.randint(5, 80))) + end)
+    _write(cli.data / f"{name}.jsonl", texts)
+
+
+def _write(path: Path, texts: Iterable[str]) -> None:
+    """At once, since a night may begin while they are written."""
+    partial = path.with_suffix(".part")
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    (cli.data / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-def _path(data: Path, number: int) -> Path:
-    return data / f"docs-night-{number}.jsonl"
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.rename(path)
 
 
 def assert_registered_once(home: Path, versions: int) -> None:
     sets = Registry(home).sets(NAME)
-    assert (
-        len(sets) == versions
-        and len({json.dumps(dict(one.keys), sort_keys=True) for one in sets}) == versions
-    )
-    assert sum("champion" in one.aliases for one in sets) == 1
+    keys = {json.dumps(dict(registered.keys), sort_keys=True) for registered in sets}
+    assert len(sets) == len(keys) == versions
+    assert sum("champion" in registered.aliases for registered in sets) == 1
     with sqlite3.connect(home / "mlflow" / "mlflow.db") as db:
-        keys = db.execute(
-            "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'ttrain.key' GROUP BY name, value"
-        )
-        assert [row for row in keys if row[2] > 1] == []
+        assert db.execute(TWICE).fetchall() == []

@@ -1,4 +1,4 @@
-"""A real MLflow server, in a process of its own, and in front of it a proxy that can be away in every way a server can."""
+"""A real MLflow server in a process of its own, and a proxy for it that fails in every way."""
 
 import contextlib
 import http.client
@@ -20,7 +20,8 @@ from support.waiting import wait_until
 
 from ttrain.tracking.mlflow_mirror import prepare
 
-# Without uvicorn and its workers, whose start takes 6 s on two cores: the same routes, the same database, in 2 s.
+# Without uvicorn and its workers, whose start takes 6 s on two cores: the same routes and database
+# in 2 s.
 SERVER = """
 import os, sys
 home, port = sys.argv[1:]
@@ -34,30 +35,28 @@ from werkzeug.serving import make_server
 initialize_backend_stores(f"sqlite:///{home}/mlflow/mlflow.db", None, "mlflow-artifacts:/")
 make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 """
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true",
+}
+# Headers that hold for one connection
+HOP = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
 def mlflow_server(directory: Path) -> Iterator[str]:
-    """The address of a server whose database and artifacts, which it hands on itself, lie in `directory`."""
+    """The address of a server whose database and artifacts, which it serves, are in `directory`."""
     port = free_port()
     prepare(directory)  # its 67 migrations take 1 s
-    quiet = {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true",
-    }
+    command = [sys.executable, "-c", SERVER, str(directory), str(port)]
     with (directory / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(directory), str(port)],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **quiet},
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **QUIET})
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: answers(f"{url}/health") or process.poll() is not None, 180)
@@ -75,18 +74,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Proxy:
-    """Passes requests on to a server, or is away. `mode` can be changed at any time:
+    """Passes requests on to a server, or is away, as `mode` says, which can be changed any time.
 
     well         passes all
     dead         nobody listens
-    hanging      takes requests, passes them on later (when the mode changes), answers never
+    hanging      takes requests, passes them on when the mode changes, never answers
     error        answers 500
-    no replies   passes requests on, and drops the answers: they arrived, and the sender does not know
+    no replies   passes requests on, and drops the answers: the sender cannot know that they arrived
     """
 
     def __init__(self, target: str) -> None:
-        self.target, self.requests = urlsplit(target), list[str]()
-        self._mode, self._changed = "well", threading.Condition()
+        self.target = urlsplit(target)
+        self.requests: list[str] = []
+        self._mode = "well"
+        self._changed = threading.Condition()
         self._port = free_port()
         self._server: ThreadingHTTPServer | None = None
         self._listen()
@@ -106,7 +107,7 @@ class Proxy:
             self._changed.notify_all()
         if mode == "dead":
             self.close()
-        else:
+        elif self._server is None:
             self._listen()
 
     def close(self) -> None:
@@ -116,80 +117,67 @@ class Proxy:
             self._server = None
 
     def _listen(self) -> None:
-        if self._server is not None:
-            return
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing."""
-
-            def handle_request(self) -> None:
-                body = (
-                    self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                    if self.command != "GET"
-                    else b""
-                )
-                if self.headers.get("Transfer-Encoding") == "chunked":
-                    body = b"".join(_chunks(self.rfile))
-                proxy.requests.append(f"{self.command} {self.path}")
-                mode, self.close_connection = proxy.mode, True
-                if mode == "hanging":
-                    with proxy._changed:
-                        proxy._changed.wait_for(lambda: proxy.mode != "hanging", 60)
-                    with contextlib.suppress(OSError):
-                        proxy.forward(self, body)
-                    return
-                if mode == "error":
-                    self._answer(500, b"{}", "application/json")
-                    return
-                status, answer, kind = proxy.forward(self, body)
-                if mode not in ("no replies", "dead"):
-                    self._answer(status, answer, kind)
-
-            def _answer(self, status: int, answer: bytes, kind: str) -> None:
-                with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Type", kind)
-                    self.send_header("Content-Length", str(len(answer)))
-                    self.send_header("Connection", "close")
-                    self.end_headers()
-                    self.wfile.write(answer)
-
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_request
-
-        ThreadingHTTPServer.allow_reuse_address = True
-        ThreadingHTTPServer.daemon_threads = True
-        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        handler = type("Handler", (_Handler,), {"proxy": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
+    def hang(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._mode != "hanging", 60)
+
     def forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, str]:
-        connection = http.client.HTTPConnection(
-            str(self.target.hostname), self.target.port, timeout=60
-        )
-        dropped = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding")
-        headers = {
-            name: value for name, value in request.headers.items() if name.lower() not in dropped
-        }
-        try:
+        connection = http.client.HTTPConnection(self.target.netloc, timeout=60)
+        headers = {name: text for name, text in request.headers.items() if name.lower() not in HOP}
+        with contextlib.closing(connection):
             connection.request(request.command, request.path, body=body or None, headers=headers)
             answer = connection.getresponse()
-            return (
-                answer.status,
-                answer.read(),
-                answer.headers.get("Content-Type", "application/json"),
-            )
-        finally:
-            connection.close()
+            kind = answer.headers.get("Content-Type", "application/json")
+            return answer.status, answer.read(), kind
 
 
-def _chunks(stream: Any) -> Iterator[bytes]:
-    while size := int(stream.readline().split(b";")[0], 16):
-        yield stream.read(size)
-        stream.readline()
-    stream.readline()
+class _Handler(BaseHTTPRequestHandler):
+    proxy: Proxy
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+    def handle_request(self) -> None:
+        body = self._body()
+        self.proxy.requests.append(f"{self.command} {self.path}")
+        self.close_connection = True
+        mode = self.proxy.mode
+        if mode == "error":
+            self._answer(500, b"{}", "application/json")
+        elif mode == "hanging":
+            self.proxy.hang()
+            with contextlib.suppress(OSError):
+                self.proxy.forward(self, body)
+        else:
+            answer = self.proxy.forward(self, body)
+            if mode not in ("no replies", "dead"):
+                self._answer(*answer)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_request
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def _answer(self, status: int, answer: bytes, kind: str) -> None:
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(answer)
 
 
 def answers(url: str) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from ttrain.store.layout import Artifact
 from ttrain.tasks import STAGES
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
-ALL = Selection()
 AFTER_SFT = {"sft", "lora", "evaluate"}
 EVERYTHING = {"tokenizer", *SHARDS, "pretrain", *AFTER_SFT}
+ALL = Selection()
 RESULT = {"rows": {"rows": 10}, "steps": 1, "tokens": 4096}
+DATA = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
 
 
 @functools.cache
 def _digests_of_modules() -> bytes:
-    cache = DigestCache(path := ROOT / ".pytest_cache" / "digests.json")
+    path = ROOT / ".pytest_cache" / "digests.json"
+    cache = DigestCache(path)
     for stage in STAGES.values():
         code_digests(stage.module, cache)
     cache.save()
@@ -38,8 +40,7 @@ def _digests_of_modules() -> bytes:
 
 
 def remember_modules(home: Path) -> None:
-    """Give a home the digests of the package's modules, as an earlier run leaves them: to parse them takes 1 s, which the
-    checkout's own memory of them spares the next session."""
+    """Give a home the digests of the modules, as an earlier run leaves them: parsing takes 1 s."""
     (home / "cache").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "digests.json").write_bytes(_digests_of_modules())
 
@@ -47,8 +48,8 @@ def remember_modules(home: Path) -> None:
 class House:
     def __init__(self, directory: Path) -> None:
         remember_modules(directory / "home")
-        self.data, self.store = directory / "data", ArtifactStore(directory / "home")
-        self.data.mkdir()
+        self.data = directory / "data"
+        self.store = ArtifactStore(directory / "home")
         self.write("documents.jsonl", '{"text": "a"}\n')
         self.write("chats.jsonl", '{"question": "q", "answer": "a"}\n')
         self.write("domain.jsonl", '{"question": "q", "answer": "b"}\n')
@@ -61,8 +62,7 @@ class House:
 
     @property
     def files(self) -> list[str]:
-        names = {"pretrain": "documents", "sft": "chats", "lora": "domain"}
-        return [f"data.{name}={self.data / file}.jsonl" for name, file in names.items()]
+        return [f"data.{name}={self.data / file}.jsonl" for name, file in DATA.items()]
 
     def settings(self, *overrides: str, files: Sequence[Path] = ()) -> Settings:
         return load([*self.files, *overrides], files=files, environment={}).settings
@@ -76,13 +76,11 @@ class House:
         built: dict[str, Artifact] = {}
         for name, node in full(settings).items():
             if name in stages:
-                inputs = {
-                    of: built[source] for of, source in node.sources.items() if source in built
-                }
+                sources = {of: source for of, source in node.sources.items() if source in built}
+                inputs = {of: built[source] for of, source in sources.items()}
                 planned = plan_stage(node.stage, settings, self.store, inputs)
-                built[name] = planned.artifact or self.publish(
-                    planned, says(name, str(planned.key))
-                )
+                text = says(name, str(planned.key))
+                built[name] = planned.artifact or self.publish(planned, text)
         return built
 
     def publish(
@@ -90,39 +88,36 @@ class House:
         planned: Planned,
         text: str = "",
         result: dict[str, Any] | None = None,
-        steps: Any = (),
+        steps: Iterable[int] = (),
         **more: Any,
     ) -> Artifact:
         assert planned.key
-        output = self.store.work(planned.stage.name, planned.key) / "output"
+        output = self._write_checkpoints(planned, steps) / "output"
         (output / "heldout").mkdir(parents=True)
         (output / "heldout" / "file").write_text(text)
-        for step in steps:
-            (output / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-            (output / "checkpoints" / f"step-{step:08d}" / "state.json").write_text(str(step))
-        manifest = {
-            "result": result or RESULT,
-            "ingredients": planned.ingredients,
-            "inputs": {},
-            **more,
-        }
-        return self.store.publish(planned.stage.name, planned.key, output, manifest)
+        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, "inputs": {}}
+        return self.store.publish(planned.stage.name, planned.key, output, {**manifest, **more})
 
     def leave(self, planned: Planned, *steps: int) -> Path:
         """The work of a run that was killed after checkpoints of these steps."""
+        work = self._write_checkpoints(planned, steps)
+        write_json(work / resume.INGREDIENTS, planned.ingredients)
+        return work
+
+    def _write_checkpoints(self, planned: Planned, steps: Iterable[int]) -> Path:
         assert planned.key
         work = self.store.work(planned.stage.name, planned.key)
         for step in steps:
             checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
             checkpoint.mkdir(parents=True)
             write_json(checkpoint / "state.json", {"step": step})
-        write_json(work / resume.INGREDIENTS, planned.ingredients)
         return work
 
     def plan(
         self, *overrides: str, files: Sequence[Path] = (), selection: Selection = ALL, **rerun: Any
     ) -> dict[str, Planned]:
-        settings, store = self.settings(*overrides, files=files), ArtifactStore(self.store.root)
+        settings = self.settings(*overrides, files=files)
+        store = ArtifactStore(self.store.root)
         stages = plan(full(settings), settings, store, Rerun(**rerun), selection=selection)
         return {planned.stage.name: planned for planned in stages}
 
@@ -152,16 +147,14 @@ def running(stages: dict[str, Planned]) -> set[str]:
 
 
 @pytest.fixture
-def copy(house: House) -> Path:
-    package = house.data.parent / "code" / "ttrain"
-    shutil.copytree(
-        ROOT / "ttrain", package, ignore=shutil.ignore_patterns("__pycache__", "configs")
-    )
-    return package
+def copy(tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", "configs")
+    return shutil.copytree(ROOT / "ttrain", tmp_path / "code" / "ttrain", ignore=ignored)
 
 
 def append(path: Path, code: str) -> None:
-    path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(code)
 
 
 def tokens(steps: int) -> list[str]:

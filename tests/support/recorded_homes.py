@@ -1,4 +1,4 @@
-"""Homes with runs on record, made in milliseconds: records, artifacts with curves, and where asked for in a real MLflow."""
+"""Homes with runs on record, made in milliseconds: records, artifacts with curves, MLflow."""
 
 import json
 import math
@@ -20,20 +20,25 @@ from ttrain.store.runs import process_started
 BEGAN = 1_795_000_000.0  # seconds since 1970, of the first run
 TOKENS_PER_STEP = 512
 NONE_SUCH = {"pid": 2**22 + 1, "started": 1.0, "host": platform.node()}  # a process that is gone
+PROVENANCE = {
+    "ttrain": "0",
+    "python": "3.11.9",
+    "platform": "Linux",
+    "libraries": {"torch": "2.13.0"},
+}
 
 
 @dataclass
 class Made:
-    """A stage of a run to be made: `losses` by step, None where there was no number."""
+    """A stage of a run to be made: `losses` by step, None where the loss was not finite."""
 
     stage: str
     losses: Sequence[float | None] = ()
     outcome: str = "completed"
     key: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, tuple[str, str, str]] = field(
-        default_factory=dict
-    )  # name: stage, key, content
+    # name: stage, key, content
+    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # name: sha256
     code: Mapping[str, str] = field(default_factory=dict)
     noted: Mapping[str, Any] = field(default_factory=dict)
@@ -50,14 +55,8 @@ def rows_of(losses: Sequence[float | None], began: float) -> list[dict[str, Any]
         metrics: dict[str, float | None] = {"loss": loss, "lr": 0.001 * step, "grad_norm": 1 / step}
         if step % 4 == 0:
             metrics["validation_loss"] = None if loss is None else loss + 0.125
-        rows.append(
-            {
-                "step": step,
-                "tokens": TOKENS_PER_STEP * step,
-                "time": began + 2.0 * step,
-                "metrics": metrics,
-            }
-        )
+        row = {"step": step, "tokens": TOKENS_PER_STEP * step, "time": began + 2.0 * step}
+        rows.append({**row, "metrics": metrics})
     return rows
 
 
@@ -73,16 +72,14 @@ def make_run(
     tracked: bool = False,
     **noted: Any,
 ) -> str | None:
-    """Put a run on record, its artifacts into the store, and where `tracked` all of it into MLflow; MLflow's id of it."""
+    """Record a run and its artifacts; if `tracked`, push it to MLflow and return its id there."""
     began = BEGAN + 1000 * number
+    listed = []
     for made in stages:
         if made.outcome == "completed":
-            make_artifact(home, name, made, began)
-    tree = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
-    listed = [
-        {"name": one.stage, "outcome": one.outcome, "key": one.key, "seconds": 5.5, **one.noted}
-        for one in stages
-    ]
+            _make_artifact(home, name, made, began)
+        stage = {"name": made.stage, "outcome": made.outcome, "key": made.key, "seconds": 5.5}
+        listed.append({**stage, **made.noted})
     record = {
         "run": name,
         "pipeline": name.split("-")[0],
@@ -93,22 +90,21 @@ def make_run(
         "process": NONE_SUCH,
         "stages": listed,
         "metrics": dict(metrics or {}),
-        "settings": tree,
+        "settings": Settings.model_validate(dict(settings or {})).model_dump(mode="json"),
         "tracking": {"run_id": None, "url": None},
         **noted,
     }
-    (home / "runs").mkdir(parents=True, exist_ok=True)
-    write_json(home / "runs" / f"{name}.json", record)
+    path = home / "runs" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, record)
     if not tracked:
         return None
     [run_id] = pushed(home, [name])
-    write_json(
-        home / "runs" / f"{name}.json", {**record, "tracking": {"run_id": run_id, "url": None}}
-    )
+    write_json(path, {**record, "tracking": {"run_id": run_id, "url": None}})
     return run_id
 
 
-def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
+def _make_artifact(home: Path, run: str, made: Made, began: float) -> None:
     directory = home / "store" / made.stage / made.key
     (directory / "run").mkdir(parents=True, exist_ok=True)
     for name, text in made.texts.items():
@@ -118,11 +114,17 @@ def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
         lines = (json.dumps(row) + "\n" for row in rows_of(made.losses, began))
         (directory / "run" / "metrics.jsonl").write_text("".join(lines))
     inputs = {
-        name: {"stage": stage, "key": key, "content": content}
-        for name, (stage, key, content) in made.inputs.items()
+        name: dict(zip(("stage", "key", "content"), source, strict=True))
+        for name, source in made.inputs.items()
     }
     files = [{"name": name, "sha256": digest} for name, digest in made.files.items()]
-    contents = {name: content for name, (_, _, content) in made.inputs.items()}
+    ingredients = {
+        "stage": made.stage,
+        "settings": {},
+        "code": dict(made.code),
+        "inputs": {name: source["content"] for name, source in inputs.items()},
+        "files": {"train": files} if files else {},
+    }
     manifest = {
         "format": FORMAT,
         "stage": made.stage,
@@ -134,20 +136,8 @@ def make_artifact(home: Path, run: str, made: Made, began: float) -> None:
         "result": dict(made.result),
         "continued": [],
         "extends": None,
-        "ingredients": {
-            "stage": made.stage,
-            "settings": {},
-            "code": dict(made.code),
-            "inputs": contents,
-            "files": {"train": files} if files else {},
-        },
-        "provenance": {
-            "ttrain": "0",
-            "python": "3.11.9",
-            "platform": "Linux",
-            "libraries": {"torch": "2.13.0"},
-            "run": run,
-        },
+        "ingredients": ingredients,
+        "provenance": {**PROVENANCE, "run": run},
     }
     write_manifest(directory, manifest)
 

@@ -28,6 +28,7 @@ FINAL_STATES = (
     *("Completed", "Failed", "TimedOut", "Cancelled", "Crashed"),
     *("Unfinished", "Promoted", "Kept", "NothingNew", "Skipped"),
 )
+FINAL_TYPES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 # A double of a server: answers everything with 200
 DOUBLE = """
 import contextlib, socket, sys
@@ -40,8 +41,7 @@ while True:
 
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
-    """Give the one schedule of the home, which is served, a slot every five seconds: a cron with
-    seconds, which the command line does not take."""
+    """Give the home's one schedule a cron with seconds, which the command line does not take."""
     deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
 
 
@@ -54,15 +54,9 @@ def write_double(home: Path) -> Path:
 
 class Served:
     def __init__(self, cli: Cli) -> None:
-        self.cli, self.lines = cli, list[str]()
-        self.process = subprocess.Popen(
-            cli.command("pipeline", "serve", settings=False),
-            env=cli.environment,
-            cwd=cli.data,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.cli = cli
+        self.lines: list[str] = []
+        self.process = cli.start("pipeline", "serve", settings=False)
         threading.Thread(target=self._read, daemon=True).start()
         try:  # on a machine with much other work a server takes minutes to start
             self.wait_for("stop with Ctrl-C", 400)
@@ -104,14 +98,11 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
     if server is None:
         raise ConnectionError(f"no Prefect server of {home} answers")
     data = None if body is None else json.dumps(body).encode()
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {server_records.read_token(home)}",
-    }
+    token = server_records.read_token(home)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
-    for _ in range(
-        20
-    ):  # a server whose SQLite is busy says 503, and Prefect's own client asks again too
+    # A server whose SQLite is busy answers 503, and Prefect's own client asks again, too
+    for _ in range(20):
         try:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return json.load(reply)
@@ -122,32 +113,29 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
     raise AssertionError(f"{path} stays unavailable")
 
 
-def flow_runs(home: Path, *states: str) -> list[dict[str, Any]]:
-    only = {
-        "flow_runs": {"state": {"name": {"any_": list(states)}}},
-        "sort": "EXPECTED_START_TIME_ASC",
-    }
-    found: list[dict[str, Any]] = call(home, "flow_runs/filter", only)
-    return found
+def flow_runs(home: Path, *states: str) -> Any:
+    named = {"state": {"name": {"any_": list(states)}}}
+    body = {"flow_runs": named, "sort": "EXPECTED_START_TIME_ASC"}
+    return call(home, "flow_runs/filter", body)
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             names = (process.environ().get("TTRAIN_HOME"), *process.cmdline(), process.cwd())
             if process.pid != os.getpid() and any(str(home) in name for name in names if name):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def kill_at_work(process: subprocess.Popen[str]) -> None:
-    """Kill a command and its stages at once: on a fast core a stage does 100 steps before it sees that it is alone."""
-    workers = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if child.name() == PROCESS_NAME
-    ]
+    """Kill a command and its stages at once.
+
+    On a fast core a stage does 100 steps before it notices that its parent is gone.
+    """
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in children if child.name() == PROCESS_NAME]
     for worker in workers:
         worker.suspend()
     process.kill()
@@ -160,26 +148,20 @@ def slot(run: dict[str, Any]) -> float:
     return datetime.fromisoformat(run["expected_start_time"]).timestamp()
 
 
-FINAL = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-
-
 def start(cli: Cli, *changes: str) -> str:
     [deployment] = call(cli.home, "deployments/filter", {})
-    asked = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": list(changes)}}
-    return str(call(cli.home, f"deployments/{deployment['id']}/create_flow_run", asked)["id"])
+    body = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": list(changes)}}
+    return str(call(cli.home, f"deployments/{deployment['id']}/create_flow_run", body)["id"])
 
 
-def run_of(cli: Cli, id_: str) -> dict[str, Any]:
-    found: dict[str, Any] = call(cli.home, f"flow_runs/{id_}")
-    return found
+def run_of(cli: Cli, id_: str) -> Any:
+    return call(cli.home, f"flow_runs/{id_}")
 
 
-def ended(
-    cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1
-) -> dict[str, Any]:
-    def over() -> dict[str, Any] | None:
+def ended(cli: Cli, id_: str, served: Served | None = None, *, run_count: int = 1) -> Any:
+    def final_run() -> Any:
         run = run_of(cli, id_)
-        return run if run["state"]["type"] in FINAL and run["run_count"] >= run_count else None
+        is_final = run["state"]["type"] in FINAL_TYPES and run["run_count"] >= run_count
+        return run if is_final else None
 
-    run: dict[str, Any] = wait_until(over, 300, lambda: served.said if served else "")
-    return run
+    return wait_until(final_run, 300, lambda: served.said if served else "")

@@ -23,14 +23,16 @@ from ttrain.data.shards import ShardSet
 
 ALL = Reading(heldout_fraction=0.0)
 BLOCK = 4096
+opened = functools.cache(Encoder)
 
 
-def write_lines(path: Path, rows: Sequence[Any]) -> Path:
-    lines = (
-        row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode()
-        for row in rows
-    )
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
+def write_lines(path: Path, rows: Sequence[Any], end: bytes = b"\n") -> Path:
+    """Write rows as JSON, and bytes as they are."""
+    with path.open("wb") as file:
+        for row in rows:
+            is_raw = isinstance(row, bytes)
+            file.write(row if is_raw else json.dumps(row, ensure_ascii=False).encode())
+            file.write(end)
     return path
 
 
@@ -51,30 +53,24 @@ def build(
     reading: Reading = ALL,
     *,
     heldout: Sequence[Path] = (),
+    block_bytes: int = BLOCK,
+    pool: Any = None,
     **more: Any,
 ) -> ShardSetResult:
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
-    roles = {"train": files, **({"heldout": heldout} if heldout else {})}
-    given = {role: [DataFile(str(path)) for path in paths] for role, paths in roles.items()}
-    work = Work(
-        output,
-        given,
-        recipe,
-        reading,
-        more.pop("block_bytes", BLOCK),
-        more.pop("pool", Processes(1)),
-    )
+    given = {"train": [DataFile(str(path)) for path in files]}
+    if heldout:
+        given["heldout"] = [DataFile(str(path)) for path in heldout]
+    work = Work(output, given, recipe, reading, block_bytes, pool or Processes(1))
     return sharding.build(work, **more)
 
 
 def digests(output: Path) -> dict[str, str]:
-    paths = (path for part in ("train", "heldout") for path in sorted((output / part).iterdir()))
+    paths = [path for part in ("train", "heldout") for path in sorted((output / part).iterdir())]
     return {f"{path.parent.name}/{path.name}": sha256_file(path) for path in paths}
 
 
-opened = functools.cache(Encoder)
-
-
 def texts_in(output: Path, tokenizer: str | Path, part: str = "train") -> list[str]:
-    encoder, found = opened(Path(tokenizer)), ShardSet(output / part)
-    return [encoder.decode(found.row(number)[0].tolist()) for number in range(len(found))]
+    encoder = opened(Path(tokenizer))
+    shards = ShardSet(output / part)
+    return [encoder.decode(shards.row(number)[0].tolist()) for number in range(len(shards))]

@@ -11,6 +11,11 @@ from ttrain.data import locations, streams
 
 TEXT = b"".join(b'{"text":"%d"}\n' % (n * n) for n in range(110_000))  # 2.4 MB, three pieces
 SMALL = b"".join(b'{"text":"%d"}\n' % n for n in range(12))
+TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
+ROW = b'{"text":"a"}\n'
+OLD = "0" * 39 + "1"
+NEW = "0" * 39 + "2"
+CONVERTED = "c" * 40
 
 
 def written(directory: Path, data: bytes, name: str = "rows.jsonl") -> Path:
@@ -27,12 +32,6 @@ def table_bytes(table: pa.Table, **options: Any) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer, **options)
     return buffer.getvalue()
-
-
-TABLE = pa.table({"text": [f"row {n}" for n in range(2500)], "n": list(range(2500))})
-
-ROW = b'{"text":"a"}\n'
-OLD, NEW, CONVERTED = "0" * 39 + "1", "0" * 39 + "2", "c" * 40
 
 
 def expand(*patterns: str) -> list[str]:

@@ -14,27 +14,17 @@ from ttrain.store.model_files import ADAPTER, weights_digest
 from ttrain.train.snapshots import copy_tensors
 
 CPU = torch.device("cpu")
-
-SHARED: dict[str, Any] = {
-    "kind": "llama",
-    "moe": {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01},
-}
-
+SHARED_EXPERTS = {"experts": 4, "shared_experts": 1, "dense_layers": 1, "bias_rate": 0.01}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "kv_heads": 1},
     "gpt2": {"kind": "gpt2"},
     "experts": {"kind": "qwen3", "moe": {"experts": 4}},
-    "shared experts": SHARED,
+    "shared experts": {"kind": "llama", "moe": SHARED_EXPERTS},
 }
-
 KINDS = ("lora", "dora", "prefix")
-# Each way of PEFT: layers, transposed ones, stacked experts, single weights beside them. A prefix touches no layer.
-CASES = [
-    *((shape, "lora") for shape in SHAPES),
-    ("llama", "dora"),
-    ("gpt2", "dora"),
-    ("llama", "prefix"),
-]
+# Each way of PEFT: layers, transposed ones, stacked experts, single weights; a prefix has no layer.
+OTHERS = [("llama", "dora"), ("gpt2", "dora"), ("llama", "prefix")]
+CASES = [*((shape, "lora") for shape in SHAPES), *OTHERS]
 CASE_IDS = [f"{kind} on {shape}" for shape, kind in CASES]
 
 
@@ -72,25 +62,22 @@ def save_base(model: Any, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in factory.files(model).items():
         (directory / name).write_bytes(data)
-    save_file(
-        copy_tensors(factory.state(model)),
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    path = directory / "model.safetensors"
+    save_file(copy_tensors(factory.state(model)), path, metadata={"format": "pt"})
     return directory
 
 
 def save_adapter(model: Any, directory: Path, base: Path) -> Path:
     directory.mkdir(parents=True)
-    for name, data in adapters.files(
-        model, base="a-base", base_digest=weights_digest(base)
-    ).items():
+    files = adapters.files(model, base="a-base", base_digest=weights_digest(base))
+    for name, data in files.items():
         (directory / name).write_bytes(data)
     save_file(copy_tensors(adapters.state(model)), directory / ADAPTER, metadata={"format": "pt"})
     return directory
 
 
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
+    ids = random_ids(5, 2, 12) if ids is None else ids
     with torch.no_grad():
-        found: Tensor = model.eval()(input_ids=random_ids(5, 2, 12) if ids is None else ids).logits
-    return found
+        result: Tensor = model.eval()(input_ids=ids).logits
+    return result

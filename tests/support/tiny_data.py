@@ -1,5 +1,6 @@
 """Small data: documents, chats, a tokenizer, shards, rows without files."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +34,8 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 def chats(count: int, seed: int = 0) -> list[tuple[Message, ...]]:
     generator = np.random.default_rng(seed)
-    pairs = [generator.choice(LINES, size=2) for _ in range(count)]
-    return [
-        (Message("user", str(question)), Message("assistant", str(answer)))
-        for question, answer in pairs
-    ]
+    pairs = [map(str, generator.choice(LINES, size=2)) for _ in range(count)]
+    return [(Message("user", question), Message("assistant", answer)) for question, answer in pairs]
 
 
 def make_tokenizer(directory: Path) -> Encoder:
@@ -57,25 +55,29 @@ def write_shards(
     groups: Sequence[int] = (),
     weights: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """One set of shards with these (ids, live) records; a shard ends with the record that fills it. Returns the index."""
+    """A set of shards with these (ids, live) records; returns the index.
+
+    A shard ends with the record that fills it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[dict[str, Any]] = []
-    start, size = 0, 0
+    live = None
+    start = 0
+    size = 0
     for end, (ids, _) in enumerate(records, start=1):
         size += len(ids)
         if size < tokens_per_shard and end < len(records):
             continue
-        some = records[start:end]
-        offsets = np.cumsum([0, *(len(ids) for ids, _ in some)])
-        live = (
-            np.concatenate([np.asarray(mask, np.uint8) for _, mask in some])
-            if kind == "chats"
-            else None
-        )
-        column = Column(np.concatenate([np.asarray(ids) for ids, _ in some]), offsets, live)
+        ids_of_rows = [np.asarray(ids) for ids, _ in records[start:end]]
+        offsets = np.cumsum([0, *map(len, ids_of_rows)])
+        if kind == "chats":
+            live = np.concatenate([np.asarray(mask, np.uint8) for _, mask in records[start:end]])
+        column = Column(np.concatenate(ids_of_rows), offsets, live)
         entry = write_shard(directory / f"{len(entries):016x}.arrow", column, vocab_size)
-        entries.append({**entry, "bytes": 2 * size, "group": groups[len(entries)] if groups else 0})
-        start, size = end, 0
+        group = groups[len(entries)] if groups else 0
+        entries.append({**entry, "bytes": 2 * size, "group": group})
+        start = end
+        size = 0
     more = {"weights": list(weights)} if weights else {}
     return write_index(
         directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more
@@ -96,19 +98,19 @@ def make_shards(
             records = [{"messages": [vars(message) for message in messages]} for messages in talks]
         common = {"vocab_size": len(encoder), "tokenizer": encoder.digest, "tokens_per_shard": 4096}
         index = write_shards(directory / part, rows, kind=kind, **common)
-        lines = [json.dumps(record) + "\n" for record in records]
-        first = 0
+        lines = iter([json.dumps(record) + "\n" for record in records])
         for shard in index["shards"]:
             shard["records"] = shard["file"].replace(".arrow", ".jsonl")
-            (directory / part / shard["records"]).write_text(
-                "".join(lines[first : first + shard["rows"]])
-            )
-            first += shard["rows"]
+            text = "".join(itertools.islice(lines, shard["rows"]))
+            (directory / part / shard["records"]).write_text(text)
         write_json(directory / part / "index.json", index)
 
 
 class NumberedRows(Rows):
-    """Row n is random tokens under the seed n, in two segments, some labels masked; `asked` notes what was read."""
+    """Row n is random tokens under the seed n, in two segments, some labels masked.
+
+    `asked` lists the rows that were read.
+    """
 
     pad_id = 0
 
@@ -119,7 +121,9 @@ class NumberedRows(Rows):
         live: Sequence[int] | None = None,
         vocab: int = VOCAB,
     ) -> None:
-        self.count, self.row_length, self.vocab = count, row_length, vocab
+        self.count = count
+        self.row_length = row_length
+        self.vocab = vocab
         self._live = live  # live tokens of each row; None: about two thirds of them
         self.asked: list[int] = []
 
@@ -127,20 +131,19 @@ class NumberedRows(Rows):
         return self.count
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        for row, at in zip(rows.tolist(), lines.tolist(), strict=True):
-            self._fill(row, batch, at)
-
-    def _fill(self, row: int, batch: Batch, at: int) -> None:
-        self.asked.append(row)
-        generator = np.random.default_rng(row)
         T = self.row_length
-        ids = generator.integers(9, self.vocab, T + 1)
-        border = int(generator.integers(1, T))
-        live = generator.random(T) < 2 / 3 if self._live is None else np.arange(T) < self._live[row]
-        batch.input_ids_BT[at] = ids[:-1]
-        batch.labels_BT[at] = np.where(live, ids[1:], -100)
-        batch.positions_BT[at] = np.concatenate([np.arange(border), np.arange(T - border)])
-        batch.segments_BT[at] = np.arange(T) >= border
+        for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
+            self.asked.append(row)
+            generator = np.random.default_rng(row)
+            ids = generator.integers(9, self.vocab, T + 1)
+            border = int(generator.integers(1, T))
+            live = generator.random(T) < 2 / 3
+            if self._live is not None:
+                live = np.arange(T) < self._live[row]
+            batch.input_ids_BT[line] = ids[:-1]
+            batch.labels_BT[line] = np.where(live, ids[1:], -100)
+            batch.positions_BT[line] = np.concatenate([np.arange(border), np.arange(T - border)])
+            batch.segments_BT[line] = np.arange(T) >= border
 
     def counts(self) -> dict[str, int | float]:
         return {"rows": self.count}

@@ -10,35 +10,29 @@ from torch import nn
 from ttrain.data.packing import Batch
 from ttrain.train.moe import Routers
 
+EXPERTS: dict[str, Any] = {"experts": 4}
+SHARED = {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}
 KINDS: dict[str, dict[str, Any]] = {
-    "mixtral": {"kind": "llama", "moe": {"experts": 4}},
-    "qwen3_moe": {"kind": "qwen3", "moe": {"experts": 4}},
-    "ernie4_5_moe": {
-        "kind": "llama",
-        "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01},
-    },
-    "glm4_moe": {"kind": "qwen3", "moe": {"experts": 4, "shared_experts": 1, "bias_rate": 0.01}},
+    "mixtral": {"kind": "llama", "moe": EXPERTS},
+    "qwen3_moe": {"kind": "qwen3", "moe": EXPERTS},
+    "ernie4_5_moe": {"kind": "llama", "moe": SHARED},
+    "glm4_moe": {"kind": "qwen3", "moe": SHARED},
 }
-
 BIASED = ("ernie4_5_moe", "glm4_moe")
 
 
 def tiny_moe(kind: str, **more: Any) -> Any:
-    """Two layers with four experts each, of which a token visits two; `more` are other settings of the experts."""
+    """Two layers of four experts, of which a token visits two; `more` are settings of theirs."""
     settings = KINDS[kind]
     return tiny_model(kind=settings["kind"], moe={**settings["moe"], **more})
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "gate") and hasattr(module, "experts")
-    ]
+    return [part for part in model.modules() if hasattr(part, "gate") and hasattr(part, "experts")]
 
 
 def padded_rows(count: int = 6) -> Batch:
-    """Rows of sixteen tokens whose last ones are padding, a different number in each; row 4 has no target."""
+    """Rows of sixteen tokens: row n ends with n of padding; row 4 has no target."""
     batch = NumberedRows(count).batch(range(count))
     for row in range(count):
         batch.segments_BT[row, 16 - row :] = -1

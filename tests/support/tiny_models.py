@@ -21,24 +21,22 @@ NEVER = 10**6  # an id that no model here says
 SHORT = Sampling(max_tokens=6)
 
 
-def chat_with(one: LoadedModel, **options: Any) -> Chat:
-    return Chat(gate_router.single_model(one), options.pop("sampling", SHORT), **options)
+def chat_with(model: LoadedModel, sampling: Sampling = SHORT, **options: Any) -> Chat:
+    return Chat(gate_router.single_model(model), sampling, **options)
 
 
 def write_model(directory: Path, *, seed: int = 1, **settings: Any) -> Path:
-    encoder = make_tokenizer(directory)
-    model = tiny_model(
-        seed=seed, vocab=len(encoder), **{"init_std": 0.4, "tie_embeddings": False, **settings}
-    )
-    return save_base(model, directory)
+    vocab = len(make_tokenizer(directory))
+    settings = {"init_std": 0.4, "tie_embeddings": False, **settings}
+    return save_base(tiny_model(seed=seed, vocab=vocab, **settings), directory)
 
 
 def speaker(directory: Path, **options: Any) -> LoadedModel:
     return load(reference(directory), device="cpu", **options)
 
 
-def ending_with(one: LoadedModel, *tokens: int) -> LoadedModel:
-    return replace(one, stop_ids=tokens or (NEVER,))
+def ending_with(model: LoadedModel, *tokens: int) -> LoadedModel:
+    return replace(model, stop_ids=tokens or (NEVER,))
 
 
 def reference(directory: Path) -> Reference:

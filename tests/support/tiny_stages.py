@@ -32,22 +32,29 @@ from ttrain.tasks import STAGES, Stage, pretrain
 from ttrain.tasks.common.job import StageContext
 from ttrain.tracking.pusher import track
 
+INPUTS = ("tokenizer", "shards-pretrain", "shards-sft")
+MODEL = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1}
+TRAINING = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
+SPEED = {
+    "device": "cpu",
+    "threads": 1,
+    "rows_per_device": 4,
+    "log_every_steps": 1,
+    "checkpoint_every_steps": 4,
+}
+
 
 @functools.cache
 def _template() -> Path:
-    root = Path(
-        tempfile.mkdtemp(prefix="ttrain-home-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
-    )
+    place = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    root = Path(tempfile.mkdtemp(prefix="ttrain-home-", dir=place))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    store, encoder = ArtifactStore(root), make_tokenizer(root / "a")
-    make_shards(root / "b", encoder, "documents", 60)
-    make_shards(root / "c", encoder, "chats", 60)
-    for number, (stage, output) in enumerate(
-        {"tokenizer": "a", "shards-pretrain": "b", "shards-sft": "c"}.items()
-    ):
-        store.publish(
-            stage, str(number) * 64, root / output, {"result": {}, "ingredients": {}, "inputs": {}}
-        )
+    encoder = make_tokenizer(root / "tokenizer")
+    make_shards(root / "shards-pretrain", encoder, "documents", 60)
+    make_shards(root / "shards-sft", encoder, "chats", 60)
+    manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "inputs": {}}
+    for number, stage in enumerate(INPUTS):
+        ArtifactStore(root).publish(stage, str(number) * 64, root / stage, manifest)
     return root
 
 
@@ -63,10 +70,7 @@ class Home:
         shutil.copytree(_template(), root, dirs_exist_ok=True)
         remember_modules(root)
         store = ArtifactStore(root)
-        return cls(
-            store,
-            *(store.latest(stage) for stage in ("tokenizer", "shards-pretrain", "shards-sft")),
-        )
+        return cls(store, *map(store.latest, INPUTS))
 
     def pretrain_inputs(self) -> dict[str, Artifact]:
         return {"tokenizer": self.tokenizer, "shards": self.documents}
@@ -78,9 +82,8 @@ class Home:
     def pretrain(
         self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any
     ) -> Any:
-        return run_here(
-            pretrain, settings, output, {**self.paths, **(more or {})}, settings.runtime, **job
-        )
+        inputs = {**self.paths, **(more or {})}
+        return run_here(pretrain, settings, output, inputs, settings.runtime, **job)
 
 
 @pytest.fixture(scope="module")
@@ -96,25 +99,16 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 def stage_settings(
     steps: int = 12, pretrain: Mapping[str, Any] | None = None, **runtime: Any
 ) -> Settings:
-    """A pretraining of `steps` steps of 8 rows of 32 tokens, an SFT and an adapter, each in well under a second."""
-    speed = {
-        "device": "cpu",
-        "threads": 1,
-        "rows_per_device": 4,
-        "log_every_steps": 1,
-        "checkpoint_every_steps": 4,
+    """A pretraining of `steps` steps, an SFT and an adapter, each in well under a second."""
+    tree = {
+        "model": MODEL,
+        "pretrain": {"tokens": steps * 256, **TRAINING, **(pretrain or {})},
+        "sft": {"epochs": 1.0, **TRAINING},
+        "lora": {"epochs": 1.0, "rank": 2, **TRAINING},
+        "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
+        "runtime": {**SPEED, **runtime},
     }
-    common = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
-    return Settings.model_validate(
-        {
-            "model": {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1},
-            "pretrain": {"tokens": steps * 256, **common, **(pretrain or {})},
-            "sft": {"epochs": 1.0, **common},
-            "lora": {"epochs": 1.0, "rank": 2, **common},
-            "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
-            "runtime": {**speed, **runtime},
-        }
-    )
+    return Settings.model_validate(tree)
 
 
 def run_here(
@@ -125,15 +119,12 @@ def run_here(
     runtime: Runtime,
     **job: Any,
 ) -> Any:
-    """The figures of a stage that runs here, under other random numbers each time."""
+    """The results of a stage that runs here, under other random numbers each time."""
+    progress = ProgressWriter(None)
+    context = StageContext(inputs, {}, {}, output, runtime, progress, lambda: False, **job)
     torch.seed()
     try:
-        return module.run(
-            settings,
-            StageContext(
-                inputs, {}, {}, output, runtime, ProgressWriter(None), lambda: False, **job
-            ),
-        )
+        return module.run(settings, context)
     finally:
         torch.set_num_threads(1)
 
@@ -145,17 +136,18 @@ def planned(*names: str) -> list[Planned]:
 def run_of(
     store: ArtifactStore, settings: Settings, stages: Sequence[Planned], **options: Any
 ) -> PipelineRun:
-    execution = PipelineRun(
-        Plan("full", settings, store, Graph(), [*stages]), Display(Console(quiet=True)), **options
-    )
-    track(execution)
-    return execution
+    plan = Plan("full", settings, store, Graph(), [*stages])
+    run = PipelineRun(plan, Display(Console(quiet=True)), **options)
+    track(run)
+    return run
 
 
 @dataclass
 class Watcher(StopRequest):
-    """What a launched stage reports; `act(line)` sees every line of its log. Setting `signum` asks
-    for a stop, `at_once` says that it was asked for twice."""
+    """What a launched stage reports; `act(line)` sees every line of its log.
+
+    Setting `signum` asks for a stop; `at_once` says that it was asked for twice.
+    """
 
     act: Callable[[str], None] = lambda line: None
     signum: int = 0

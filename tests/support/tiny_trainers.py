@@ -35,13 +35,14 @@ from ttrain.train.training_options import Cadence, Origin, Speed, TrainerOptions
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
-SPARSE, PLAIN = Cadence(log=3, checkpoint=10), Speed()
+SPARSE = Cadence(log=3, checkpoint=10)
+PLAIN = Speed()
 
 
 def tiny_model(*, seed: int = 1, vocab: int = VOCAB, **settings: Any) -> Any:
-    sizes = {"hidden_size": 16, "layers": 2, "heads": 2, "max_length": 128, **settings}
+    config = Model(**{"hidden_size": 16, "layers": 2, "heads": 2, "max_length": 128, **settings})
     ids = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
-    return factory.build(Model(**sizes), vocab_size=vocab, ids=ids, stop_ids=[3, 8], seed=seed)
+    return factory.build(config, vocab_size=vocab, ids=ids, stop_ids=[3, 8], seed=seed)
 
 
 def sequence(seed: int, length: int) -> perplexity.Tokens:
@@ -54,16 +55,11 @@ def sequence(seed: int, length: int) -> perplexity.Tokens:
 def score_of(
     model: nn.Module, sequences: Sequence[perplexity.Tokens], length: int, stride: int, **more: Any
 ) -> perplexity.Score:
-    found = perplexity.score_each(
-        model,
-        sequences,
-        length=length,
-        stride=stride,
-        device=CPU,
-        progress=lambda done, total: None,
-        **more,
+    options = {"device": CPU, "progress": lambda done, total: None, **more}
+    scores = perplexity.score_each(model, sequences, length=length, stride=stride, **options)
+    return perplexity.Score(
+        sum(score.nats for score in scores), sum(score.tokens for score in scores)
     )
-    return perplexity.Score(sum(one.nats for one in found), sum(one.tokens for one in found))
 
 
 def settings_of_training(**changes: Any) -> Training:
@@ -74,9 +70,8 @@ def settings_of_training(**changes: Any) -> Training:
         "precision": "fp32",
         "optim": Optim(lr=1e-2),
         "schedule": Schedule(warmup_steps=3),
-        **changes,
     }
-    return Training(**values)
+    return Training(**{**values, **changes})
 
 
 @dataclass
@@ -96,19 +91,20 @@ class WatchedOptimizers(Optimizers):
         self.gradients: list[dict[str, Tensor]] = []
 
     def step(self) -> None:
-        found = {self.names[p]: p.grad.clone() for p in self.parameters if p.grad is not None}  # type: ignore[index]
-        self.gradients.append(found)
+        trained = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        self.gradients.append({self.names[p]: gradient.clone() for p, gradient in trained})
         super().step()
 
 
 class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
-    """Language modelling whose optimizers are watched; `spoil(step) -> factor` multiplies the loss of a training step."""
+    """Language modelling with watched optimizers; `spoil(step)` multiplies the step's loss."""
 
     def __init__(
-        self, config: Training, model: nn.Module, spoil: Callable[[int], float] | None = None
+        self, config: Training, model: nn.Module, spoil: Callable[[int], float] = lambda step: 1.0
     ) -> None:
         super().__init__(config, model)
-        self._spoil, self.passes = spoil, 0
+        self._spoil = spoil
+        self.passes = 0
         self.optimizers: WatchedOptimizers | None = None
 
     def build_optimizer(self, model: nn.Module) -> Optimizers:
@@ -118,19 +114,14 @@ class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
         self.passes += 1
-        return (
-            loss
-            if self._spoil is None
-            else LossSum(loss.total * self._spoil(self.passes), loss.count)
-        )
+        return LossSum(loss.total * self._spoil(self.passes), loss.count)
 
 
 class PlainSgd(WatchedTask):
     def build_optimizer(self, model: nn.Module) -> Optimizers:
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = WatchedOptimizers(
-            Optimizers([torch.optim.SGD(list(names), lr=0.1)], names)
-        )
+        inner = Optimizers([torch.optim.SGD(list(names), lr=0.1)], names)
+        self.optimizers = WatchedOptimizers(inner)
         return self.optimizers
 
 
@@ -145,9 +136,8 @@ class Recorder(Callback):
 
     def log(self, record: LogRecord) -> None:
         self.records.append(record)
-        self.events.append(
-            ("validation" if "validation_loss" in record.metrics else "log", record.step)
-        )
+        name = "validation" if "validation_loss" in record.metrics else "log"
+        self.events.append((name, record.step))
 
     def step_end(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -169,11 +159,12 @@ class Recorder(Callback):
 
 
 class StopAfter:
+    """Asks for a stop after so many steps of this run, counted from its first call."""
+
     def __init__(self, steps: int, loader: Loader) -> None:
-        self.steps, self.loader = steps, loader
-        self.first: int | None = (
-            None  # the step at which the run begins, when it is asked for the first time
-        )
+        self.steps = steps
+        self.loader = loader
+        self.first: int | None = None
 
     def __call__(self) -> bool:
         if self.first is None:
@@ -204,14 +195,8 @@ def make_trainer(
 ) -> Trainer:
     assert config.tokens is not None
     steps = -(-config.tokens // config.tokens_per_step)
-    order = ShuffledOrder(
-        len(rows),
-        config.rows_per_step,
-        total_rows or steps * config.rows_per_step,
-        config.seed,
-        rows.row_length,
-    )
-    checkpoints = Checkpoints(directory, files=dict, keep=keep) if directory else None
+    total_rows = total_rows or steps * config.rows_per_step
+    order = ShuffledOrder(len(rows), config.rows_per_step, total_rows, config.seed, rows.row_length)
     loader = Loader(
         rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world
     )
@@ -219,7 +204,7 @@ def make_trainer(
         weights or Held(model),
         ranks,
         precision.resolve_precision(config.precision, ranks.device),
-        checkpoints,
+        Checkpoints(directory, files=dict, keep=keep) if directory else None,
         Validation(validation, quick),
         cadence,
         Origin(**origin),
@@ -231,8 +216,8 @@ def make_trainer(
 
 
 @functools.cache
-def import_compiler() -> None:
-    """Import what compiling needs: it takes two seconds, in each fork or once in this process."""
+def _import_compiler() -> None:
+    """Import what compiling needs, once in this process: in each fork it would take 2 s."""
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
     torch._dynamo.reset()
 
@@ -245,13 +230,12 @@ def in_ranks(
     seconds: float = 60,
     compiles: bool = False,
 ) -> list[Any]:
-    """What `work` returns on each of `world` ranks, which are forks of this process and talk through gloo.
+    """What `work` returns on each rank; ranks are forks of this process that talk through gloo.
 
-    They hang where none of them has computed for `seconds`. A fork costs nothing where torch is loaded already, and with
-    `compiles` its compiler, too; one thread each, since OpenMP's threads do not survive it.
+    They hang where none has computed for `seconds`. One thread each: OpenMP's do not survive forks.
     """
     if compiles:
-        import_compiler()
+        _import_compiler()
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
 
@@ -260,11 +244,10 @@ def in_ranks(
         try:
             torch.set_num_threads(1)
             os.environ["LOCAL_WORLD_SIZE"] = str(world)
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-            )
-            found = work(Ranks(rank, world, CPU))
-            store.with_suffix(f".{rank}").write_bytes(pickle.dumps(found))
+            address = f"file://{store}"
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+            result = pickle.dumps(work(Ranks(rank, world, CPU)))
+            store.with_suffix(f".{rank}").write_bytes(result)
             dist.barrier()
             status = 0
         except BaseException:

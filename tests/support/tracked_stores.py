@@ -11,9 +11,9 @@ from ttrain.tracking.client import database_of, local_path, tracking_uri
 
 
 def pushed(home: Path, names: Sequence[str] | None = None) -> list[str | None]:
-    done = pusher.push(home, names)
-    assert (why := [one.why for one in done if one.why]) == [], why
-    return [one.run_id for one in done]
+    results = pusher.push(home, names)
+    assert [result.why for result in results if result.why] == []
+    return [result.run_id for result in results]
 
 
 def client_of(home: Path) -> Any:
@@ -25,12 +25,9 @@ def client_of(home: Path) -> Any:
 
 def tracked(home: Path, identity: str, experiment: str = "ttrain") -> list[Any]:
     client = client_of(home)
-    found = client.get_experiment_by_name(experiment)
-    return (
-        list(client.search_runs([found.experiment_id], f"tags.`ttrain.id` = '{identity}'"))
-        if found
-        else []
-    )
+    known = client.get_experiment_by_name(experiment)
+    query = f"tags.`ttrain.id` = '{identity}'"
+    return list(client.search_runs([known.experiment_id], query)) if known else []
 
 
 def only(home: Path, identity: str, experiment: str = "ttrain") -> Any:
@@ -50,9 +47,7 @@ def files_of(run: Any) -> dict[str, Path]:
 
 def rows_of_database(home: Path) -> dict[str, list[Any]]:
     with closing(sqlite3.connect(database_of(home))) as db:
-        tables = [
-            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        ]
+        tables = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         return {
-            table: sorted(map(repr, db.execute(f'SELECT * FROM "{table}"'))) for table in tables
+            name: sorted(map(repr, db.execute(f'SELECT * FROM "{name}"'))) for (name,) in tables
         }

@@ -1,4 +1,4 @@
-"""A process that writes a curve and is tracked, killed and continued, and the count of what MLflow has of it."""
+"""A process that writes a tracked curve, is killed and continued; the count of MLflow's points."""
 
 import json
 import multiprocessing
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from support.outage_proxy import Proxy
 from support.tracked_stores import only, pushed, steps
+from support.waiting import wait_until
 
 from ttrain.config import Settings
 from ttrain.core.files import read_object, write_json
@@ -16,32 +17,29 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
 
-CONTEXT = multiprocessing.get_context(
-    "forkserver"
-)  # the libraries are loaded once, not by each of a hundred writers
-CONTEXT.set_forkserver_preload(
-    ["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"]
-)
-STAGE, KEY = "pretrain", "a" * 64
+# The libraries are loaded once, not by each of a hundred writers
+CONTEXT = multiprocessing.get_context("forkserver")
+MODULES = ["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"]
+CONTEXT.set_forkserver_preload(MODULES)
+STAGE = "pretrain"
+KEY = "a" * 64
 
 
-def curve_of(home: Path) -> Path:
-    return ArtifactStore(home).work(STAGE, KEY) / "output" / "run" / "metrics.jsonl"
+def work_of(home: Path) -> Path:
+    return ArtifactStore(home).work(STAGE, KEY)
 
 
-def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    pusher.INTERVAL_SECONDS, pusher.RETRY_SECONDS = 0.02, 0.2
-    record = RunRecord(
-        home,
-        "full",
-        [STAGE],
-        Settings().replaced({"tracking": {"experiment": "outages"}}).model_dump(),
-    )
-    path, known_path = curve_of(home), ArtifactStore(home).work(STAGE, KEY) / TRACKED
+def write(home: Path, last: int, pace: float, url: str) -> None:
+    os.environ.update({"MLFLOW_TRACKING_URI": url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"})
+    pusher.INTERVAL_SECONDS = 0.02
+    pusher.RETRY_SECONDS = 0.2
+    settings = Settings().replaced({"tracking": {"experiment": "outages"}})
+    record = RunRecord(home, "full", [STAGE], settings.model_dump())
+    path = work_of(home) / "output" / "run" / "metrics.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    identity = read_object(known_path).get("id") or f"{record.run}/{STAGE}"
-    write_json(known_path, {"run": record.run, "id": identity})
+    known = work_of(home) / TRACKED
+    identity = read_object(known).get("id") or f"{record.run}/{STAGE}"
+    write_json(known, {"run": record.run, "id": identity})
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     keep = max(0, len(lines) // 10 * 10 - 10)  # back to the checkpoint
     path.write_text("".join(lines[:keep]))
@@ -50,13 +48,8 @@ def write(home: Path, last: int, pace: float, environment: dict[str, str]) -> No
     follower.start()
     with path.open("a") as file:
         for step in range(keep + 1, last + 1):
-            row = {
-                "step": step,
-                "tokens": 100 * step,
-                "time": time.time(),
-                "metrics": {"loss": 1 / step},
-            }
-            file.write(json.dumps(row) + "\n")
+            row = {"step": step, "tokens": 100 * step, "time": time.time()}
+            file.write(json.dumps({**row, "metrics": {"loss": 1 / step}}) + "\n")
             file.flush()
             time.sleep(pace)
     record.stage(STAGE, outcome="completed")
@@ -73,35 +66,33 @@ def write_through(
     seconds: float = 0.4,
     pace: float = 0.001,
 ) -> None:
-    environment = {"MLFLOW_TRACKING_URI": proxy.url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
+    """Kill a writer in each of these outages, then let the last one finish."""
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in work_of(home).glob("output/run/metrics.jsonl"))
+
     for mode in modes:
-        writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, environment))
-        size = _size(curve_of(home))
+        writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, proxy.url))
+        before = size()
         writer.start()
-        while _size(curve_of(home)) == size:
-            assert writer.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: size() != before or not writer.is_alive(), 120)  # noqa: B023
+        assert writer.is_alive()
         time.sleep(seconds / 2)
         proxy.mode = mode
         time.sleep(seconds)
         writer.kill()
         proxy.mode = "well"
         writer.join(120)
-    last = CONTEXT.Process(target=write, args=(home, steps_in_all, 0.0, environment))
+    last = CONTEXT.Process(target=write, args=(home, steps_in_all, 0.0, proxy.url))
     last.start()
     last.join(300)
     assert last.exitcode == 0
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def assert_whole(url: str, home: Path, last: int) -> None:
     os.environ["MLFLOW_TRACKING_URI"] = url
     pushed(home)
-    identity = read_object(ArtifactStore(home).work(STAGE, KEY) / TRACKED)["id"]
-    run = only(home, identity, "outages")
+    run = only(home, read_object(work_of(home) / TRACKED)["id"], "outages")
     for key in ("loss", "tokens"):
         assert steps(home, run.info.run_id, key) == list(range(1, last + 1)), "0 lost, 0 doubled"
     assert run.info.status == "FINISHED"

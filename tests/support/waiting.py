@@ -1,4 +1,4 @@
-"""Time that counts only what the tested code waits, so that a limit holds on a machine with much other work."""
+"""Time that counts only what the tested code waits, so that limits hold on a busy machine."""
 
 import contextlib
 import time
@@ -10,16 +10,17 @@ from typing import Any
 
 import psutil
 
-SCHEDULED = Path(
-    "/proc/thread-self/schedstat"
-)  # nanoseconds on a core, nanoseconds in the queue for one
+# Nanoseconds on a core, nanoseconds in the queue for one
+SCHEDULED = Path("/proc/thread-self/schedstat")
 STILL_SECONDS = 0.02  # of computing: a process that took less in the time that it may wait hangs
 BUSY = 10  # times that many seconds of computing are too much, too
 
 
 def stopwatch() -> Callable[[], float]:
-    """What it returns gives the seconds that this thread has waited since: for a server, a lock, a clock. Neither what it
-    computed counts nor how long it stood in the queue for a core, where the system tells (Linux)."""
+    """Return a function that gives the seconds that this thread has waited since.
+
+    What it computed does not count, nor, where the system says it (Linux), the queue for a core.
+    """
     began = time.monotonic() - _scheduled()
     return lambda: time.monotonic() - _scheduled() - began
 
@@ -32,9 +33,13 @@ def _scheduled() -> float:
 
 
 def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProcess]:
-    """The processes that still live when none of them has computed anything for so long, or all of them ten times as long
-    together; [] once they have ended."""
-    computed, last, deadline = dict[int, float](), 0.0, time.monotonic() + seconds
+    """Wait for processes; return those alive once none has computed anything for so long.
+
+    Also once all of them have computed for ten times as long together.
+    """
+    computed: dict[int, float] = {}
+    last = 0.0
+    deadline = time.monotonic() + seconds
     while alive := [process for process in processes if process.is_alive()]:
         wait([process.sentinel for process in alive], timeout=min(1.0, seconds / 4))
         for process in alive:
@@ -42,7 +47,8 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
                 computed[process.pid or 0] = sum(psutil.Process(process.pid).cpu_times()[:2])
         total = sum(computed.values())
         if total - last > STILL_SECONDS:
-            last, deadline = total, time.monotonic() + seconds
+            last = total
+            deadline = time.monotonic() + seconds
         if time.monotonic() > deadline or total > BUSY * seconds:
             return [process for process in alive if process.is_alive()]
     return []
@@ -51,10 +57,11 @@ def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProces
 def wait_until(
     condition: Callable[[], Any], seconds: float = 20, said: Callable[[], str] = lambda: ""
 ) -> Any:
+    """Return the first true value of `condition`; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # a server that is being started
-            if found := condition():
-                return found
+            if value := condition():
+                return value
         time.sleep(0.02)
     raise AssertionError(f"it did not happen in {seconds} s: {said()}")
