@@ -301,8 +301,10 @@ class TinySeekModel(OwnModel, TinySeekPreTrainedModel):
         return x_BTD
 
 
-class TinySeekForCausalLM(  # type: ignore[misc]
-    OwnForCausalLM, TinySeekPreTrainedModel, GenerationMixin
+class TinySeekForCausalLM(
+    OwnForCausalLM,
+    TinySeekPreTrainedModel,
+    GenerationMixin,  # type: ignore[misc]
 ):
     """The causal language model."""
 
