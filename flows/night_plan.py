@@ -78,8 +78,7 @@ def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
 def night_graph(inputs: NightInputs) -> Graph:
     """The pipeline `full`, with stages replaced by the champion's artifacts.
 
-    The stages of new data read what earlier nights learnt and hold out, and the champion is evaluated
-    on the same data as its challenger.
+    Stages of new data get what earlier nights trained on and hold out.
     """
     graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
     replaced: dict[str, Source | None] = {**inputs.replacements}
@@ -119,7 +118,6 @@ def night_graph(inputs: NightInputs) -> Graph:
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
-    """Documents of earlier nights as inputs of a stage, the oldest first."""
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
 
 
@@ -136,10 +134,9 @@ def check(settings: Settings) -> None:
 def choose_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
 ) -> tuple[InputSnapshot, str]:
-    """The inputs of a night and the reason: those of the unfinished `night`, else what is new. Raises NothingNew.
+    """The inputs of a night and the reason: those of the unfinished `night`, else new data.
 
-    An unfinished night reads its files as they are now. After a failure the current settings count: they
-    choose again what it reads.
+    After a failure the current settings choose again. Raises NothingNew.
     """
     if night is None:
         return _new_inputs(settings, store, nights)
@@ -170,7 +167,6 @@ def choose_inputs(
 def _new_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights
 ) -> tuple[InputSnapshot, str]:
-    """What is new, and the reason. Raises NothingNew."""
     watched, left_out = night_inputs.without_damaged(
         night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
     )
@@ -228,7 +224,7 @@ def _new_inputs(
 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
-    """The registered champion with the artifacts of its models; None if there is none."""
+    """The registered champion with its artifacts; None if there is none."""
     champion = take_over_champions(store.root).champion(settings.name)
     if champion is None:
         return None

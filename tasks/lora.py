@@ -1,7 +1,4 @@
-"""Stage `lora`: train an adapter on a frozen model for a domain.
-
-Reads `base` (the model below the adapter) and `shards-lora`. Sees the settings `lora`.
-"""
+"""Stage `lora`: train an adapter on a frozen model for a domain."""
 
 from pathlib import Path
 

@@ -6,5 +6,5 @@ from ttrain.tasks.common.job import Figures, StageContext
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write pretrain, sft, dpo and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
+    """Write pretrain, sft, dpo and lora JSONL with held-out parts; returns the counts."""
     return python_docs.build(job.output, settings.python_docs)

@@ -32,7 +32,7 @@ SETTINGS = "settings.yaml"
 
 
 def run(config: TaskJob, job: StageContext) -> Figures:
-    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
+    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and curves."""
     kind = task_class(config.task)
     settings = settings_of_task(kind.Config, [Override(*override) for override in config.given])
     allow = allowed(config.allow, kind.Config)
@@ -85,11 +85,11 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     return {**figures, **counts}
 
 
-# --- the task and its settings ------------------------------------------------------------------------------------------
+# --- the task and its settings --------------------------------------------------------------------
 
 
 def task_class(name: str) -> type[UserTask]:
-    """Import the class of a task. Raises UsageError where it cannot be imported, or is not a task that can be run."""
+    """Import the class of a task. Raises UsageError if that fails or it is not a runnable task."""
     point = task.find_task(name)
     if ":" in name:
         sys.path.insert(0, str(Path.cwd()))
@@ -113,7 +113,7 @@ def task_class(name: str) -> type[UserTask]:
 
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
-    """The settings that --allow names; `optim` stands for all below it. Raises UsageError for an unknown name."""
+    """The settings that --allow names, with all below `optim`. Raises UsageError."""
     setting_names = [*types_by_name(root), "task"]
     allowed_names: set[str] = set()
     for name in names:
@@ -126,7 +126,7 @@ def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
     return frozenset(allowed_names)
 
 
-# --- between the task and the trainer -----------------------------------------------------------------------------------
+# --- between the task and the trainer -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Batches:
 
 @final
 class Adapted:
-    """A user's task as the trainer calls it: with its model, built once, and batches of which some do not count."""
+    """A user's task as the trainer calls it, with its model built once."""
 
     def __init__(self, task: UserTask, model: nn.Module) -> None:
         self._task, self._model = task, model
@@ -186,7 +186,8 @@ class Adapted:
         )
 
     def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
-        """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
+        # The loss, or zero for a batch that does not count. Raises TTrainError where it is not a
+        # summed LossSum.
         if not isinstance(loss, LossSum):
             raise TTrainError(
                 f"{type(self._task).__name__}.{method} returned a {type(loss).__name__}; "

@@ -32,7 +32,9 @@ MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
 def open_rows(
     directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False
 ) -> Rows:
-    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
+    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor
+    read with overlap.
+    """
     shards = ShardSet(directory, encoder.digest)
     if shards.index.get("template", digest_of(encoder.jinja)) != digest_of(encoder.jinja):
         raise ArtifactError(
@@ -47,7 +49,9 @@ def open_rows(
 
 
 def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training) -> Rows:
-    """The rows, and beside them those of a sample of documents learnt before, whose index has its share of all tokens."""
+    """The rows, and beside them those of a sample of documents learnt before, whose index has its
+    share of all tokens.
+    """
     shards = ShardSet(directory, encoder.digest)
     replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
     if not len(replayed):
@@ -96,8 +100,6 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
 
 
 def _intervals(config: Training, encoder: Encoder) -> Intervals:
-    """The token ids of `mask_intervals`."""
-
     def number(marker: int | str) -> int:
         try:
             found = encoder.special(marker) if isinstance(marker, str) else marker
@@ -114,11 +116,12 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
 
 
 def order_of(config: Training, rows: Rows) -> Order:
-    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on.
+    """The order that the settings and the data's weights ask for. Raises DataError where the data
+    is not fit to train on.
 
-    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a budget is a number of
-    steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
-    has been read.
+    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a
+    budget is a number of steps. Rows of one record are short: they count by their length, and a
+    budget in tokens ends with the step in which it has been read.
     """
     limit, counts = f"{config.section}.dropped_fraction {config.dropped_fraction}", rows.counts()
     too_long = f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and both answers together"
@@ -190,7 +193,9 @@ def _order(config: Training, rows: Rows) -> Order:
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:
-    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
+    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the
+    longest.
+    """
     count = min(limit, len(rows))
     numbers = np.arange(count) * len(rows) // max(1, count)
     return [

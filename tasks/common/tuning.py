@@ -50,7 +50,8 @@ def tuned(
     ranks: Ranks,
     precision: Precision,
 ) -> Runtime:
-    """The stage's runtime settings; with `tune=auto` with the `rows_per_device` that is fastest here.
+    """The stage's runtime settings; with `tune=auto` with the `rows_per_device` that is fastest
+    here.
 
     It changes the order of sums, and so the last bits of the weights: not in deterministic mode.
     """
@@ -123,7 +124,8 @@ def step_seconds(
 ) -> float:
     """Of the passes of the rank that has most of them; weights and random numbers stay as they are.
 
-    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in training.
+    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in
+    training.
     """
     device = ranks.device
     module: Any = task.build_model().to(device).train()

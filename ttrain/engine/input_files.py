@@ -25,7 +25,7 @@ TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "aga
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that a stage reads, and the weighted source it belongs to (no weight: all rows of the data set are alike)."""
+    """A file that a stage reads; `weight` is that of its source, None without weights."""
 
     location: str
     group: int = 0
@@ -33,11 +33,7 @@ class InputFile:
 
 
 def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
-    """List the user's own files that the stage reads, by role: "train", "heldout", for the tokenizer "existing", for shards
-    "against", files of evaluations.
-
-    The roles of an existing model's files are those of `existing_model.files`.
-    """
+    """The user's own files that the stage reads, by role: train, heldout, existing, against, ..."""
     if stage.reads_model:
         return {role: _input_files(paths) for role, paths in _model_files(settings).items()}
     if stage.reads_suites:
@@ -74,7 +70,6 @@ def _input_files(paths: list[Path] | list[str]) -> list[InputFile]:
 
 
 def _no_documents(settings: Settings) -> UsageError:
-    """The error where a stage needs documents, but none are named."""
     if "pretrain" not in settings.trainings:
         return UsageError(
             "data.pretrain is none, so that there is no text for a tokenizer; set data.tokenizer=FILE, or "
@@ -101,7 +96,7 @@ def _no_documents(settings: Settings) -> UsageError:
 
 
 def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
-    """Raise UsageError for all data sets of these stages where the first rows of a file are not what it needs."""
+    """Raise one UsageError for all data sets whose first rows are of the wrong kind."""
     problems, data = [], settings.data
     names = dict.fromkeys(
         dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset
@@ -123,9 +118,10 @@ def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.
 
 
 def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
-    """List the files with the items of suites, and the files that are named directly.
+    """Files with the items of suites, and files named directly.
 
-    Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, whose data are not in local files.
+    Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, which have no local
+    files.
     """
     paths: list[str] = []
     for name in names:
@@ -146,8 +142,7 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
 
 
 def _suite_files(settings: Settings) -> dict[str, list[Path]]:
-    """The suites of each model and the files they read, as "suites-sft". Raises UsageError for an unusable suite before
-    any model is trained. Held-out documents are checked later: a night has earlier ones."""
+    # By model, as "suites-sft". Held-out documents are checked later: a night has earlier ones.
     files_by_role: dict[str, list[Path]] = {}
     rows = TRAINING_STAGES.items()
     heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.name)]
@@ -168,7 +163,6 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
 
 
 def _model_files(settings: Settings) -> dict[str, list[Path]]:
-    """The files of the existing model. Raises UsageError if there is none, or if a stage's rows are too long for it."""
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
     setting = f"{settings.trainings[0]}.start_from"
     files = existing.model_files(settings.existing_model, setting)
@@ -201,9 +195,9 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
 def file_digests(
     stage: Stage, settings: Settings, store: ArtifactStore
 ) -> dict[str, list[JsonDict]]:
-    """Name, digest and any weight of the data files that the stage reads, by role.
+    """Name, digest and any weight of the stage's data files, by role. Raises CannotRead.
 
-    The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
+    The digest of a remote file is its commit, ETag or checksum.
     """
     digests: dict[str, list[JsonDict]] = {}
     for role, files in data_files(stage, settings).items():

@@ -1,4 +1,4 @@
-"""A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`: shown with the run, not part of any key."""
+"""A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`; they enter no key."""
 
 import itertools
 import re
@@ -18,9 +18,9 @@ NOTE_CHARACTERS = 2000
 
 
 def new_run_name(home: Path, text: str | None) -> str:
-    """The short name of a new run; "" for None. Raises UsageError where it is no name, or names something else already.
+    """The short name of a new run; "" for None. Raises UsageError if it is invalid or taken.
 
-    A run that was cut short gives its name to the next one, since the same command continues it.
+    The name of an interrupted run may be used again, since the same command continues it.
     """
     if text is None:
         return ""
@@ -45,10 +45,7 @@ def new_run_name(home: Path, text: str | None) -> str:
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> JsonDict:
-    """The note, the tags and the short name as the run's record has them, without secrets; `run_name` is checked.
-
-    Raises UsageError for an invalid text or key.
-    """
+    """Note, tags and checked `run_name` for the run's record, without secrets. Raises UsageError."""
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, _, value = (word.strip() for word in tag.partition("="))

@@ -1,11 +1,8 @@
-"""Unfinished work of training stages: resume it under another key (`--continue KEY`), or begin again beside it.
+"""Unfinished work of training stages: resume it under another key, or restart.
 
-Allowed differences are the code, since only a person knows whether a change of it matters, the budget, which the trainer can
-change, and the learning rate, which people lower in the middle of a training. With other data or other settings the
-checkpoint would be that of another run, so it is refused. Work with another rate is not offered: the user must name it.
-
-What is prepared to begin again (`--fresh`, `--from-step N`) is unfinished work like any other, which the run then continues,
-or does not find.
+`--continue KEY` allows other code (only a person can judge it), another sufficient budget and,
+where the user names the work, another learning rate. Other data or settings are refused. What
+`--fresh` and `--from-step N` prepare is unfinished work like any other.
 """
 
 import contextlib
@@ -79,7 +76,7 @@ def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
 def changes_besides(
     free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False
 ) -> list[str]:
-    """The differences in all but these settings of the stage, and but the code, unless it counts."""
+    """The differences in all but these settings, and but the code unless it counts."""
     names = {f"{now['stage']}.{name}" for name in free}
 
     def compared(of: Ingredients) -> JsonDict:
@@ -92,17 +89,14 @@ def changes_besides(
 def forbidden_changes(
     work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET
 ) -> list[str]:
-    """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the
-    other settings of the stage that are `free`."""
+    """The changes that forbid resuming: all but code, a sufficient budget and `free` settings."""
     changed = changes_besides(free, work.ingredients, ingredients)
     return changed + _too_short(work, ingredients["settings"])
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
-    """The problem of a budget that may end before the step of the work. Epochs may not become fewer.
-
-    An `auto` that the work had is the number of its checkpoint, a new one what many rows give.
-    """
+    # An `auto` budget of the work is the number in its checkpoint, a new one what many rows give.
+    # Epochs may not become fewer.
     usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
     least = {
         "tokens": rules.TOKENS,
@@ -129,7 +123,7 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
 
 
 def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
-    """One line on how to resume unfinished work under another key, or none."""
+    """A line on how to resume unfinished work under another key, or none."""
     for work in partial_runs(store, stage.name):
         if forbidden_changes(work, ingredients):
             continue
@@ -148,9 +142,9 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
 def find_partial_run(
     stage: Stage, prefix: str, ingredients: Ingredients, store: ArtifactStore
 ) -> PartialRun | None:
-    """Find this stage's unfinished work by its key prefix; None if the stage has none.
+    """The stage's unfinished work with this key prefix; None if there is none.
 
-    Raises UsageError with the differences if it cannot be resumed with these ingredients.
+    Raises UsageError with the differences if these ingredients cannot continue it.
     """
     work = next(
         (work for work in partial_runs(store, stage.name) if work.key.startswith(prefix)), None
@@ -164,10 +158,7 @@ def find_partial_run(
 
 
 def find_stage(store: ArtifactStore, prefix: str) -> str:
-    """Name of the stage whose unfinished work has this key prefix, or has resumed such work before.
-
-    Raises UsageError if none or several match.
-    """
+    """The stage whose work has this key prefix, or was resumed from it. Raises UsageError."""
     stages = [name for name, stage in STAGES.items() if stage.uses_ranks]
     works = [work for name in stages for work in partial_runs(store, name)]
     matches = [work for work in works if work.key.startswith(prefix)]
@@ -186,7 +177,7 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
 
 @contextlib.contextmanager
 def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
-    """Hold the locks of unfinished work, which is then moved. Raises UsageError where a run uses it."""
+    # Raises UsageError where a run uses the work, which is about to be moved.
 
     def taken() -> None:
         raise UsageError(
@@ -198,10 +189,10 @@ def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
 
 
 def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ingredients) -> None:
-    """Move the work to another key, whose lock the caller holds: record the differences in it, then rename it.
+    """Move the work to another key, whose lock the caller holds, and record the differences.
 
-    What another run of that key saved while this one waited for the lock stays: it took the work over. After a kill in
-    between, the work is still in place and the record has no effect. Raises UsageError if a run uses the work or it is gone.
+    Work that another run of that key saved meanwhile stays. A kill in between leaves the work in
+    place. Raises UsageError if the work is in use or gone.
     """
     destination = store.work(work.stage, key)
     if saved_step(destination):
@@ -229,7 +220,7 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
 
 
 def history(work: Path, key: str) -> list[JsonDict]:
-    """The earlier keys of this work, oldest first: key, step and differences of each change."""
+    """The earlier keys of this work, oldest first: key, step and differences."""
     entries: list[JsonDict] = []
     for entry in reversed(read_json(work / CONTINUED) or []):
         if entry["to"] == key:
@@ -243,8 +234,8 @@ def extension_of(
 ) -> tuple[Path | None, int, str]:
     """Find a shorter run's checkpoint that leads to the same weights as training from scratch.
 
-    It must lie before the learning rate depends on the length of the run, and all but the budget
-    must be equal. Returns it (None: there is none), its step and the reason.
+    It lies before the learning rate depends on the length of the run, and only the budget differs.
+    Returns (checkpoint or None, its step, the reason).
     """
     config: Training = getattr(settings, stage.name)
     if config.early_stopping:
@@ -283,11 +274,10 @@ def extension_of(
 
 
 def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | None) -> list[str]:
-    """Set the unfinished work of these stages aside; returns a line about each that had some.
+    """Rename the unfinished work of these stages aside; returns a line for each.
 
-    With `from_step` the first of them begins with the checkpoints up to that step: of the work that
-    --continue names, of its own unfinished work, or of its artifact. Raises UsageError where there
-    is no such checkpoint, or a run uses the work.
+    With `from_step` the first stage starts from the checkpoints up to that step, of the work that
+    --continue names, of its own work or of its artifact. Raises UsageError.
     """
     trainings = [planned for planned in stages if planned.stage.uses_ranks and planned.key]
     if from_step is None:
@@ -313,8 +303,10 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
 
 
 def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) -> Path:
-    """Work of a stage that begins with the checkpoints of an output up to this step, and its curves, which the training cuts
-    off there. It lies beside the place of the stage's work. Raises UsageError where there is no such checkpoint."""
+    """New work with the checkpoints of an output up to this step, and its curves.
+
+    Raises UsageError if there is no such checkpoint.
+    """
     steps = steps_in(source)
     if step not in steps:
         there_are = (
@@ -342,7 +334,6 @@ def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) ->
 
 
 def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
-    """Rename the unfinished work of a stage; a line on where it is, or none if there was none."""
     work = store.work(planned.name, planned.known_key)
     with _unused(store, planned.name, work.name):
         step = saved_step(work)
