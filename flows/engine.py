@@ -56,7 +56,8 @@ def run_pipeline(
     settings, store, engine = plan.settings, plan.store, options.engine
     if settings.runtime.sharding == "dask" and engine != "prefect":
         raise UsageError(
-            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
+            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; "
+            f"try --engine prefect"
         )
     is_on_device = settings.runtime.device in ("cuda", "mps")
     if is_on_device and any(p.state == "run" and p.stage.loads_torch for p in plan.stages):

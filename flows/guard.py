@@ -49,7 +49,10 @@ class Guard:
         self._app, self._token, self._open_path = app, token.encode(), open_path
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
         # Browsers differ in whether 'self' stands for a web socket, so that those are named
-        policy = f"{POLICY}; connect-src 'self' data: blob: {' '.join(f'ws://{host}' for host in self._hosts)}"
+        policy = (
+            f"{POLICY}; connect-src 'self' data: blob: "
+            f"{' '.join(f'ws://{host}' for host in self._hosts)}"
+        )
         self._policy = (b"content-security-policy", policy.encode())
         # Cookies go to all ports of a host: so each server has its own, useless to another one
         self._cookie_name = f"ttrain-{port}"

@@ -36,7 +36,8 @@ from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
 HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values())
-ADAPTER_BASE = f"{BASE_OF}{TRAINING_STAGES['lora'].model}"  # the input of an evaluation that is its adapter's own base
+# the input of an evaluation that is its adapter's own base
+ADAPTER_BASE = f"{BASE_OF}{TRAINING_STAGES['lora'].model}"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,10 @@ def check(settings: Settings) -> None:
     promotion.check_metric(settings)
     if settings.runtime.nodes > 1:
         raise UsageError(
-            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
-            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
+            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with "
+            f"runtime.devices ranks; set "
+            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and "
+            f"`ttrain models promote`"
         )
 
 
@@ -153,7 +156,10 @@ def choose_inputs(
             return chosen, f"{reason}, by which its inputs are chosen again: {why}"
         frozen = replace(frozen, settings=present)
     elif is_changed:
-        reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
+        reason = (
+            f"{reason}; with the settings that it began with, changed ones count from the next "
+            f"night on"
+        )
     files = night_inputs.watched_files(
         night_inputs.settings_of(frozen, settings), store, may_be_gone=True
     )

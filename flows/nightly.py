@@ -34,7 +34,7 @@ MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass
 
 @dataclass(frozen=True)
 class NightResult:
-    """The outcome of a night: promoted, kept, nothing-new, skipped or unfinished (at its deadline)."""
+    """The outcome of a night; unfinished at its deadline."""
 
     outcome: str
     reason: str
@@ -155,7 +155,10 @@ class NightRun:
             outcome, gives_up = records.REFUSED, isinstance(error, TooFewRows)
             advice = "correct the settings, and the next night goes on"
             if gives_up:
-                advice = "the next night takes these files and all new ones; bring more data, or correct the settings"
+                advice = (
+                    "the next night takes these files and all new ones; bring more data, or "
+                    "correct the settings"
+                )
             advice = f"was refused, which does not count as a failed attempt; {advice}"
         else:
             outcome = records.FAILED

@@ -46,6 +46,9 @@ MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, an
 TAG = "ttrain"
 PROCESS_GONE = "its process is gone"
 FIRST_DELAY_SECONDS = 10.0  # each further one is twice as long
+CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals
+IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
 
 def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None:
@@ -237,12 +240,6 @@ def state_of(error: BaseException) -> State[Any]:
         return Cancelled(name="NothingNew", message=str(error), data=error)
     state = Cancelled if isinstance(error, Interrupted) else Failed
     return state(message=str(error), data=error)
-
-
-CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
-LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals
-
-IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
 
 @task(name="block", persist_result=False, cache_policy=NO_CACHE)  # type: ignore[untyped-decorator]

@@ -204,7 +204,8 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     environment = {
         **unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
-        "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
+        # of the host that the page came from, whose cookie the browser has
+        "PREFECT_SERVER_UI_API_URL": "/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(
             home / "prefect" / "ui"
         ),  # else it is built inside site-packages
@@ -246,7 +247,10 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
         time.sleep(0.05)
     path = _log_of(home, name)
     tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-    message = f"the {name} server does not answer on port {port} (exit code {process.returncode}); {path} ends:\n{tail}"
+    message = (
+        f"the {name} server does not answer on port {port} (exit code {process.returncode}); "
+        f"{path} ends:\n{tail}"
+    )
     if UNKNOWN_REVISION in tail:
         aside = set_aside(database_of(home))
         message += (
@@ -367,12 +371,15 @@ def check_prefect_server() -> None:
             client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
         raise UsageError(
-            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says ({error.response.status_code}); set it to "
-            f"the server's password, which for a server of another ttrain home is the text of servers/token there"
+            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says "
+            f"({error.response.status_code}); set it to "
+            f"the server's password, which for a server of another ttrain home is the text of "
+            f"servers/token there"
         ) from None
     except httpx.TransportError:
         raise UsageError(
-            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable"
+            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset "
+            f"the variable"
         ) from None
 
 

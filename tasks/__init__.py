@@ -78,7 +78,9 @@ def _shards(dataset: str, kind: str) -> Stage:
         },
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
-        about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
+        about=(
+            f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out"
+        ),
         reuses_parts=True,
         memory=("runtime.workers", "reading.max_line_bytes"),
     )
@@ -158,7 +160,9 @@ def _training(row: config.TrainingStage) -> Stage:
 # it, too.
 TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in ROWS}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
-BASE_OF = "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
+# before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's
+# model
+BASE_OF = "base_of_"
 EVALUATE = Stage(
     "evaluate",
     "ttrain.tasks.evaluate",

@@ -1,4 +1,4 @@
-"""Stage `base-model`: check an existing model and write it in fp32 with the pipeline's tokenizer."""
+"""Stage `base-model`: write an existing model in fp32 with the pipeline's tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("ttrain")
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write the model as `model/`, in the layout of the training stages; returns what was changed."""
+    """Write the model as `model/`, as training stages do; returns what was changed."""
     files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
@@ -52,7 +52,8 @@ def prepare_base_model(
     )
     if moved:
         log.warning(
-            "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
+            "%d of the %d tokens that the model knows have other ids in the tokenizer, so "
+            "that their embeddings must be "
             "learnt again; better leave tokenizer.existing out",
             moved,
             len(known),

@@ -20,7 +20,9 @@ from ttrain.train.preference_tuning import PreferenceTuning
 
 task_of = PreferenceTuning.of
 
-ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
+# directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole
+# model
+ADAPTER = "lora"
 
 
 def run(settings: Settings, job: StageContext) -> Figures:

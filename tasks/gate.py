@@ -139,7 +139,8 @@ def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDAr
     )
     if is_heldout.all() or not is_heldout.any():
         raise DataError(
-            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but router and metrics need some "
+            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but "
+            f"router and metrics need some "
             f"each; bring more, or change heldout_fraction"
         )
     return is_heldout
@@ -172,7 +173,8 @@ def score(
             isinstance(record, sources.Conversation) for record in records
         ):
             raise UsageError(
-                f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template"
+                f"--data holds chats, but the tokenizer of the expert {expert.reference} has "
+                f"no chat template"
             )
         sequences = [_sequence(model, record) for record in records]
         scores = perplexity.score_items(settings, model, sequences, report_progress)

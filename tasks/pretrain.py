@@ -13,7 +13,7 @@ from ttrain.tasks.common.whole_model import whole_model
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Train a new model, or the base if there is one; leaves `model/`, `checkpoints/` and curves."""
+    """Train a new model, or the base if there is one; leaves `model/` and `checkpoints/`."""
     return training.run(settings, settings.pretrain, job, prepare)
 
 

@@ -137,8 +137,10 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
     train.check(name, reading.rejected_fraction, expected_fields, may_be_empty=True)
     if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
         raise NothingNew(
-            f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most of documents that were "
-            f"learnt before (reading.near_duplicates={near.get('threshold')}), {built.of_earlier_heldout or 0} are held "
+            f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most "
+            f"of documents that were "
+            f"learnt before (reading.near_duplicates={near.get('threshold')}), "
+            f"{built.of_earlier_heldout or 0} are held "
             f"out by earlier nights, and none is left to learn"
         )
     for role, tally in built.tallies.items():

@@ -1,4 +1,4 @@
-"""Stage `source`: the quickstart's data, from the text that ships with ttrain. Sees `python_docs`."""
+"""Stage `source`: the quickstart's data, from the text that ships with ttrain."""
 
 from ttrain.config import Settings
 from ttrain.data import python_docs

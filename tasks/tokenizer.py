@@ -68,7 +68,8 @@ def train_directory(
         tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
         if not texts:
             raise DataError(
-                f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents"
+                f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more "
+                f"documents"
             )
         tokenizers.save(
             tokenizers.train(texts, config.vocab_size, config.template), output, config.template

@@ -43,7 +43,8 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     )
     if len(rows) < settings.rows_per_step:
         raise DataError(
-            f"rows_per_step is {settings.rows_per_step} but the task's rows() has only {len(rows)} rows; "
+            f"rows_per_step is {settings.rows_per_step} but the task's rows() has only "
+            f"{len(rows)} rows; "
             f"set rows_per_step={max(1, len(rows))} or less, or bring more rows"
         )
     order = ShuffledOrder(
@@ -107,7 +108,8 @@ def task_class(name: str) -> type[UserTask]:
         )
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
         raise UsageError(
-            f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'"
+            f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have "
+            f"no 'runtime'"
         )
     return task_type
 
@@ -120,7 +122,8 @@ def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
         meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]
         if not meant:
             raise UsageError(
-                f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}"
+                f"--allow is '{name}', but there is no such "
+                f"setting{task.did_you_mean(name, setting_names)}"
             )
         allowed_names.update(meant)
     return frozenset(allowed_names)

@@ -131,8 +131,10 @@ def language_model_callbacks(
         and options.ranks.world > 1
     ):
         raise UsageError(
-            "runtime.sample_every_steps and runtime.eval_every_steps ask the model in training, but with "
-            "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or runtime.parallel=ddp"
+            "runtime.sample_every_steps and runtime.eval_every_steps ask the model in "
+            "training, but with "
+            "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or "
+            "runtime.parallel=ddp"
         )
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())

@@ -274,7 +274,8 @@ def train(
     trainer = Trainer(task, loader, options, callbacks)
     for group in trainer.optimizers.groups():
         log.info(
-            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
+            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight "
+            "decay %g",
             group["optimizer"],
             f"{group['parameters']:,}",
             group["tensors"],
@@ -291,7 +292,8 @@ def train(
         raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
     if result.step and result.skipped_steps >= result.step:  # the model is the one before training
         raise TTrainError(
-            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, "
+            f"all {result.step} steps were left out, since loss or gradient was not finite; "
+            f"{_remedy(config)}, "
             f"or look at the rows that the log names"
         )
     _write(trainer, trained, job)
@@ -377,7 +379,8 @@ def write_plateau(output: Path, step: int) -> None:
     source = output / "checkpoints" / f"step-{step:08d}"
     if not source.exists():
         log.warning(
-            "there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again",
+            "there is no checkpoint of step %d, the end of the plateau; a night will warm "
+            "this model up again",
             step,
         )
         return

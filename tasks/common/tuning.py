@@ -60,7 +60,8 @@ def tuned(
         return runtime
     if runtime.deterministic or (runtime.parallel == "fsdp" and ranks.world > 1):
         log.warning(
-            "runtime.tune is auto, but nothing is tuned: it would change the last bits of the weights, "
+            "runtime.tune is auto, but nothing is tuned: it would change the last bits of the "
+            "weights, "
             "and shards of a model cannot be measured; "
             "set runtime.deterministic=false runtime.parallel=ddp"
         )

@@ -75,7 +75,7 @@ def size_of(artifact: Artifact) -> int:
 
 
 def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifact:
-    """The stage's artifact with this key prefix, else its newest undamaged one. Raises UsageError."""
+    """The stage's artifact with this key prefix, else its newest one. Raises UsageError."""
     name_syntax.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
@@ -140,7 +140,8 @@ def remarks_on_code(plan: Plan) -> list[str]:
         seconds = old.manifest.get("seconds", 0.0) if old else 0.0
         if seconds > LONG_SECONDS:
             remarks.append(
-                f"{planned.name}, which took {format_duration(seconds)}, is built again for changed code alone: "
+                f"{planned.name}, which took {format_duration(seconds)}, is built again for "
+                f"changed code alone: "
                 f"`ttrain artifacts adopt --all`, with the same settings, keeps it"
             )
     return remarks

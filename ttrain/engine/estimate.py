@@ -95,7 +95,10 @@ class Estimate:
         many = [
             each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES
         ]
-        after = f"after {FEW_PASSES} passes over the same data more of them teach less: more data helps {', '.join(many)}"
+        after = (
+            f"after {FEW_PASSES} passes over the same data more of them teach less: more data "
+            f"helps {', '.join(many)}"
+        )
         return [
             f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}",
             *([after] if many else []),
@@ -104,14 +107,16 @@ class Estimate:
     def remarks(self) -> list[str]:
         """What to ask about before the run."""
         remarks = [
-            f"{each.stage} passes about {each.passes:,.0f} times over its data: after some {MANY_PASSES} "
+            f"{each.stage} passes about {each.passes:,.0f} times over its data: after some "
+            f"{MANY_PASSES} "
             f"passes more of them teach little; use more data or a smaller {each.stage} budget"
             for each in self.stages
             if (each.passes or 0) > MANY_PASSES
         ]
         if (self.seconds or 0) > LONG_SECONDS:
             remarks.append(
-                "this takes over a day here: `ttrain doctor` shows in a minute whether it trains and fits"
+                "this takes over a day here: `ttrain doctor` shows in a minute whether it "
+                "trains and fits"
             )
         return remarks
 

@@ -317,7 +317,9 @@ class PipelineRun(StopRequest):
         if self.signum:
             self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
-            self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
+            # before the record is closed: if killed here, the run crashed, and the next one
+            # registers
+            self.register_set()
         self.record.note(evaluation=[list(row) for row in self.evaluation_table()])
         self.record.finish(outcome, self.metrics())
         self.end_tracking()

@@ -21,6 +21,8 @@ Source = (
     str | Artifact
 )  # of an input: the name of the stage that makes it, or an artifact that is there
 
+COLUMNS = ("stage", "state", "key", "why")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -53,7 +55,7 @@ class Graph(dict[str, Node]):
         return stage.name
 
     def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
-        """The graph without these stages; their readers read the given source instead, or nothing."""
+        """The graph without these stages; their readers read the given source or nothing."""
         graph = Graph()
         for name, node in self.items():
             if name not in replaced:
@@ -165,7 +167,9 @@ class Rerun:
         frozenset()
     )  # stages to rebuild; what depends on a forced stage is forced with it
     extend: bool = False  # continue the checkpoint of a run with a smaller budget
-    resume_key: str = ""  # key, or its beginning, of unfinished work that its stage resumes although something has changed
+    # key, or its beginning, of unfinished work that its stage resumes although something has
+    # changed
+    resume_key: str = ""
 
 
 NOTHING_AGAIN = Rerun()
@@ -185,7 +189,8 @@ class Selection:
     def __post_init__(self) -> None:
         if self.only and (self.since or self.until):
             raise UsageError(
-                f"--only {','.join(sorted(self.only))} cannot be combined with --from or --until; remove one of them"
+                f"--only {','.join(sorted(self.only))} cannot be combined with --from or "
+                f"--until; remove one of them"
             )
 
     def __bool__(self) -> bool:
@@ -206,21 +211,20 @@ class Selection:
         return sorted({*self.only, self.since, self.until} - {""})
 
     def of(self, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
-        """(stages to build, stages that must be in the store). Raises UsageError if none is built."""
+        """(stages to build, stages that the store must have). Raises UsageError."""
         until = graph.needed_by(self.until) if self.until else graph
         since = (name for name in until if not self.since or self.since in graph.needed_by(name))
         built = self.only or frozenset(since)
         if not built:
             raise UsageError(
-                f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them"
+                f"{self} leaves no stage to build: {self.until} does not depend on "
+                f"{self.since}; swap them"
             )
         needed = frozenset[str]().union(*map(graph.needed_by, built))
         return built, needed - built
 
 
 EVERYTHING = Selection()
-
-COLUMNS = ("stage", "state", "key", "why")
 
 
 @dataclass(frozen=True, eq=False)

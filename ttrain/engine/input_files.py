@@ -72,7 +72,8 @@ def _input_files(paths: list[Path] | list[str]) -> list[InputFile]:
 def _no_documents(settings: Settings) -> UsageError:
     if "pretrain" not in settings.trainings:
         return UsageError(
-            "data.pretrain is none, so that there is no text for a tokenizer; set data.tokenizer=FILE, or "
+            "data.pretrain is none, so that there is no text for a tokenizer; set "
+            "data.tokenizer=FILE, or "
             "tokenizer.existing to a tokenizer that exists"
         )
     later = next(
@@ -89,8 +90,10 @@ def _no_documents(settings: Settings) -> UsageError:
         else ""
     )
     return UsageError(
-        f"data.pretrain is none, as what is not set is not trained on, but {later or 'the pipeline'} starts from the model "
-        f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
+        f"data.pretrain is none, as what is not set is not trained on, but "
+        f"{later or 'the pipeline'} starts from the model "
+        f"that pretrain makes of documents; set data.pretrain=FILE, "
+        f"data.pretrain={PYTHON_DOCS} for those that ship with "
         f"ttrain{existing_model}"
     )
 
@@ -133,7 +136,8 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
         for task, spec in loaded.suite.tasks.items():
             if isinstance(spec, HarnessTask):
                 raise UsageError(
-                    f"{setting} names the suite {name}, but the data of its task {task} are those of "
+                    f"{setting} names the suite {name}, but the data of its task {task} are "
+                    f"those of "
                     f"lm-evaluation-harness; name a file with its items, as JSON Lines"
                 )
             if not heldout_part(spec):
@@ -172,7 +176,8 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
             raise UsageError(
-                f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
+                f"{name}.row_length is {length}{prefix} but {setting} is "
+                f"{settings.existing_model}, a model of {limit} "
                 f"positions; set {name}.row_length to at most {limit - virtual}"
             )
     return files
@@ -186,7 +191,8 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
         new = [location for location in locations.expand((path,), setting) if location not in files]
         if not new:
             raise UsageError(
-                f"{setting} weighs '{redact.url(path)}', but all its files belong to a source before it; leave it out"
+                f"{setting} weighs '{redact.url(path)}', but all its files belong to a source "
+                f"before it; leave it out"
             )
         files.update({location: InputFile(location, group, weight) for location in new})
     return list(files.values())

@@ -26,7 +26,8 @@ def new_run_name(home: Path, text: str | None) -> str:
         return ""
     if not RUN_NAME.fullmatch(text) or runs.NAME_TIME.search(text):
         raise UsageError(
-            f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, digits, _ or -; "
+            f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, "
+            f"digits, _ or -; "
             f"try --run-name baseline"
         )
     if text in {name_syntax.LATEST, *STAGES} or runs.is_generated(text):
@@ -45,14 +46,15 @@ def new_run_name(home: Path, text: str | None) -> str:
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> JsonDict:
-    """Note, tags and checked `run_name` for the run's record, without secrets. Raises UsageError."""
+    """Note, tags and checked `run_name` for the record, without secrets. Raises UsageError."""
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, _, value = (word.strip() for word in tag.partition("="))
         is_reserved = key.lower().startswith(RESERVED)
         if not value or not TAG_KEY.fullmatch(key) or is_reserved or not value.isprintable():
             raise UsageError(
-                f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . or -, which begins with a "
+                f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . "
+                f"or -, which begins with a "
                 f"letter and neither with {' nor '.join(RESERVED)}, and a value of one line; "
                 f"try --tag purpose=baseline"
             )

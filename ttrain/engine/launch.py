@@ -58,7 +58,9 @@ class StageOutcome:
     """The artifact of a stage and how it was obtained."""
 
     artifact: Artifact
-    state: str  # "cached", "completed", "equal" or "different" (the last two: forced, compared with what was stored)
+    # "cached", "completed", "equal" or "different" (the last two: forced, compared with what was
+    # stored)
+    state: str
     seconds: float
 
 
@@ -97,7 +99,9 @@ def _make(
             f"{key}.process",
             waiting=lambda: _wait_for("a process of an ended run", report),
         ):
-            pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
+            # a killed run's process may live for another 0.2 s: it must be gone before its work is
+            # touched
+            pass
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
         if planned.partial_run:
@@ -130,7 +134,8 @@ def _make(
             file_digests(stage, settings, store) != planned.ingredients["files"]
         ):  # costs one stat per unchanged file
             raise StageFailed(
-                f"stage {stage.name}: its input files changed while they were read; run the same command again"
+                f"stage {stage.name}: its input files changed while they were read; run the "
+                f"same command again"
             )
         same = store.compare(stored, work / "output") if forced and stored else None
         state = ("equal" if same else "different") if forced and stored else "completed"
@@ -297,7 +302,8 @@ def _wait_for_first_node(
                 return None
         if time.monotonic() - last_sign_of_life > NODE_SECONDS:
             raise StageFailed(
-                f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its log says why, or it does not "
+                f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its "
+                f"log says why, or it does not "
                 f"run, or it has other settings or another TTRAIN_HOME"
             )
         time.sleep(NODE_POLL_SECONDS)
@@ -315,7 +321,8 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
     runtime = settings_of_task(TaskRuntime, own).runtime
     if runtime.nodes > 1:
         raise UsageError(
-            f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1"
+            f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set "
+            f"runtime.nodes=1"
         )
     return runtime, [override for override in overrides if override not in own]
 

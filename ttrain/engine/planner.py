@@ -91,8 +91,10 @@ def plan(
     if missing := [each for each in stages if each.name in reused and not each.artifact]:
         names = ",".join(each.name for each in missing)
         raise UsageError(
-            f"{selection} leaves out {names}, which the store does not have as these settings make it "
-            f"({missing[0].name}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
+            f"{selection} leaves out {names}, which the store does not have as these settings "
+            f"make it "
+            f"({missing[0].name}: {'; '.join(missing[0].why[:3])}); run first, with the same "
+            f"settings: "
             f"`ttrain pipeline run full --only {names}`"
         )
     return stages
@@ -172,7 +174,8 @@ def alone(name: str, plan: Plan) -> Plan:
     if missing := [each for each in planned if each in needed and not planned[each].artifact]:
         commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
         raise UsageError(
-            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: "
+            f"{commands}, "
             f"or all at once: `ttrain pipeline run full --until {name}`"
         )
     chosen = replace(planned[name], sources=planned[name].inputs)

@@ -64,7 +64,7 @@ StageProcess = subprocess.Popen[bytes] | ForkedProcess
 
 @dataclass
 class ProcessGroup:
-    """The processes of a stage, by rank. A failed one ends the others, as does the end of rank 0."""
+    """The processes of a stage by rank; a failure, or the end of rank 0, ends all."""
 
     processes: list[StageProcess] = field(default_factory=list)
     first_rank: int = 0  # on this machine
@@ -147,7 +147,8 @@ def run(
     outcome = stage_worker.read(work)
     if timed_out and not (outcome and outcome["outcome"] == "completed"):
         raise StageFailed(
-            f"stage {stage.name} took longer than runtime.timeout_seconds={settings.runtime.timeout_seconds}; "
+            f"stage {stage.name} took longer than "
+            f"runtime.timeout_seconds={settings.runtime.timeout_seconds}; "
             f"the next run continues it"
         )
     return result_of(group, stage, log_path, outcome, stop_signal)
@@ -217,7 +218,9 @@ def environments_of_ranks(
     if nodes > 1:
         host, _, port = str(runtime.rendezvous).rpartition(":")
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "GROUP_RANK": str(runtime.node_rank)}
-    else:  # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
+    else:
+        # a file instead of a port: it cannot be taken by another; they then talk over the loopback
+        # device
         meeting = {RENDEZVOUS: str(work / f"rendezvous-{os.getpid()}-{time.time_ns()}")}
         if sys.platform == "linux":
             meeting["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")

@@ -34,7 +34,8 @@ from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
-RESTARTED = "restarted.json"  # in a work directory that begins with older checkpoints, also where the stage is forced
+# in a work directory that begins with older checkpoints, also where the stage is forced
+RESTARTED = "restarted.json"
 
 SHOWN_CHANGES = 3  # in the one line that offers the work
 SHOWN_STEPS = 10
@@ -130,11 +131,13 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
         lines = changes(work, ingredients)
         if not lines:  # the same key
             return [
-                f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"
+                f"unfinished work at step {work.step} is set aside; --continue {work.key} "
+                f"resumes it"
             ]
         key, differs = work.key[:SHOWN_KEY], first_of(lines, SHOWN_CHANGES, "; ")
         return [
-            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"
+            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue "
+            f"{key} resumes it"
         ]
     return []
 
@@ -151,7 +154,8 @@ def find_partial_run(
     )
     if work and (refused := forbidden_changes(work, ingredients, free=BUDGET | RATES)):
         raise UsageError(
-            f"--continue {prefix} is the unfinished work of {work}, which was made under other settings or data: "
+            f"--continue {prefix} is the unfinished work of {work}, which was made under other "
+            f"settings or data: "
             f"{'; '.join(refused)}; restore them, or leave --continue out to start from scratch"
         )
     return work
@@ -181,7 +185,8 @@ def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
 
     def taken() -> None:
         raise UsageError(
-            f"the unfinished work {key[:SHOWN_KEY]} of {stage} cannot be moved: a run is using it now; stop that run first"
+            f"the unfinished work {key[:SHOWN_KEY]} of {stage} cannot be moved: a run is using "
+            f"it now; stop that run first"
         )
 
     with store.lock(stage, key, waiting=taken), store.lock(stage, f"{key}.process"):
@@ -200,7 +205,8 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
     with _unused(store, work.stage, work.key):
         if not saved_step(work.path):
             raise UsageError(
-                f"the unfinished work of {work} is gone: a run of other code took it over, or it was cleaned away"
+                f"the unfinished work of {work} is gone: a run of other code took it over, or "
+                f"it was cleaned away"
             )
         entry = {
             "key": work.key,
@@ -240,7 +246,8 @@ def extension_of(
     config: Training = getattr(settings, stage.name)
     if config.early_stopping:
         raise UsageError(
-            f"--extend cannot be combined with {stage.name}.early_stopping: the best weights may lie in the shorter run; "
+            f"--extend cannot be combined with {stage.name}.early_stopping: the best weights "
+            f"may lie in the shorter run; "
             f"remove one of them"
         )
     checkpoints: dict[int, Path] = {}
@@ -284,7 +291,8 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
         return [line for planned in trainings for line in _set_work_aside(store, planned)]
     if not trainings:
         raise UsageError(
-            f"--from-step is {from_step}, but no training will run; `ttrain pipeline rerun STAGE --from-step {from_step}` "
+            f"--from-step is {from_step}, but no training will run; `ttrain pipeline rerun "
+            f"STAGE --from-step {from_step}` "
             f"runs a finished one again"
         )
     planned = trainings[0]
@@ -313,7 +321,8 @@ def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) ->
             f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         )
         raise UsageError(
-            f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there are {there_are} "
+            f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there "
+            f"are {there_are} "
             f"(runtime.keep_every_steps keeps more)"
         )
     work = store.work(planned.name, planned.known_key)
@@ -344,5 +353,6 @@ def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
         aside = next(path for path in names if not path.exists())
         work.rename(aside)
     return [
-        f"the unfinished work of {planned.name} at step {step} is set aside; --continue {aside.name} resumes it"
+        f"the unfinished work of {planned.name} at step {step} is set aside; --continue "
+        f"{aside.name} resumes it"
     ]

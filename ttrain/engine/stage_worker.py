@@ -49,7 +49,7 @@ from ttrain.store.layout import JOB, TRACKED
 from ttrain.tasks.common.job import StageContext
 
 PROGRESS = "progress.json"
-
+RESULTS = "result.rank*.json"  # in the work directory
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
 
 log = logging.getLogger("ttrain")
@@ -77,7 +77,7 @@ class StopFlag:
         return self.signum != 0
 
     def listen(self) -> None:
-        """Install the handlers. Stages that do not check the flag are stopped by KeyboardInterrupt."""
+        """Install the handlers; they raise KeyboardInterrupt in stages that check no flag."""
         for signum in heeded_signals():
             signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -95,7 +95,8 @@ class StopFlag:
         self.signum, self._since = signum, time.monotonic()
         ignore_hangup()
         if self._raises:
-            raise KeyboardInterrupt  # Interrupted is an Exception, which libraries and the encoder take for their own
+            # Interrupted is an Exception, which libraries and the encoder take for their own
+            raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -126,9 +127,8 @@ def main() -> int:
         write(work, rank, outcome)
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
-            os._exit(
-                1
-            )  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
+            # At once: the process group cannot be left cleanly, and the other ranks wait for it.
+            os._exit(1)
         if world > 1:
             import torch.distributed as dist
 
@@ -244,9 +244,6 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         yield
     finally:
         metrics.stop()
-
-
-RESULTS = "result.rank*.json"  # in the work directory
 
 
 def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:

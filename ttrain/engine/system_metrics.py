@@ -90,7 +90,7 @@ def last_step(path: Path) -> int:
 
 
 def machine(directory: Path) -> Callable[[], Figures]:
-    """A reader of CPU (% of all cores), memory, network and the disk of `directory`, from now on."""
+    """A reader of CPU (% of all cores), memory, network and the disk of `directory`."""
     psutil: Any = import_module("psutil")
 
     def transferred() -> Figures:
