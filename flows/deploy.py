@@ -1,8 +1,7 @@
-"""The schedules of a home, and the systemd unit of what serves them.
+"""The schedules of a home, and the systemd unit that serves them.
 
-Each schedule is one file, `schedules/<kind>-<name>.json`, with the settings of its runs; `ttrain
-pipeline serve` (flows/serve.py) makes the deployments of a Prefect server from these files. They are
-the truth, the server's database is a view, so nothing here needs a server.
+A schedule is one file, `schedules/<kind>-<name>.json`, with the settings of its runs. `ttrain
+pipeline serve` makes deployments of a Prefect server from these files.
 """
 
 import asyncio
@@ -61,7 +60,7 @@ WantedBy=default.target
 
 @dataclass(frozen=True)
 class Schedule:
-    """A flow with its settings, and when it runs: `cron` None only when somebody starts it."""
+    """A flow with its settings and its times; without a cron it is started by hand."""
 
     kind: str
     name: str
@@ -78,7 +77,7 @@ class Schedule:
 
 
 def next_slots(cron: str | None, timezone: str, count: int = 1) -> list[datetime]:
-    """The next slots of Prefect's own scheduler; none without a cron, or for one that never fires."""
+    """The next slots by Prefect's scheduler; none without a cron."""
     from prefect.server.schemas.schedules import CronSchedule
 
     dates: list[datetime] = []
@@ -98,7 +97,7 @@ def path_of(home: Path, full_name: str) -> Path:
 
 
 def write(home: Path, schedule: Schedule) -> Path:
-    """Write a schedule to a file that its owner alone can read: it has secrets of sources."""
+    """Write a schedule, readable by its owner only: it has secrets of sources."""
     path = path_of(home, schedule.full_name)
     private_directory(path.parent)
     write_json(path, asdict(schedule), PRIVATE_FILE)
@@ -150,12 +149,12 @@ def served_by(home: Path) -> int | None:
 
 
 def last_run_file(home: Path, full_name: str) -> Path:
-    """Where a flow run of the schedule writes how it ended: name, outcome, slot, message."""
+    """The file with the end of the schedule's last flow run: name, outcome, slot, message."""
     return path_of(home, full_name).with_suffix(".last")
 
 
 def check_cron(cron: str | None, timezone: str) -> None:
-    """Raise UsageError where the cron is invalid or never fires, or there is no such time zone."""
+    """Raise UsageError for an invalid cron, one that never fires, or an unknown time zone."""
     if timezone not in available_timezones():
         rule = "which is not a time zone; try Europe/Berlin or UTC"
         raise UsageError(f"--timezone is '{timezone}', {rule}")
@@ -165,14 +164,14 @@ def check_cron(cron: str | None, timezone: str) -> None:
 
 
 def local_timezone() -> str:
-    """The name of this machine's time zone: TZ, else where /etc/localtime points, else UTC."""
+    """The name of this machine's time zone: TZ, else /etc/localtime, else UTC."""
     link = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
     names = (os.environ.get("TZ", "").removeprefix(":"), link, "UTC")
     return next(name for name in names if name in available_timezones())
 
 
 def unit(home: Path) -> str:
-    """The text of a unit of the user's systemd; see systemd.service(5) for the quoting."""
+    """The text of a systemd user unit; systemd.service(5) has the quoting."""
     path = str(home.resolve())
     words = [str(Path(sysconfig.get_path("scripts")) / "ttrain"), "pipeline", "serve"]
     return UNIT.format(

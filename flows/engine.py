@@ -1,8 +1,4 @@
-"""Run a plan: as a Prefect flow (`prefect_run.py`), or without Prefect.
-
-The engine promises what DESIGN.md asks of every run: stages come from the store or are built once, a
-failure of one is the failure of the run, and a stop lets stages save.
-"""
+"""Run a plan as a Prefect flow (`prefect_run.py`), or without Prefect."""
 
 from __future__ import annotations
 
@@ -55,13 +51,13 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run the plan, then print the evaluation; returns the execution.
 
-    `on_begin` gets the run before its first stage. Raises what the first failed stage raised, or
-    Interrupted.
+    `on_begin` gets the run before its first stage. Raises the first stage's error or Interrupted.
     """
     settings, store, engine = plan.settings, plan.store, options.engine
     if settings.runtime.sharding == "dask" and engine != "prefect":
         raise UsageError(
-            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; try --engine prefect"
+            f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; "
+            f"try --engine prefect"
         )
     is_on_device = settings.runtime.device in ("cuda", "mps")
     if is_on_device and any(p.state == "run" and p.stage.loads_torch for p in plan.stages):
@@ -131,13 +127,13 @@ def print_summary(execution: PipelineRun, outcome: str, console: Console) -> Non
 
 
 def silence_prefect() -> None:
-    """Send Prefect's logs of runs to its API and not to the terminal, which has ttrain's display."""
+    """Send Prefect's logs to its API and not to the terminal."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
 
 
 def reread_environment() -> None:
-    """Let Prefect, where a program has imported it already, see the variables as they are now."""
+    """Let an imported Prefect read the environment again."""
     if "prefect" in sys.modules:
         from prefect.context import refresh_global_settings_context
 

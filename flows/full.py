@@ -1,7 +1,4 @@
-"""The pipeline `full`: raw JSONL to tokenizer, shards, base model, SFT model, LoRA adapter and evaluation.
-
-A value: the planner, Prefect and the plain engine, nights and sweeps are loops over it.
-"""
+"""The pipeline `full`: raw JSONL to tokenizer, shards, base, SFT model, adapter and evaluation."""
 
 from ttrain import config
 from ttrain.config import DATASETS, Settings
@@ -19,10 +16,10 @@ from ttrain.tasks import (
 
 
 def full(settings: Settings) -> Graph:
-    """Nine stages, and with pairs of answers three more; the sets of shards are built side by side.
+    """The graph: nine stages, and three more with pairs of answers.
 
-    Where a stage starts from another model than the one before it, the stages that nothing needs are not run, and that
-    model comes from a stage of its own: one that exists is taken in, one of random weights is made.
+    A stage that starts from another model reads it from a stage of its own: an existing model, or a
+    new one with random weights. Stages that nothing needs are left out.
     """
     graph = Graph()
     from_python = [name for name in DATASETS if settings.reads_python_docs(name)]

@@ -1,12 +1,9 @@
-"""The guard in front of ttrain's servers: 403 to other sites, 401 to who has not the token.
+"""The guard in front of ttrain's servers: 403 for other sites, 401 without the token.
 
-A browser lets any page send requests to 127.0.0.1, and a site whose name is made to point there
-(DNS rebinding) reads the answers, too. Such requests have a foreign Origin or a foreign Host.
-Other accounts of the machine reach the port as well, but do not know the token.
+Any page may send requests to 127.0.0.1, and DNS rebinding lets it read the answers; such requests
+have a foreign Origin or Host. Other accounts of the machine do not know the token.
 
-A page loads and contacts nothing but its own server: Prefect's pages contact their maker's
-telemetry host from the browser, whatever its settings say, and an image in a run's description
-may be at any address.
+The policy keeps pages from contacting other servers: Prefect's pages would send telemetry.
 """
 
 import base64
@@ -43,7 +40,7 @@ LANDING_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"
 
 
 class Guard:
-    """An ASGI application that passes on what the server's own pages and the token's owner ask.
+    """An ASGI application that passes on requests of its own pages and with the token.
 
     open_path: a path that anybody may GET
     """
@@ -52,7 +49,10 @@ class Guard:
         self._app, self._token, self._open_path = app, token.encode(), open_path
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
         # Browsers differ in whether 'self' stands for a web socket, so that those are named
-        policy = f"{POLICY}; connect-src 'self' data: blob: {' '.join(f'ws://{host}' for host in self._hosts)}"
+        policy = (
+            f"{POLICY}; connect-src 'self' data: blob: "
+            f"{' '.join(f'ws://{host}' for host in self._hosts)}"
+        )
         self._policy = (b"content-security-policy", policy.encode())
         # Cookies go to all ports of a host: so each server has its own, useless to another one
         self._cookie_name = f"ttrain-{port}"
@@ -76,7 +76,6 @@ class Guard:
             await WebSocketClose(1008)(scope, receive, send)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        """The answer instead of the application's; None where the request is allowed."""
         path, method = request.scope["path"], request.scope.get("method", "GET")
         if not self._is_own(request):
             return PlainTextResponse(HOST_REFUSED, 403)
@@ -95,7 +94,7 @@ class Guard:
         return None
 
     def _is_own(self, request: HTTPConnection) -> bool:
-        """Whether a request is for this server, and comes from its own pages or from a program."""
+        # Whether a request is for this server, and comes from its own pages or from a program.
         hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
         own_origins = [f"http://{host}" for host in self._hosts]
         is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
@@ -105,7 +104,7 @@ class Guard:
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._token)
 
     def _has_token(self, request: HTTPConnection) -> bool:
-        """Whether the request has the token; Prefect sends it as Basic, others as a password."""
+        # Whether the request has the token; Prefect sends it as Basic, others as a password.
         cookie = request.cookies.get(self._cookie_name, "")
         if hmac.compare_digest(cookie.encode(), self._cookie.encode()):
             return True

@@ -36,7 +36,8 @@ from ttrain.tracking.registered import take_over_champions
 
 # Inputs of the evaluation: what is held out for each training stage.
 HELDOUT_PARTS = frozenset(row.part for row in TRAINING_STAGES.values())
-ADAPTER_BASE = f"{BASE_OF}{TRAINING_STAGES['lora'].model}"  # the input of an evaluation that is its adapter's own base
+# the input of an evaluation that is its adapter's own base
+ADAPTER_BASE = f"{BASE_OF}{TRAINING_STAGES['lora'].model}"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
 def night_graph(inputs: NightInputs) -> Graph:
     """The pipeline `full`, with stages replaced by the champion's artifacts.
 
-    The stages of new data read what earlier nights learnt and hold out, and the champion is evaluated
-    on the same data as its challenger.
+    Stages of new data get what earlier nights trained on and hold out.
     """
     graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
     replaced: dict[str, Source | None] = {**inputs.replacements}
@@ -119,7 +119,6 @@ def night_graph(inputs: NightInputs) -> Graph:
 
 
 def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
-    """Documents of earlier nights as inputs of a stage, the oldest first."""
     return {f"{LEARNT_BEFORE}{number:04}": artifact for number, artifact in enumerate(artifacts)}
 
 
@@ -128,18 +127,19 @@ def check(settings: Settings) -> None:
     promotion.check_metric(settings)
     if settings.runtime.nodes > 1:
         raise UsageError(
-            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with runtime.devices ranks; set "
-            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and `ttrain models promote`"
+            f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with "
+            f"runtime.devices ranks; set "
+            f"runtime.nodes=1, or train with `ttrain pipeline run full` on each node and "
+            f"`ttrain models promote`"
         )
 
 
 def choose_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights, night: NightRecord | None
 ) -> tuple[InputSnapshot, str]:
-    """The inputs of a night and the reason: those of the unfinished `night`, else what is new. Raises NothingNew.
+    """The inputs of a night and the reason: those of the unfinished `night`, else new data.
 
-    An unfinished night reads its files as they are now. After a failure the current settings count: they
-    choose again what it reads.
+    After a failure the current settings choose again. Raises NothingNew.
     """
     if night is None:
         return _new_inputs(settings, store, nights)
@@ -156,7 +156,10 @@ def choose_inputs(
             return chosen, f"{reason}, by which its inputs are chosen again: {why}"
         frozen = replace(frozen, settings=present)
     elif is_changed:
-        reason = f"{reason}; with the settings that it began with, changed ones count from the next night on"
+        reason = (
+            f"{reason}; with the settings that it began with, changed ones count from the next "
+            f"night on"
+        )
     files = night_inputs.watched_files(
         night_inputs.settings_of(frozen, settings), store, may_be_gone=True
     )
@@ -170,7 +173,6 @@ def choose_inputs(
 def _new_inputs(
     settings: Settings, store: ArtifactStore, nights: Nights
 ) -> tuple[InputSnapshot, str]:
-    """What is new, and the reason. Raises NothingNew."""
     watched, left_out = night_inputs.without_damaged(
         night_inputs.watched_files(settings, store, may_be_gone=True), nights, settings
     )
@@ -228,7 +230,7 @@ def _new_inputs(
 
 
 def current_champion(settings: Settings, store: ArtifactStore) -> Champion | None:
-    """The registered champion with the artifacts of its models; None if there is none."""
+    """The registered champion with its artifacts; None if there is none."""
     champion = take_over_champions(store.root).champion(settings.name)
     if champion is None:
         return None

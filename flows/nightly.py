@@ -1,14 +1,10 @@
-"""A night: look for new data, train a challenger on it, compare it with the champion, promote or keep.
+"""A night: train a challenger on new data, compare it with the champion, promote or keep.
 
-`night_plan.py` has the inputs and the graph; the decision is by the rules of
-`ttrain/evaluate/promotion.py`; records and slots are in `ttrain/nightly/records.py`, the champion is
-in the registry. This module brings them together, and is the same with and without Prefect.
+Inputs and graph: `night_plan.py`; decision: `ttrain/evaluate/promotion.py`; records and slots:
+`ttrain/nightly/records.py`. Three things keep a night from overlapping or blocking:
 
-Promise 6 of DESIGN.md (no overlap, no wedge, a champion is replaced only by a better one) needs
-three things of it. The lock: a slot that finds it taken is skipped. The record, written before the
-first stage: a process can be killed anywhere, and the next slot goes on with the same list, finds
-what is finished in the store, and decides the same from the same values. And the end of lists that
-fail again and again, so that they do not block later data.
+the lock      a slot that finds it taken is skipped the record    written before the first stage, so
+that a killed night continues with the same list the end       of lists that fail again and again
 """
 
 import time
@@ -38,7 +34,7 @@ MOST_LEFT_OUT = 20  # damaged files of a night, each of which is found by a pass
 
 @dataclass(frozen=True)
 class NightResult:
-    """The outcome of a night: promoted, kept, nothing-new, skipped or unfinished (at its deadline)."""
+    """The outcome of a night; unfinished at its deadline."""
 
     outcome: str
     reason: str
@@ -54,9 +50,8 @@ def run_night(
 ) -> NightResult:
     """Run one night, or say why there is none.
 
-    `slot` is the time that it was scheduled for (with its time zone), None where somebody asks for a
-    night now. Raises what made it fail, and Interrupted where it was asked to stop: its list stays,
-    and the next night goes on with it.
+    `slot`: its scheduled time (with time zone), None for a night on demand. Raises what made it
+    fail, and Interrupted, after which the next night continues with its list.
     """
     night_plan.check(settings)
     nights = Nights(store.root, settings.name)
@@ -131,7 +126,6 @@ class NightRun:
     def _end(
         self, night: NightRecord | None, outcome: str, reason: str, *, closed: bool = True
     ) -> NightResult:
-        """Record how the night ended, and notify of it, unless nothing was new."""
         if night:
             night.end_try(outcome, reason, closed=closed)
         else:
@@ -141,10 +135,7 @@ class NightRun:
         return NightResult(outcome, reason, night.name)
 
     def _stopped(self, night: NightRecord | None, stopped: BaseException) -> NightResult:
-        """Record the stop; the stages have saved their state.
-
-        Raises what stopped them, unless it was the deadline.
-        """
+        # Raises what stopped the stages, which have saved their state, unless it was the deadline.
         if night is None or not night.is_open:
             raise stopped
         deadline, reason = self.options.stop_at, str(stopped)
@@ -157,17 +148,17 @@ class NightRun:
         return result
 
     def _failed(self, night: NightRecord | None, error: Exception) -> None:
-        """Record the failure. A list that failed too often is given up.
-
-        A wrong setting is not a failure of the list, however often nobody corrects it. A list with
-        too few rows, or with nothing new but damaged files, has trained nothing: it is given up at
-        once, since the next one may have more files.
-        """
+        # A wrong setting is no failure of the list. A list with too few rows, or with nothing new
+        # but damaged files, has trained nothing and is given up at once: the next one may have
+        # more.
         if getattr(error, "is_usage_error", False):
             outcome, gives_up = records.REFUSED, isinstance(error, TooFewRows)
             advice = "correct the settings, and the next night goes on"
             if gives_up:
-                advice = "the next night takes these files and all new ones; bring more data, or correct the settings"
+                advice = (
+                    "the next night takes these files and all new ones; bring more data, or "
+                    "correct the settings"
+                )
             advice = f"was refused, which does not count as a failed attempt; {advice}"
         else:
             outcome = records.FAILED
@@ -189,7 +180,7 @@ class NightRun:
             self.say(f"{result.night} {advice}")
 
     def _train(self, night: NightRecord, frozen: InputSnapshot) -> tuple[PipelineRun, NightInputs]:
-        """Run the stages; again without documents that are known, and without damaged files."""
+        # Again without documents that are known, and without damaged files.
         while True:
             try:
                 return self._run_stages(night, frozen)

@@ -1,11 +1,8 @@
-"""A plan as a Prefect flow: a task run for each stage, or for each block of shards on a Dask cluster.
+"""A plan as a Prefect flow: a task run for each stage, or each block of shards on Dask.
 
-Prefect shows the run, runs independent stages side by side and retries a stage. The store is the
-only cache: Prefect caches nothing and persists no results.
-
-Its page shows a run whose process was killed as running, until the next run of the home marks it as
-crashed (`mark_crashed_runs`, by the home's records). *Cancel* on that page stops the runs that
-`ttrain pipeline serve` started, to which Prefect's runner sends SIGTERM.
+Prefect shows runs, runs independent stages side by side and retries them; it caches nothing. A
+killed run is shown as running until the home's next run marks it (`mark_crashed_runs`). *Cancel*
+stops runs of `ttrain pipeline serve`, to which Prefect's runner sends SIGTERM.
 """
 
 import contextlib
@@ -49,12 +46,15 @@ MAX_CONCURRENT_STAGES = 4  # the most stages of a graph that are independent, an
 TAG = "ttrain"
 PROCESS_GONE = "its process is gone"
 FIRST_DELAY_SECONDS = 10.0  # each further one is twice as long
+CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
+LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals
+IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
 
 def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None:
-    """Run the plan as a flow, or `in_flow` as a part of the flow run of the caller; named after its night, if it has one.
+    """Run the plan as a flow named after its night, or `in_flow` within the caller's flow run.
 
-    Raises what the first failed stage raised, or Interrupted.
+    Raises the first stage's error or Interrupted.
     """
     settings, home, run = execution.settings, execution.store.root, execution.record.run
     if settings.runtime.sharding == "dask":
@@ -95,7 +95,7 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
 
 
 def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
-    """Link the task run of a stage, or the flow run, to its page in MLflow, if a server shows it."""
+    """Link the task or flow run to its page in MLflow, if a server shows it."""
     with best_effort():
         if page := execution.page(stage):
             key = f"mlflow-{stage}" if stage else "mlflow"
@@ -111,7 +111,8 @@ def tags_of(execution: PipelineRun) -> list[str]:
 
 
 def _run_stages(execution: PipelineRun) -> list[State[Any]]:
-    """Submit every stage of the plan to the current flow run, report the results; returns their states."""
+    # Submit every stage of the plan to the current flow run, report the results; returns their
+    # states.
     futures: dict[str, PrefectFuture[Any]] = {}
     stages = {planned.name: planned for planned in execution.plan.stages}
     shards = {name for name, planned in stages.items() if planned.stage.reuses_parts}
@@ -139,7 +140,7 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
 
 
 def failure_of(execution: PipelineRun) -> BaseException | None:
-    """What ended the run: a stop, else what a stage raised; that nothing is new comes last."""
+    """The error that ended the run: a stop first, then a stage's error, NothingNew last."""
     if execution.signum:
         did = "were ended where they stood" if execution.at_once else "saved their state"
         message = f"{execution.stop_reason}; the stages {did}, and the next run continues"
@@ -166,7 +167,7 @@ def rename(name: str) -> None:
 
 
 def mark_crashed_runs(home: Path) -> None:
-    """Mark as Crashed the flow runs that Prefect takes for running though the home's records say that they ended."""
+    """Mark flow runs as Crashed that the home's records know to have ended."""
     unfinished = FlowRunFilter.model_validate(
         {"tags": {"all_": [TAG]}, "state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
     )
@@ -186,11 +187,10 @@ def mark_crashed_runs(home: Path) -> None:
 
 
 def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
-    """A Prefect task for one stage of a run's plan: its artifact from the store, or made and published.
+    """A Prefect task for one stage: its artifact from the store, or built.
 
-    Its retries continue where the attempt before was killed or failed; a mistake of settings or data
-    fails at once. The delay before a retry is waited for here and not by Prefect, whose sleep cannot
-    be interrupted by a signal.
+    A retry continues; a mistake of settings or data fails at once. The delay is waited for here,
+    since a signal cannot interrupt Prefect's sleep.
     """
     stage = planned.stage
     retries = execution.settings.runtime.retries
@@ -206,7 +206,8 @@ def stage_task(planned: Planned, execution: PipelineRun) -> Task[..., Any]:
         try:
             artifact, state = execution.run_stage(planned, logger.info)
         except TTrainError as error:
-            # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which tells a user nothing.
+            # Returned, not raised: Prefect pickles what is raised, and prints its traceback, which
+            # tells a user nothing.
             logger.log(
                 logging.INFO if isinstance(error, Interrupted | NothingNew) else logging.ERROR,
                 "%s",
@@ -239,12 +240,6 @@ def state_of(error: BaseException) -> State[Any]:
         return Cancelled(name="NothingNew", message=str(error), data=error)
     state = Cancelled if isinstance(error, Interrupted) else Failed
     return state(message=str(error), data=error)
-
-
-CLUSTER_AHEAD = 256  # blocks that a cluster of unknown size is given at a time
-LOOK_SECONDS = 1.0  # while a block is waited for, between two looks at the signals
-
-IMPORT_HINT = "runtime.sharding is dask, which needs prefect-dask; try: pip install 'ttrain[dask]'"
 
 
 @task(name="block", persist_result=False, cache_policy=NO_CACHE)  # type: ignore[untyped-decorator]
@@ -286,7 +281,7 @@ class DaskPool:
 
 
 def make_on_dask(run: PipelineRun, stage: Stage, work: Path) -> None:
-    """Make the blocks of a shards stage whose work directory is laid out. Raises what a block raised, or Interrupted."""
+    """Make the blocks of a prepared shards stage. Raises a block's error or Interrupted."""
     from ttrain.engine.stage_worker import job_of
     from ttrain.tasks import shards
 
@@ -306,7 +301,7 @@ def make_on_dask(run: PipelineRun, stage: Stage, work: Path) -> None:
 
 
 def task_runner(runtime: Runtime) -> tuple[Any, int]:
-    """The Dask task runner, and the number of tasks to submit ahead. Raises UsageError where Dask is missing."""
+    """The Dask task runner and its number of tasks ahead. Raises UsageError without Dask."""
     from ttrain.data.pool import ENVIRONMENT, TASKS_AHEAD
 
     try:
@@ -321,7 +316,8 @@ def task_runner(runtime: Runtime) -> tuple[Any, int]:
     dask.config.set(
         {"distributed.nanny.pre-spawn-environ": {**ENVIRONMENT, "MALLOC_TRIM_THRESHOLD_": "65536"}}
     )
-    # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all accounts reach 127.0.0.1
+    # With TLS and a key of its own: its scheduler runs the code of whoever connects, and all
+    # accounts reach 127.0.0.1
     cluster = {
         "n_workers": workers,
         "threads_per_worker": 1,

@@ -1,14 +1,9 @@
-"""`ttrain pipeline serve`: deployments of a home's schedules, their flows, and what runs the due ones.
+"""`ttrain pipeline serve`: deployments of a home's schedules, and what runs the due ones.
 
-A schedule's file has its settings (`deploy.py`). A deployment is made from it, and its one parameter
-is a list of changes, so that no server holds a secret or can name code.
-
-Prefect's `Runner` starts what is due, each flow run in a process of its own. That a night never
-overlaps itself and never wedges, it need not know: a night holds the lock of its name, and one that
-finds it taken ends as `Skipped` (flows/nightly.py); whatever is killed, the next slot continues its
-night. Two things are done here for that: server and runner are started again, since the runner gives
-up after half a minute without a server; and SIGTERM lets the runs save (the runner's own handler
-would end it before they did).
+A deployment's one parameter is a list of changes, so that no server holds secrets or names code.
+Prefect's `Runner` starts each due flow run in its own process; nights are kept apart by their lock
+(flows/nightly.py). Server and runner are started again when they end, since the runner gives up
+after half a minute without a server, and SIGTERM lets the runs save first.
 """
 
 import asyncio
@@ -72,9 +67,7 @@ engine.silence_prefect()  # now, not in the flow: a signal before it is logged a
 
 
 def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
-    """Run one slot of a schedule.
-
-    Stages whose inputs, settings and code did not change come from the store: a retry continues.
+    """Run one slot of a schedule; unchanged stages come from the store.
 
     Args:
         changes: settings of this run alone as key=value, such as sft.epochs=3
@@ -125,7 +118,7 @@ def _run_full(home: Path, settings: Settings) -> State[Any]:
 
 
 def _run_night(home: Path, settings: Settings) -> State[Any]:
-    """Run a night; its outcome is the name of the state, such as Promoted, NothingNew or Skipped."""
+    # The outcome is the name of the state, such as Promoted, NothingNew or Skipped.
     from ttrain.flows.nightly import run_night
 
     slot, store = flow_run.scheduled_start_time, store_of(home, settings)
@@ -137,9 +130,9 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
 
 
 def settings_to_run(home: Path, full_name: str, changes: Sequence[str]) -> Settings:
-    """The settings of a schedule with the changes of a flow run, validated as a whole.
+    """The schedule's settings with the changes of a flow run, validated.
 
-    Raises UsageError for a change of what names code: whoever reaches the server could send it.
+    Raises UsageError for a setting that names code: anybody on the server could send it.
     """
     schedule = deploy.find(home, full_name)
     base = base_of({"run": f"the schedule {full_name}", "settings": schedule.settings})
@@ -178,10 +171,10 @@ def flow_run_console() -> Console:
 
 
 def serve(home: Path, say: Callable[[str], None]) -> None:
-    """Run what is due until SIGTERM, SIGHUP or SIGINT; running ones then save their state.
+    """Run due schedules until SIGTERM, SIGHUP or SIGINT; runs then save their state.
 
-    Raises Interrupted after SIGINT, and UsageError where this home is served already, or where
-    the server that PREFECT_API_URL names does not answer.
+    Raises Interrupted after SIGINT, and UsageError if the home is already served or the named
+    server does not answer.
     """
     server = ScheduleServer(home, say)
     with serve_lock(home), handling_signals(server.signums.append):
@@ -199,7 +192,7 @@ def serve(home: Path, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def serve_lock(home: Path) -> Iterator[None]:
-    """The lock of the one process that serves a home; the system releases it when that dies."""
+    """The lock of the process that serves a home; its death releases it."""
     folder = private_directory(deploy.folder_of(home))
     try:
         with exclusive(folder / "serve.lock", refuse):
@@ -234,7 +227,7 @@ class ScheduleServer:
         self._say(f"Prefect  {url}  (`ttrain up` prints its token)\nstop with Ctrl-C or SIGTERM")
 
     def _keep_server(self) -> None:
-        """Start our server unless one runs; again on its port, which runs in progress know."""
+        # Again on its port, which runs in progress know.
         if self._has_own_server:
             last = server_records.read(self._home, "prefect")
             port = last.port if last else 4200
@@ -269,7 +262,6 @@ class ScheduleServer:
                 self._say(f"Prefect's runner ended, starting it again: {errors.exceptions[0]}")
 
     async def _watch(self, runner: Runner) -> None:
-        """Keep the server and its deployments as they should be, until a signal."""
         while not self.signums:
             try:
                 await asyncio.to_thread(self._keep_server)
@@ -282,10 +274,7 @@ class ScheduleServer:
         await runner.astop()
 
     async def make_deployments(self, runner: Runner, client: Any) -> None:
-        """Make the home's deployments on the server those of its schedules.
-
-        A pause on Prefect's page is written into the file of the schedule.
-        """
+        """Make the deployments match the schedules; a pause in Prefect's UI is kept in the file."""
         mine = DeploymentFilter.model_validate({"tags": {"all_": self._tags}})
         listing = await client.read_deployments(deployment_filter=mine)
         present = {one.id: one for one in listing}
@@ -308,7 +297,6 @@ class ScheduleServer:
             await client.delete_deployment(number)
 
     async def _make(self, runner: Runner, schedule: Schedule) -> Any:
-        """Make or change a deployment."""
         cron = (
             Cron(schedule.cron, timezone=schedule.timezone, slug="cron") if schedule.cron else None
         )

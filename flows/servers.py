@@ -1,9 +1,8 @@
-"""`ttrain up`, `ttrain down`, and the Prefect server that a run uses; imports neither prefect nor mlflow.
+"""`ttrain up`, `ttrain down`, and the Prefect server of a run; without importing Prefect or MLflow.
 
-Prefect reads its settings while it is imported, so the choices made here go into the environment
-before that. A run uses the server that PREFECT_API_URL names, else the one that `up` left running,
-else one that lives and dies with the run (`start_own_server`). All of them listen on 127.0.0.1 only,
-ask for a token, and contact no other machine.
+Prefect reads its settings at import, so choices go into the environment before. A run uses the
+server of PREFECT_API_URL, else that of `up`, else its own (`start_own_server`). All listen on
+127.0.0.1, ask for a token and contact no other machine.
 """
 
 import contextlib
@@ -37,16 +36,16 @@ from ttrain.tracking import mlflow_mirror
 log = logging.getLogger("ttrain")
 AUTH_STRING = "PREFECT_API_AUTH_STRING"
 
-# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey "analytics"); of MLflow.
-# Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
+# Telemetry: of Prefect's SDK (Amplitude); of its server, and its UI in the browser (both obey
+# "analytics"); of MLflow. Prefect takes 1 or true for DO_NOT_TRACK, MLflow only true.
 SILENT = {
     "DO_NOT_TRACK": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-# The level of the console's handler, not of a logger: what flow and task runs say, and our own warnings, still reach the
-# API and so the UI.
+# The level of the console's handler, not of a logger: what flow and task runs say, and our own
+# warnings, still reach the API and so the UI.
 QUIET = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "ERROR",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
@@ -64,8 +63,8 @@ STOP_SECONDS = 10.0  # idle servers stop within 2 s
 # What Prefect's server says of a database that another version of Prefect wrote
 UNKNOWN_REVISION = "Can't locate revision identified by"
 
-# The slots to come that the server makes flow runs of, of each deployment. Its defaults make those of the next hour and at
-# least three: 60 of a cron of every minute.
+# The slots to come that the server makes flow runs of, of each deployment. Its defaults make those
+# of the next hour and at least three: 60 of a cron of every minute.
 SLOTS_AHEAD = {
     "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "2",
     "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "2",
@@ -74,10 +73,10 @@ SLOTS_AHEAD = {
 
 
 def prefect_app() -> Any:
-    """Prefect's server application behind the guard, in the server's process.
+    """Prefect's server application behind the guard.
 
-    That of a run ends when its owner is gone. SIGTERM and SIGHUP do not end it: who stops all
-    processes at once, as Slurm does, stops the owner too, which still has to report to it.
+    A run's server ends with its owner, and not by SIGTERM or SIGHUP: Slurm stops all processes at
+    once, and the owner still has to report.
     """
     os.environ.pop("PREFECT_SERVER_API_AUTH_STRING", None)  # the token is in its place
     from prefect.server.api.server import create_app
@@ -99,12 +98,12 @@ def _end_with(owner: int) -> None:
 
 
 def tracker_app() -> Any:
-    """MLflow's server application over the home's database, in the process of the server that `up` starts."""
+    """MLflow's server application over the home's database."""
     return guarded_app(mlflow_client.server_app(Path(os.environ[HOME])), "mlflow")
 
 
 def guarded_app(app: Any, name: str) -> Any:
-    """The application behind the guard; the health path tells nothing else, and needs no token."""
+    """The application behind the guard; only its health path needs no token."""
     from ttrain.flows.guard import Guard  # with starlette, which only the servers' processes need
 
     token = os.environ[server_records.ACCESS]
@@ -112,13 +111,12 @@ def guarded_app(app: Any, name: str) -> Any:
 
 
 def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
-    """Start the named servers that are not running yet, in the background; returns when all answer.
+    """Start the named servers that do not run yet; returns when all answer.
 
-    A port that another program holds is passed over for the next free one. Raises TTrainError, with the end of the log,
-    when a server does not start; then those that this call started are stopped.
+    A taken port is skipped. Raises TTrainError with the end of the log of a server that does not
+    start; then those of this call are stopped.
 
-    ports: those to try first
-    owner: the command that ends the servers; empty for those of `up`
+    ports: those to try first owner: the command that ends the servers; empty for those of `up`
     """
     home = home.resolve()
     started: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
@@ -169,11 +167,8 @@ def running(home: Path) -> dict[str, str]:
 def _start(
     home: Path, name: str, port: int, token: str, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a server.
-
-    It is in its own session, where the terminal's Ctrl-C does not reach it, and runs in the log's
-    directory, since Python looks for modules where it is, and Prefect for `.env` and settings.
-    """
+    # In its own session, which Ctrl-C does not reach, and in the log's directory, since Python
+    # looks for modules and Prefect for `.env` where they are started.
     module, own = (prefect_command if name == "prefect" else mlflow_command)(home, port)
     token_variables = {PORT: str(port), server_records.ACCESS: token, AUTH_STRING: token}
     with _log_of(home, name).open("ab") as output:
@@ -193,9 +188,9 @@ def _log_of(home: Path, name: str) -> Path:
 
 
 def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `python` and environment variables that start the Prefect server.
+    """(arguments of `python`, environment) of the Prefect server.
 
-    A damaged database, which is history only, is renamed aside.
+    A damaged database, which is only history, is renamed aside.
     """
     database = database_of(home)
     private_directory(database.parent)
@@ -209,7 +204,8 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     environment = {
         **unset({"PREFECT_HOME": str(home / "prefect"), **SLOTS_AHEAD}),
         "PREFECT_API_URL": f"http://{HOST}:{port}/api",
-        "PREFECT_SERVER_UI_API_URL": "/api",  # of the host that the page came from, whose cookie the browser has
+        # of the host that the page came from, whose cookie the browser has
+        "PREFECT_SERVER_UI_API_URL": "/api",
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(
             home / "prefect" / "ui"
         ),  # else it is built inside site-packages
@@ -218,7 +214,7 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
-    """The arguments of `python` that serve what a function at the top of its module makes."""
+    """The arguments of `python` that serve an application factory."""
     name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
     command = ["uvicorn", "--factory", name, "--app-dir", str(directory), "--host", HOST]
     return [
@@ -233,7 +229,7 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
 
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `python` and environment variables that start the MLflow server."""
+    """(arguments of `python`, environment) of the MLflow server."""
     mlflow_mirror.prepare(home)  # the server would refuse a damaged one
     no_jobs = {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"
@@ -242,10 +238,7 @@ def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the server listens. Raises TTrainError with the end of its log where it does not.
-
-    It is the process itself that must listen: clients send their token to that port.
-    """
+    # Clients send their token to the port, so the process itself must listen there.
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(psutil.Error):
@@ -254,7 +247,10 @@ def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) ->
         time.sleep(0.05)
     path = _log_of(home, name)
     tail = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
-    message = f"the {name} server does not answer on port {port} (exit code {process.returncode}); {path} ends:\n{tail}"
+    message = (
+        f"the {name} server does not answer on port {port} (exit code {process.returncode}); "
+        f"{path} ends:\n{tail}"
+    )
     if UNKNOWN_REVISION in tail:
         aside = set_aside(database_of(home))
         message += (
@@ -278,7 +274,7 @@ def stop(home: Path, name: str) -> bool:
 
 
 def start_lock(home: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock for the start and end of servers; two first runs at once would migrate one database twice."""
+    """Lock for starting and stopping servers: two first runs would migrate one database twice."""
     return exclusive(server_records.make_folder(home) / "start.lock")
 
 
@@ -304,9 +300,8 @@ def is_own() -> bool:
 def start_own_server(home: Path) -> None:
     """Start a Prefect server for this process alone, unless one is named or runs.
 
-    Call it with `prefect_environment` applied, and before prefect is imported: that is done here,
-    while the server starts. Prefect's ephemeral server has no token, dies of the Ctrl-C that its
-    run still has to report, and outlives a run that is killed.
+    Apply `prefect_environment` first; this imports prefect while the server starts. Prefect's
+    ephemeral server has no token, dies of Ctrl-C and outlives a killed run.
     """
     if os.environ.get("PREFECT_API_URL"):
         return
@@ -334,10 +329,8 @@ def start_own_server(home: Path) -> None:
 def _keep(
     process: subprocess.Popen[bytes], start_again: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
-    """Start a run's own server again where it dies, as the kernel kills what takes memory.
-
-    Prefect's client would ask for minutes at each state: eight stages of 20 s had not ended after 5.
-    """
+    # Prefect's client would wait for minutes at each state: eight stages of 20 s had not ended
+    # after 5.
     for _ in range(RESTARTS):
         code = process.wait()
         log.warning("the Prefect server of this run ended with code %d; it is started again", code)
@@ -345,7 +338,7 @@ def _keep(
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
-    """The variables to set before prefect is imported; never one that the user has set."""
+    """The variables to set before prefect is imported, except those of the user."""
     variables = {**SILENT, **QUIET, "PREFECT_HOME": str(home.resolve() / "prefect")}
     if server := server_records.live_server(home, "prefect"):
         variables["PREFECT_API_URL"] = f"{server.url}/api"
@@ -362,7 +355,7 @@ def prefect_environment(home: Path) -> dict[str, str]:
 
 
 def access(token: str) -> dict[str, str]:
-    """The variables with which Prefect shows the token: in requests, and where it opens a web socket."""
+    """The variables with which Prefect sends the token."""
     header = {"Authorization": f"Bearer {token}"}
     return {AUTH_STRING: token, "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(header)}
 
@@ -378,12 +371,15 @@ def check_prefect_server() -> None:
             client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
         raise UsageError(
-            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says ({error.response.status_code}); set it to "
-            f"the server's password, which for a server of another ttrain home is the text of servers/token there"
+            f"PREFECT_API_URL is {url}, which refuses what {AUTH_STRING} says "
+            f"({error.response.status_code}); set it to "
+            f"the server's password, which for a server of another ttrain home is the text of "
+            f"servers/token there"
         ) from None
     except httpx.TransportError:
         raise UsageError(
-            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset the variable"
+            f"PREFECT_API_URL is {url} but no Prefect server answers there; start it, or unset "
+            f"the variable"
         ) from None
 
 

@@ -1,8 +1,6 @@
-"""The stages of pipelines: a file for what each one does, and here their table: what each reads, which settings it may see,
-which module runs it, what it records.
+"""The stages of pipelines: a file for each, and their table here.
 
-The rows stand together, not in the files of the stages, since whoever plans reads them and must not
-load torch.
+The rows are together, since the planner reads them and must not load torch.
 """
 
 from collections.abc import Mapping
@@ -17,12 +15,14 @@ from ttrain.store.model_files import PLATEAU
 class Stage:
     """One step of a pipeline.
 
-    `sees` names the settings that shape its result, by their prefixes: its key has these, and its process no others.
-    `inputs` names the artifacts that it reads and which of their files (none named, or not in it: all that others may read).
-    `dataset` names the entry of `data` whose files it reads itself. `uses_ranks` marks the stages that train,
-    `uses_model` one that loads what they made, `reads_model` one whose files are those of the existing model,
-    `reads_suites` one whose files are the suites of the evaluation, and what these read. `spreads` marks one that does not
-    train and has a process on each of `runtime.devices` all the same.
+    sees          prefixes of the settings in its key, and the only ones its process gets
+    inputs        artifacts that it reads, and which of their files (none: all that others may read)
+    dataset       the entry of `data` whose files it reads itself
+    uses_ranks    it trains
+    uses_model    it loads what a training made
+    reads_model   its files are those of the existing model
+    reads_suites  its files are the suites of the evaluation, and what these read
+    spreads       does not train, but has a process on each of `runtime.devices`
     """
 
     name: str
@@ -45,7 +45,7 @@ class Stage:
     job: type[config.Section] = config.Settings  # what its process gets
 
     def part_of(self, settings: config.Settings) -> JsonDict:
-        """The settings that it may see, as JSON for its key and its process."""
+        """The settings that it sees, as JSON for its key and its process."""
         sections = {prefix.partition(".")[0] for prefix in self.sees}
         return config.part_of(settings.model_dump(mode="json", include=sections), self.sees)
 
@@ -78,7 +78,9 @@ def _shards(dataset: str, kind: str) -> Stage:
         },
         dataset=dataset,
         arguments={"kind": kind, "dataset": dataset},
-        about=f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out",
+        about=(
+            f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out"
+        ),
         reuses_parts=True,
         memory=("runtime.workers", "reading.max_line_bytes"),
     )
@@ -154,10 +156,13 @@ def _training(row: config.TrainingStage) -> Stage:
     )
 
 
-# The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read it, too.
+# The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read
+# it, too.
 TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in ROWS}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
-BASE_OF = "base_of_"  # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's model
+# before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's
+# model
+BASE_OF = "base_of_"
 EVALUATE = Stage(
     "evaluate",
     "ttrain.tasks.evaluate",
@@ -172,8 +177,8 @@ EVALUATE = Stage(
     spreads=True,
     about="Measure the models on held-out data and on the suites of the evaluation",
 )
-# Stages of nights only: documents learnt before, the held-out set that a night's models are evaluated on, and the champion's
-# evaluation on it.
+# Stages of nights only: documents learnt before, the held-out set that a night's models are
+# evaluated on, and the champion's evaluation on it.
 LEARNT_BEFORE = "learnt-"
 SHARE = "share"  # in the index of documents learnt before: of all tokens of the night
 REPLAY = Stage(
@@ -183,7 +188,8 @@ REPLAY = Stage(
         *("nightly.replay", "pretrain.tokens", "pretrain.epochs", "pretrain.seed"),
         *("pretrain.row_length", "pretrain.mask_intervals"),
     ),
-    # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside what is held out.
+    # And those of each earlier night, by names that begin with LEARNT_BEFORE; the tokenizer beside
+    # what is held out.
     {"documents": (), "tokenizer": (), EARLIER_HELDOUT: ("heldout",)},
     about="Sample documents that the champion has learnt before",
 )

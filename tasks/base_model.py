@@ -1,7 +1,4 @@
-"""Stage `base-model`: prepare an existing model: checked, in fp32, with the pipeline's tokenizer.
-
-Reads the tokenizer and the files of the model that `start_from` names.
-"""
+"""Stage `base-model`: write an existing model in fp32 with the pipeline's tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ log = logging.getLogger("ttrain")
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write the model as `model/`, in the layout of the training stages; returns what was changed."""
+    """Write the model as `model/`, as training stages do; returns what was changed."""
     files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
@@ -39,10 +36,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
 def prepare_base_model(
     files: Mapping[str, Sequence[Path]], tokenizer: Path, directory: Path
 ) -> Figures:
-    """Load the files, give the model a row for each token of the tokenizer, and write both under `directory`.
+    """Load the model, give it a row for each token, and write both under `directory`.
 
-    `files` by the roles of `existing_model.files`. Raises ArtifactError that lists each tensor which is missing, left over
-    or of another shape.
+    `files`: as of `existing.model_files`. Raises ArtifactError with every tensor that does not fit.
     """
     model = _load(files)
     encoder = Encoder(tokenizer)
@@ -56,7 +52,8 @@ def prepare_base_model(
     )
     if moved:
         log.warning(
-            "%d of the %d tokens that the model knows have other ids in the tokenizer, so that their embeddings must be "
+            "%d of the %d tokens that the model knows have other ids in the tokenizer, so "
+            "that their embeddings must be "
             "learnt again; better leave tokenizer.existing out",
             moved,
             len(known),
@@ -74,7 +71,7 @@ def prepare_base_model(
 
 
 def _load(files: Mapping[str, Sequence[Path]]) -> PreTrainedModel:
-    """Load the model from the files that are in the key alone: others in the same folder must not affect it."""
+    # Only from the files that are in the key: others in the folder must not affect it.
     with temporary_directory("model") as temporary:
         for path in (*files["config"], *files["weights"], *files.get("second_head", ())):
             (temporary / path.name).symlink_to(path.absolute())
@@ -91,7 +88,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[int, list[int]]:
-    """For each token that the model has never seen, the tokens of its words: of <|user|>, those of "user"."""
+    # By new token the known tokens of its text: <|user|> to those of "user".
     tokens = sorted((number, token) for token, number in new.items() if number in unseen)
     spelled = encoder.encode([" ".join(WORDS.findall(token)) for _, token in tokens])
     return {
@@ -101,7 +98,7 @@ def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[
 
 
 def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
-    """Set the tokenizer's special ids, also where the model has others; the model's own stop tokens stay."""
+    # The model's own stop tokens stay.
     generation = model.generation_config
     own_stops = generation.eos_token_id
     stops = own_stops if isinstance(own_stops, list) else [own_stops]
@@ -113,12 +110,10 @@ def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
 
 
 def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]]) -> None:
-    """Give the model `size` rows, where it has fewer, and new values to the rows of `pieces`; all others keep theirs.
+    """Grow the model to at least `size` rows, and set the rows of `pieces`; deterministic.
 
-    `pieces` maps each token new to the model to the tokens whose mean it starts from; empty: all tokens the model has seen.
-    A mean lies within the embeddings, so that the first steps need not undo noise. It is a mean of the token's own words,
-    not the same for all, since an adapter does not train the embeddings, and tokens with equal rows would stay
-    indistinguishable. Nothing is random.
+    `pieces`: by new token the tokens whose mean it starts from (empty: all known ones). Means lie
+    within the embeddings; they differ, since an adapter cannot tell equal frozen rows apart.
     """
     old = embedding_rows(model)
     if size > old:

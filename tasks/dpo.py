@@ -1,7 +1,4 @@
-"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred.
-
-Reads `base` (the fine-tuned model), `shards-dpo` and `reference`. Sees the settings `dpo`.
-"""
+"""Stage `dpo`: the fine-tuned model learns which of two answers is preferred."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,11 +20,13 @@ from ttrain.train.preference_tuning import PreferenceTuning
 
 task_of = PreferenceTuning.of
 
-ADAPTER = "lora"  # directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole model
+# directory beside `model/` where dpo.adapter is set; `adapter/` would mean that there is no whole
+# model
+ADAPTER = "lora"
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Tune the model on pairs; leaves `model/` (Hugging Face), with dpo.adapter also `lora/`, checkpoints and curves."""
+    """Tune the model; leaves `model/`, with dpo.adapter also `lora/`, checkpoints and curves."""
     config = settings.dpo
 
     def batches(part: str, rows: Rows) -> BatchSource:
@@ -47,6 +46,6 @@ def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.Tr
 
 
 def merge(base: Path, output: Path) -> None:
-    """Write `model/`, the base with the adapter of `lora/` in its weights, so that what follows finds a whole model."""
+    """Write `model/`: the base merged with the adapter of `lora/`."""
     adapted = adapters.load(new_model.load(base), output / ADAPTER, weights_digest(base))
     new_model.write(adapters.merge(adapted), base, output / new_model.DIRECTORY)

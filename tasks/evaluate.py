@@ -1,7 +1,4 @@
-"""Stage `evaluate`: every model on the held-out records of its run and on its suites, samples, one table of metrics.
-
-Reads the models and the held-out part of their shards, by the names of `evaluate.*`. Sees the settings `evaluate`.
-"""
+"""Stage `evaluate`: every model on held-out records and suites, samples, one table of metrics."""
 
 import logging
 import os
@@ -49,10 +46,10 @@ log = logging.getLogger("ttrain")
 
 
 def run(config: Settings, job: StageContext) -> Figures:
-    """Score those of base, SFT and LoRA model that exist on the same held-out rows, with names that depend on none of them.
+    """Score the models that exist on the same held-out rows.
 
-    Writes `evaluation.json`, and `scores.json`, which has the sums of each record; with suites also `items.jsonl` with
-    prompts and answers. Several ranks share the held-out rows, with the same scores; the first does the rest.
+    Writes `evaluation.json`, `scores.json` (sums of each record) and, with suites, `items.jsonl`.
+    Several ranks share the held-out rows, with the same scores; the first does the rest.
     """
     settings, ranks = config.evaluate, join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
@@ -97,11 +94,13 @@ def run(config: Settings, job: StageContext) -> Figures:
     return evaluation
 
 
-# --- held-out records ---------------------------------------------------------------------------------------------------
+# --- held-out records -----------------------------------------------------------------------------
 
 
 def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
-    """The held-out records among the inputs of the stage, as tasks that are named after their parts."""
+    """The held-out records among the inputs of the stage, as tasks that are named after their
+    parts.
+    """
     tasks: list[Items[Any]] = []
     for part, row in PARTS.items():
         if part not in inputs:
@@ -125,7 +124,7 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
 
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:
-    """The metrics of a part that are recorded, by their names in its result."""
+    # The metrics of a part that are recorded, by their names in its result.
     names = {result.primary.name: METRICS[result.task].of(model)}
     return names | (
         {"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {}
@@ -133,7 +132,6 @@ def _names(result: TaskResult, model: str) -> dict[str, str]:
 
 
 def _counts(result: TaskResult) -> dict[str, int]:
-    """Records of a part, tokens of it that are scored, and bytes of documents; the same for every model."""
     sizes = {metric.name: int(sum(metric.sizes)) for metric in result.figures if not metric.group}
     counts = {result.task: len(result.items.digests)}
     if result.items.spec.kind == "text":
@@ -146,7 +144,6 @@ def _counts(result: TaskResult) -> dict[str, int]:
 def _prompts(
     held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder
 ) -> list[SamplePrompt]:
-    """What the models write samples for: what the settings name, else held-out documents and questions."""
     size = {
         "new_tokens": settings.new_tokens,
         "room": max(8, settings.row_length - settings.new_tokens),
@@ -168,13 +165,13 @@ def _prompts(
     ]
 
 
-# --- the figures --------------------------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def _paired(
     figures: Mapping[str, Metric], models: list[str], rule: statistics.Rule
 ) -> dict[str, dict[str, Any]]:
-    """{metric: how the model compares with the one before it on the same held-out records}."""
+    # {metric: how the model compares with the one before it on the same held-out records}.
     paired = {}
     for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
         first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
@@ -187,7 +184,7 @@ def _paired(
 
 
 def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[Any]]]:
-    """The items of each model's suites; a suite of several models is read once."""
+    # A suite of several models is read once.
     inputs = {part: job.inputs[part] for part in PARTS if part in job.inputs}
     records = {part: comparable(heldout_records(directory)) for part, directory in inputs.items()}
     overlaps = {
@@ -209,7 +206,7 @@ def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[
     }
 
 
-# --- the models ---------------------------------------------------------------------------------------------------------
+# --- the models -----------------------------------------------------------------------------------
 
 
 def _models(job: StageContext) -> list[str]:
@@ -217,7 +214,8 @@ def _models(job: StageContext) -> list[str]:
 
 
 def _progress(job: StageContext, model: str, half: int) -> Callable[[float], None]:
-    """A callback that reports the progress within one model's held-out records, or within its suites."""
+    # A callback that reports the progress within one model's held-out records, or within its
+    # suites.
     models = _models(job)
     done_before = 2 * models.index(model) + half
     return lambda share: job.progress.update(done_before + share, 2 * len(models), "parts")
@@ -252,8 +250,7 @@ def join_ranks(runtime: Runtime) -> Ranks:
 def _shared_results(
     held_out: list[Items[Any]], job: StageContext, ranks: Ranks
 ) -> dict[str, list[TaskResult]]:
-    """Score every model with all ranks together; then each rank may end on its own, since samples and suites can take
-    longer than a collective's timeout."""
+    # Then each rank may end: samples and suites can outlast a collective's timeout.
     results = {
         name: running.ask(held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0))
         for name in _models(job)

@@ -1,4 +1,4 @@
-"""The process of `ttrain gate train`: score experts on records, and train a router to choose the best of them."""
+"""The process of `ttrain gate train`: score experts and train a router to pick the best."""
 
 import itertools
 import logging
@@ -33,9 +33,9 @@ log = logging.getLogger("ttrain")
 
 
 def run(config: GateJob, job: StageContext) -> Figures:
-    """Train a gate: write its router and `gate.json`, and return its figures.
+    """Train a gate: write its router and `gate.json`, and return its metrics.
 
-    No weight of an expert changes: they are loaded to be scored, and freed before the router is built.
+    Experts are only scored, and freed before the router is built.
     """
     settings = config.gate
     device = precision.resolve_device(job.runtime.device, share_cores(job.runtime.threads))
@@ -61,7 +61,7 @@ def run(config: GateJob, job: StageContext) -> Figures:
 
 
 def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
-    """Train a router to classify texts by the expert that has the least loss on them, on the CPU: it takes seconds."""
+    """Train a router to predict the expert with the least loss, on the CPU in seconds."""
     torch.manual_seed(settings.seed)
     router = Router(settings, nats_RE.shape[1])
     rows = [run_ids(text, settings) for text in texts]
@@ -88,13 +88,13 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     return router
 
 
-# --- the records --------------------------------------------------------------------------------------------------------
+# --- the records ----------------------------------------------------------------------------------
 
 
 def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
-    """The distinct records of the files, each file read by its kind, in an order that does not depend on the files.
+    """The distinct records of the files, in an order that does not depend on the files.
 
-    Raises DataError where too many rows are bad or none is left, as sharding does.
+    Raises DataError if too many rows are bad or none is left.
     """
     tally, by_content = json_rows.Tally(), dict[bytes, sources.Record]()
     for location in locations:
@@ -114,7 +114,7 @@ def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
 
 
 def text_of(record: sources.Record) -> str:
-    """The text for the router: that of a document, or what the user says in a chat before the first answer."""
+    """The router's text: of a document, or of the user before the first answer."""
     if isinstance(record, sources.TextDocument):
         return record.text
     before = itertools.takewhile(lambda message: message.role != "assistant", record.messages)
@@ -122,7 +122,7 @@ def text_of(record: sources.Record) -> str:
 
 
 def bytes_of(record: sources.Record) -> int:
-    """UTF-8 bytes of what is scored: a document's text, or a chat's answers."""
+    """UTF-8 bytes of the scored text: a document, or a chat's answers."""
     if isinstance(record, sources.TextDocument):
         return len(record.text.encode("utf-8"))
     return sum(
@@ -133,19 +133,20 @@ def bytes_of(record: sources.Record) -> int:
 
 
 def heldout_flags(records: Sequence[sources.Record], settings: Gate) -> npt.NDArray[np.bool_]:
-    """Whether each record is held out, by its content, of shape [R]. Raises DataError where all or none are."""
+    """Whether each record is held out, by its content, [R]. Raises DataError for all or none."""
     is_heldout = np.array(
         [sources.position(record) < settings.heldout_fraction for record in records]
     )
     if is_heldout.all() or not is_heldout.any():
         raise DataError(
-            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but router and metrics need some "
+            f"{is_heldout.sum()} of {len(records)} records went to the held-out part, but "
+            f"router and metrics need some "
             f"each; bring more, or change heldout_fraction"
         )
     return is_heldout
 
 
-# --- the experts' losses ------------------------------------------------------------------------------------------------
+# --- the experts' losses --------------------------------------------------------------------------
 
 
 def score(
@@ -155,10 +156,7 @@ def score(
     job: StageContext,
     device: torch.device,
 ) -> Floats:
-    """Summed negative log-likelihoods of all experts in nats, [R, E]. They are loaded one after the other.
-
-    Raises Interrupted after a request to stop.
-    """
+    """Summed negative log-likelihoods of all experts in nats, [R, E]. Raises Interrupted."""
     nats_ER = []
     for number, expert in enumerate(experts):
 
@@ -175,7 +173,8 @@ def score(
             isinstance(record, sources.Conversation) for record in records
         ):
             raise UsageError(
-                f"--data holds chats, but the tokenizer of the expert {expert.reference} has no chat template"
+                f"--data holds chats, but the tokenizer of the expert {expert.reference} has "
+                f"no chat template"
             )
         sequences = [_sequence(model, record) for record in records]
         scores = perplexity.score_items(settings, model, sequences, report_progress)
@@ -184,27 +183,27 @@ def score(
 
 
 def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.Tokens:
-    """(ids, live) of a record: all tokens of a document's text, the answers of a chat."""
+    # Trained on: all tokens of a document's text, the answers of a chat
     if not isinstance(record, sources.TextDocument):
         return chat.encode_chat(model.encoder, record.messages)
     return perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
 
 
-# --- the figures --------------------------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def routing_metrics(
     nats_RE: Floats, heldout_bytes: int, chosen_R: npt.NDArray[np.int64]
 ) -> Figures:
-    """Compute the metrics of records routed to `chosen_R`; losses are in bits per byte, which no tokenizer changes.
+    """Metrics of records routed to `chosen_R`; losses are in bits per byte.
 
-    accuracy            share of records that went to the expert with the least loss
-    majority_accuracy   the same if all went to the expert that is best most often: what the accuracy must exceed
-    loss_routed         mean loss of the records as routed
-    loss_oracle         the same, each by its best expert
-    loss_best_single    the same, all by the one expert that is best for them together
-    gain                share of the way from `loss_best_single` to `loss_oracle`; None if the two are equal
-    experts             of each: its loss on all records, the share of them it is best at, and the share routed to it
+    accuracy           share of records whose expert has the least loss
+    majority_accuracy  accuracy of always choosing the most frequent best expert
+    loss_routed        mean loss as routed
+    loss_oracle        mean loss, each record by its best expert
+    loss_best_single   mean loss of the best single expert
+    gain               share of the way from `loss_best_single` to `loss_oracle`; None if equal
+    experts            of each: its loss, the share it is best at, the share routed to it
     """
     records, experts = nats_RE.shape
     best_R, rows = nats_RE.argmin(axis=1), np.arange(records)

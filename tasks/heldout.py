@@ -1,7 +1,4 @@
-"""Stage `heldout`: the held-out documents of all nights, as one set, and which night brought which.
-
-Reads `earlier` (the set of the night before) and `documents` (the shards of this one).
-"""
+"""Stage `heldout`: the held-out documents of all nights, as one set with their nights."""
 
 import itertools
 from collections.abc import Iterable
@@ -28,11 +25,10 @@ NIGHTS = Path(
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write the held-out texts of both inputs that are scored, each once, ordered by their digests; returns the counts.
+    """Write the scored held-out texts of both inputs, each once, in the order of their digests.
 
-    A night reads new documents alone, but a model must not forget the old ones. Each night brings a tenth of
-    `evaluate.max_bytes` at most, which stays as it is whatever comes later: figures of different nights are over the same
-    text. Text only: each model has its own tokenizer.
+    Each night adds at most a tenth of `evaluate.max_bytes`, which later nights keep, so that their
+    metrics are over the same text. Text only: models have their own tokenizers.
     """
     earlier = job.inputs[EARLIER_HELDOUT]
     earlier_documents, documents = (
@@ -81,10 +77,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 
 def read_nights(directory: Path) -> list[list[str]]:
-    """The names of the held-out records of each night, the oldest first; [] where a set is of one night alone."""
+    """Names of the held-out records of each night, oldest first; [] for a set of one night."""
     return list(read_json(directory / NIGHTS) or ())
 
 
 def _by_name(documents: Iterable[JsonDict]) -> dict[str, JsonDict]:
-    """Documents by what identifies them among the scores: other fields, such as the source, do not make another record."""
+    # Other fields, such as the source, do not make another record.
     return {record_name(document["text"]): document for document in documents}

@@ -1,7 +1,4 @@
-"""Stage `lora`: train an adapter on a frozen model for a domain.
-
-Reads `base` (the model below the adapter) and `shards-lora`. Sees the settings `lora`.
-"""
+"""Stage `lora`: train an adapter on a frozen model for a domain."""
 
 from pathlib import Path
 
@@ -29,7 +26,8 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     """A new adapter on the frozen model in the directory `base`."""
     model = adapters.attach(adapters.load_quantized(base, config), config)
     held_in = None if config.quantize == "none" else config.quantize
-    start = config.start_from  # the name for people, which reveals no path; what binds the adapter to its base is the digest
+    # the name for people, which reveals no path; what binds the adapter to its base is the digest
+    start = config.start_from
     name = (
         f"ttrain-{start}"
         if start in TRAININGS

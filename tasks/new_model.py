@@ -1,4 +1,4 @@
-"""Whole models in stages: make one from the settings, read it, write it; and the stage `new-model`, which does no more."""
+"""Models in stages: make one from the settings, read it, write it; and the stage `new-model`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
 
 
 def load(directory: Path) -> PreTrainedModel:
-    """A model from its Hugging Face directory, with the second head that may lie beside it."""
+    """A model from its Hugging Face directory, with its second head, if any."""
     model = factory.load(directory)
     multi_token.attach_from(model, directory)
     return model

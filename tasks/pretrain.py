@@ -1,7 +1,6 @@
-"""Stage `pretrain`: a new model, or one that exists, is trained on documents.
+"""Stage `pretrain`: train a new or an existing model on documents.
 
-Reads the tokenizer and `shards-pretrain`; `base` where a model exists; in a night also `replay` and
-the champion's `plateau`. Sees the settings `pretrain` and `model`.
+A night's also reads `replay` and the champion's `plateau`.
 """
 
 from ttrain.config import Settings, flatten
@@ -14,7 +13,7 @@ from ttrain.tasks.common.whole_model import whole_model
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Train a new model, or the base where there is one; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
+    """Train a new model, or the base if there is one; leaves `model/` and `checkpoints/`."""
     return training.run(settings, settings.pretrain, job, prepare)
 
 

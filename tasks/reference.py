@@ -1,6 +1,6 @@
-"""Stage `reference`: the log-probability of every answer under the model that preference tuning starts from.
+"""Stage `reference`: the log-probability of every answer under the untuned model.
 
-Letters in names: A answers, of the whole set of shards or of a batch.
+Letters in names: A answers, of the shards or of a batch.
 """
 
 from collections.abc import Collection
@@ -35,10 +35,9 @@ Scores = dict[str, npt.NDArray[Any]]
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens of each answer, by its number.
+    """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens per answer.
 
-    The ranks take turns in blocks of rows, each of which is a file until the end, so that a pass which is killed goes on
-    there. The model is frozen, without dropout, and in the precision of the training.
+    Ranks take turns in blocks of rows, each a file until the end, where a killed pass continues.
     """
     ranks, runtime, config = start(job.runtime), job.runtime, settings.dpo
     base = job.inputs["base"] / new_model.DIRECTORY
@@ -89,10 +88,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 
 def _join(job: StageContext, part: str) -> tuple[int, float | None]:
-    """Write the scores of all blocks by the answers' numbers; returns how many there are, and their mean.
-
-    An answer that no row holds has no number of tokens, and NaN.
-    """
+    # An answer that no row holds has no number of tokens, and NaN.
     answers = 2 * int(
         ShardSet(job.inputs["shards"] / part).index["rows"]
     )  # numbers that there may be

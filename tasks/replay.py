@@ -1,8 +1,6 @@
-"""Stages `replay` and `replay-sft`: documents or chats that the champion has learnt before, for a night to read beside the
-new ones.
+"""Stages `replay` and `replay-sft`: a sample of earlier data for a night to read again.
 
-A model that learns new documents alone forgets the old ones; a share of 5 % of old ones keeps most of them
-(arXiv:2403.08763).
+A share of 5 % keeps most of what training on new documents alone forgets (arXiv:2403.08763).
 """
 
 import math
@@ -31,13 +29,11 @@ TEMPLATE = "template"  # in the index of chats: the digest of the template that 
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write `train/`, a sample of what was learnt in all nights, in proportion to their tokens by night, and by source
-    where sources have weights.
+    """Write `train/`, a sample of all nights in proportion to their tokens, and by weighted source.
 
-    It has as many tokens as the night reads again, or all of them, in whole chats or in windows of documents, as rows have
-    them: of long documents few would make up a sample. Where regions are masked, documents stay whole. A record that the
-    held-out part of tonight or of one of these nights has is left out, and one of the earlier held-out set: a champion that
-    somebody promoted may have learnt what nights hold out.
+    The sample consists of chats or windows of documents (of complete documents where regions are
+    masked). Held-out records of any of these nights are left out, and those of the earlier held-out
+    set: a champion promoted by hand may have been trained on them.
     """
     new = ShardSet(job.inputs["documents"] / "train")
     of_documents = new.index["kind"] == "documents"
@@ -96,7 +92,6 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 
 def _sources(shards: ShardSet) -> Iterator[ShardSet]:
-    """The sources of a night, which are apart where they have weights."""
     numbers = range(len(shards.weights))
     yield from (
         (source for source in map(shards.group, numbers) if len(source)) if numbers else [shards]
@@ -111,10 +106,10 @@ def sample(
     heldout: Collection[bytes],
     row_length: int | None,
 ) -> Column:
-    """Parts of a source that have this share of its tokens, rounded up to a part, without those of held-out records.
+    """Parts of a source with this share of its tokens, rounded up, without held-out records.
 
-    A part is a window of `row_length` tokens and the one after them, or a whole record. `nights_since`: the nights between
-    that of the source and tonight. Seed and source determine one order of the parts, in which each night begins elsewhere.
+    A part is a window of `row_length` + 1 tokens, or a record. Seed and source give one order of
+    the parts; each night begins elsewhere, by `nights_since` the source's own.
     """
     records, begins, lengths = _parts(source, row_length)
     sha256s = [entry["sha256"] for entry in source.entries]
@@ -138,7 +133,7 @@ def sample(
 
 
 def _parts(source: ShardSet, row_length: int | None) -> tuple[Array, Array, Array]:
-    """(number of the record, its tokens before the part, tokens) of each part of a source, in order."""
+    # (number of the record, its tokens before the part, tokens), in order
     if row_length is None:
         return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths
     _, records, begins = document_windows(source.lengths, row_length, row_length)
@@ -146,11 +141,10 @@ def _parts(source: ShardSet, row_length: int | None) -> tuple[Array, Array, Arra
 
 
 def _digests(shards: ShardSet) -> Iterator[bytes]:
-    """The digest of each record."""
     for column in shards.columns():
         yield from (_digest(column, record) for record in range(len(column)))
 
 
 def _digest(column: Column, record: int) -> bytes:
-    """The digest of a record's tokens, which is the same in every set of one tokenizer."""
+    # The same in every set of one tokenizer
     return hash_of(column.tokens[column.offsets[record] : column.offsets[record + 1]].tobytes())

@@ -1,7 +1,4 @@
-"""Stage `sft`: the base model learns to answer; the loss counts the assistant's tokens only.
-
-Reads `base` (the pretrained model) and `shards-sft`; in a night also `replay`. Sees the settings `sft`.
-"""
+"""Stage `sft`: train the base model on chats; only the assistant's tokens count."""
 
 from ttrain.config import Settings
 from ttrain.data.encoder import Encoder
@@ -12,7 +9,7 @@ from ttrain.tasks.common.whole_model import whole_model
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Train all weights of the base model on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
+    """Train all weights on chats; leaves `model/` (Hugging Face), `checkpoints/` and the curves."""
     return training.run(settings, settings.sft, job, prepare)
 
 

@@ -1,8 +1,4 @@
-"""Stages `shards-*`: documents, chats or pairs to Arrow shards of token ids, training and held-out part apart.
-
-Read the files of their entry of `data`, or the stage `source`, and the tokenizer; in a night also
-what was trained on before. See the settings `reading` and `shards`.
-"""
+"""Stages `shards-*`: documents, chats or pairs to Arrow shards, training and held-out apart."""
 
 import functools
 import os
@@ -30,7 +26,9 @@ AGAINST = "against"  # the role of files with items of evaluations
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns the counts."""
+    """Write `train/` and `heldout/` (with the records as text beside, for the evaluation); returns
+    the counts.
+    """
     with Processes(job.runtime.workers or os.cpu_count() or 1) as pool:
         built = build(settings, job, pool)
     check(built, settings.reading, f"data.{job.arguments['dataset']}", job.arguments["kind"])
@@ -44,7 +42,8 @@ def make_blocks(settings: Settings, job: StageContext, pool: Pool) -> None:
 
 def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     """Make the shards, or finish those that an earlier run began."""
-    # The items of the evaluations that `shards.decontaminate` names; a task has the name of its file.
+    # The items of the evaluations that `shards.decontaminate` names; a task has the name of its
+    # file.
     left_out = Counter[str]()
     files = job.files.get(AGAINST, ())
     items = [item for file in files for item in contamination.read_items(file, left_out)]
@@ -105,7 +104,7 @@ def files_of(job: StageContext) -> dict[str, list[DataFile]]:
 def recipe_of(
     reading: Reading, tokenizer: Path, kind: str, home: Path | None = None
 ) -> BlockRecipe:
-    """The recipe that blocks are made by; the digest of its code is part of it. `home`: remembers that of each module."""
+    """The recipe of blocks, with the digest of its code, which `home` remembers."""
     encoder = blocks.encoder_of(str(tokenizer))
     return BlockRecipe(
         kind=kind,
@@ -123,13 +122,13 @@ def recipe_of(
 
 @functools.cache
 def _code(home: Path | None) -> str:
-    """Digest of the code that decides what a block becomes; 0.2 s where nothing is remembered."""
+    # 0.2 s where nothing is remembered
     cache = ArtifactStore(home).cache if home else DigestCache(Path(os.devnull))
     return digest_of(code_digests(__name__, cache))
 
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
-    """Raise DataError where too many rows are bad, or none is left; NothingNew where earlier nights have the others."""
+    """Raise DataError if too many rows are bad or none is left; NothingNew if all are known."""
     expected_fields, near = (
         records.expected_fields(kind, reading.text_field),
         built.near_duplicates or {},
@@ -138,8 +137,10 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
     train.check(name, reading.rejected_fraction, expected_fields, may_be_empty=True)
     if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
         raise NothingNew(
-            f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most of documents that were "
-            f"learnt before (reading.near_duplicates={near.get('threshold')}), {built.of_earlier_heldout or 0} are held "
+            f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most "
+            f"of documents that were "
+            f"learnt before (reading.near_duplicates={near.get('threshold')}), "
+            f"{built.of_earlier_heldout or 0} are held "
             f"out by earlier nights, and none is left to learn"
         )
     for role, tally in built.tallies.items():
@@ -157,7 +158,7 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
 
 
 def heldout_records(directory: Path) -> Iterator[JsonDict]:
-    """The held-out records of a set of shards, as text, one at a time: nights read a first set of any size."""
+    """The held-out records of a set of shards as text, one at a time."""
     heldout = directory / "heldout"
     for shard in shards.ShardSet(heldout).index["shards"]:
         with (heldout / shard["records"]).open("rb") as lines:
@@ -165,7 +166,7 @@ def heldout_records(directory: Path) -> Iterator[JsonDict]:
 
 
 def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
-    """The held-out documents of a set of shards, or of the stage `heldout`, one at a time."""
+    """The held-out documents of shards or of the stage `heldout`, one at a time."""
     return (records.TextDocument(record["text"]) for record in heldout_records(directory))
 
 
@@ -175,9 +176,9 @@ def heldout_hashes(directory: Path) -> Table:
 
 
 def scored_documents(documents: Iterable[JsonDict], max_bytes: int) -> list[JsonDict]:
-    """Of held-out documents those from the beginning on that have this many bytes of text together.
+    """The first held-out documents with this many bytes of text together.
 
-    One that does not fit is passed over while less than half is taken; where none fits, the shortest is taken.
+    A longer one is skipped while less than half is taken; if none fits, the shortest is taken.
     """
     scored: list[JsonDict] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Stage `source`: the quickstart's data, from the text that ships with ttrain. Sees `python_docs`."""
+"""Stage `source`: the quickstart's data, from the text that ships with ttrain."""
 
 from ttrain.config import Settings
 from ttrain.data import python_docs
@@ -6,5 +6,5 @@ from ttrain.tasks.common.job import Figures, StageContext
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write pretrain, sft, dpo and lora JSONL with their held-out parts; returns the counts of rows and bytes."""
+    """Write pretrain, sft, dpo and lora JSONL with held-out parts; returns the counts."""
     return python_docs.build(job.output, settings.python_docs)

@@ -1,7 +1,4 @@
-"""Stage `tokenizer`: a byte-level BPE from the training part of the documents, or a tokenizer that exists.
-
-Reads the files of `data.tokenizer`, or the stage `source`. Sees the settings `tokenizer` and `reading`.
-"""
+"""Stage `tokenizer`: train a byte-level BPE on the training documents, or use an existing one."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +19,9 @@ SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
-    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per token."""
+    """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per
+    token.
+    """
     reading, paths = settings.reading, job.files.get("train")
     if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
         reading = reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
@@ -46,10 +45,9 @@ def train_directory(
     existing_files: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> Figures:
-    """Train on the files and write the tokenizer under `output`, or copy `config.existing` (its `existing_files`, if known).
+    """Train on the files and write under `output`, or copy `config.existing`; returns the metrics.
 
-    An existing one needs no files, which only measure it. Returns the figures of the manifest. Raises DataError where too
-    many rows are bad, and UsageError where an existing tokenizer cannot be used.
+    The files only measure an existing tokenizer. Raises DataError and UsageError.
     """
     tally, figures = json_rows.Tally(), dict[str, int]()
     if config.existing:
@@ -70,7 +68,8 @@ def train_directory(
         tally.check(SETTING, reading.rejected_fraction, records.document_fields(reading.text_field))
         if not texts:
             raise DataError(
-                f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more documents"
+                f"{SETTING}: all {tally.kept} documents went to the held-out part; bring more "
+                f"documents"
             )
         tokenizers.save(
             tokenizers.train(texts, config.vocab_size, config.template), output, config.template
@@ -112,7 +111,6 @@ def _documents(
 
 
 def _beginning(documents: Iterator[records.Record]) -> list[str]:
-    """The texts of the first documents."""
     texts, size = list[str](), 0
     for record in itertools.islice(documents, MEASURED_DOCUMENTS):
         if isinstance(record, records.TextDocument) and size < MEASURED_BYTES:

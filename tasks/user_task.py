@@ -32,7 +32,7 @@ SETTINGS = "settings.yaml"
 
 
 def run(config: TaskJob, job: StageContext) -> Figures:
-    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and the curves. Returns the figures."""
+    """Train the task; leaves `model.safetensors`, `checkpoints/`, `settings.yaml` and curves."""
     kind = task_class(config.task)
     settings = settings_of_task(kind.Config, [Override(*override) for override in config.given])
     allow = allowed(config.allow, kind.Config)
@@ -43,7 +43,8 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     )
     if len(rows) < settings.rows_per_step:
         raise DataError(
-            f"rows_per_step is {settings.rows_per_step} but the task's rows() has only {len(rows)} rows; "
+            f"rows_per_step is {settings.rows_per_step} but the task's rows() has only "
+            f"{len(rows)} rows; "
             f"set rows_per_step={max(1, len(rows))} or less, or bring more rows"
         )
     order = ShuffledOrder(
@@ -85,11 +86,11 @@ def run(config: TaskJob, job: StageContext) -> Figures:
     return {**figures, **counts}
 
 
-# --- the task and its settings ------------------------------------------------------------------------------------------
+# --- the task and its settings --------------------------------------------------------------------
 
 
 def task_class(name: str) -> type[UserTask]:
-    """Import the class of a task. Raises UsageError where it cannot be imported, or is not a task that can be run."""
+    """Import the class of a task. Raises UsageError if that fails or it is not a runnable task."""
     point = task.find_task(name)
     if ":" in name:
         sys.path.insert(0, str(Path.cwd()))
@@ -107,26 +108,28 @@ def task_class(name: str) -> type[UserTask]:
         )
     if not issubclass(task_type.Config, TaskConfig) or "runtime" in task_type.Config.model_fields:
         raise UsageError(
-            f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have no 'runtime'"
+            f"the settings {name}.Config must derive from ttrain.config.TaskConfig, and have "
+            f"no 'runtime'"
         )
     return task_type
 
 
 def allowed(names: Sequence[str], root: type[TaskConfig]) -> frozenset[str]:
-    """The settings that --allow names; `optim` stands for all below it. Raises UsageError for an unknown name."""
+    """The settings that --allow names, with all below `optim`. Raises UsageError."""
     setting_names = [*types_by_name(root), "task"]
     allowed_names: set[str] = set()
     for name in names:
         meant = [key for key in setting_names if key == name or key.startswith(f"{name}.")]
         if not meant:
             raise UsageError(
-                f"--allow is '{name}', but there is no such setting{task.did_you_mean(name, setting_names)}"
+                f"--allow is '{name}', but there is no such "
+                f"setting{task.did_you_mean(name, setting_names)}"
             )
         allowed_names.update(meant)
     return frozenset(allowed_names)
 
 
-# --- between the task and the trainer -----------------------------------------------------------------------------------
+# --- between the task and the trainer -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Batches:
 
 @final
 class Adapted:
-    """A user's task as the trainer calls it: with its model, built once, and batches of which some do not count."""
+    """A user's task as the trainer calls it, with its model built once."""
 
     def __init__(self, task: UserTask, model: nn.Module) -> None:
         self._task, self._model = task, model
@@ -186,7 +189,8 @@ class Adapted:
         )
 
     def _checked(self, method: str, loss: LossSum, batch: RowBatch) -> LossSum:
-        """The loss, or zero for a batch that does not count. Raises TTrainError where it is not a summed LossSum."""
+        # The loss, or zero for a batch that does not count. Raises TTrainError where it is not a
+        # summed LossSum.
         if not isinstance(loss, LossSum):
             raise TTrainError(
                 f"{type(self._task).__name__}.{method} returned a {type(loss).__name__}; "

@@ -1,4 +1,4 @@
-"""Callbacks of a training stage: curves, log, guards, samples, machine metrics. None of them changes a weight."""
+"""Callbacks of a training stage: curves, log, guards, samples, machine metrics."""
 
 import contextlib
 import logging
@@ -60,10 +60,9 @@ def training_callbacks(
     options: TrainerOptions,
     flops_per_token: float = 0.0,
 ) -> list[Callback]:
-    """The callbacks that the runtime settings ask for and every training supports, in the order in which they are called.
+    """The callbacks that the runtime settings ask for and every training supports, in call order.
 
-    `flops_per_token`: 0 where it is unknown; then MFU is not logged.
-    Raises UsageError where a logger is not installed.
+    `flops_per_token`: 0 if unknown; then MFU is not logged. Raises UsageError for a missing logger.
     """
     directory, order, ranks = job.run_directory, loader.order, options.ranks
     callbacks: list[Callback] = [
@@ -90,15 +89,14 @@ def training_callbacks(
 
 
 def make_loggers(names: Iterable[str], directory: Path, description: Figures) -> list[Callback]:
-    """A callback for each name, found by its entry point, so that a training knows no tracker. Raises UsageError for one
-    that is not installed."""
+    """A callback for each name, from its entry point. Raises UsageError for a missing one."""
     extras.check(names)
     points = entry_points(group="ttrain.loggers")
     return [points[name].load()(name, directory, description) for name in names]
 
 
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
-    """A training as loggers show it: project, group, kind and name, and its settings with secrets masked."""
+    """A training for loggers: project, group, kind, name and settings without secrets."""
     stage, run_name = labels.get("stage", "training"), labels.get("run", "")
     return {
         "project": labels.get("experiment", "ttrain"),
@@ -122,7 +120,7 @@ def language_model_callbacks(
     model: nn.Module,
     encoder: Encoder,
 ) -> list[Callback]:
-    """The callbacks of a language model's training: also perplexity, and where set samples and evaluations."""
+    """The callbacks of a language model: also perplexity, samples and evaluations."""
     runtime = job.runtime
     callbacks = training_callbacks(
         config, job, loader, options, flops_per_token(model, config.row_length)
@@ -133,8 +131,10 @@ def language_model_callbacks(
         and options.ranks.world > 1
     ):
         raise UsageError(
-            "runtime.sample_every_steps and runtime.eval_every_steps ask the model in training, but with "
-            "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or runtime.parallel=ddp"
+            "runtime.sample_every_steps and runtime.eval_every_steps ask the model in "
+            "training, but with "
+            "runtime.parallel=fsdp no rank holds a whole one; set both to 0, or "
+            "runtime.parallel=ddp"
         )
     if TRAINING_STAGES[config.section].rows != "pairs":  # whose loss is not a cross entropy
         callbacks.append(Perplexity())
@@ -162,7 +162,7 @@ def language_model_callbacks(
 def sample_prompts(
     config: Training, job: StageContext, encoder: Encoder
 ) -> list[samples.SamplePrompt]:
-    """The prompts of the settings, else of rows that the stage holds out, of which there may be none."""
+    """The prompts of the settings, else from held-out rows; there may be none."""
     of_documents = TRAINING_STAGES[config.section].rows == "documents"
     if (texts := job.runtime.sample_prompts) is not None:
         return list(map(samples.SamplePrompt if of_documents else samples.question, texts))
@@ -177,10 +177,9 @@ def sample_prompts(
 
 
 def is_without_effect(curve: Path) -> bool:
-    """Whether the quick validations of a stage end where they began: nearer than two that follow each other usually are, or
-    by less than 0.1 % of the perplexity. False for a curve that lacks its first step.
+    """Whether the quick validations end where they began: within their usual step, or 0.1 %.
 
-    The value of the last step is of all rows, and is not compared.
+    False for a curve without its first step. The last value is of all rows and not compared.
     """
     quick = [
         row
@@ -197,7 +196,8 @@ def is_without_effect(curve: Path) -> bool:
 def measure_of(
     config: Training, job: StageContext, model: nn.Module, encoder: Encoder, ranks: Ranks
 ) -> Callable[[int], Mapping[str, float]]:
-    """The function that `train.periodic_evaluation` calls. Reads all items; raises UsageError or DataError for bad ones.
+    """The function that `train.periodic_evaluation` calls. Reads all items; raises UsageError or
+    DataError for bad ones.
 
     Each evaluation leaves `run/evaluations/step-00000100.json`, with the intervals of its figures.
     """
@@ -221,8 +221,9 @@ def measure_of(
 
 
 def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
-    """The items of the suite that the settings name, at most `runtime.eval_limit` of each task. Tasks on held-out parts that
-    are not the stage's own are left out."""
+    """The items of the suite that the settings name, at most `runtime.eval_limit` of each task.
+    Tasks on held-out parts that are not the stage's own are left out.
+    """
     part_name = TRAINING_STAGES[config.section].part
     full_suite = (
         suites.load(job.runtime.eval_suite) if job.runtime.eval_suite else suites.load_heldout()
@@ -237,7 +238,9 @@ def read_items(config: Training, job: StageContext) -> list[Items[Any]]:
 
 
 def figures_of(results: Results) -> dict[str, float]:
-    """Every metric as TASK/METRIC, and the primary one of a group as TASK/METRIC/KEY:VALUE; none without an item."""
+    """Every metric as TASK/METRIC, and the primary one of a group as TASK/METRIC/KEY:VALUE; none
+    without an item.
+    """
     model_infix = f"/{NAME}"
     return {
         name.replace(model_infix, "", 1): value
@@ -248,8 +251,9 @@ def figures_of(results: Results) -> dict[str, float]:
 
 @contextlib.contextmanager
 def generation_mode(model: Any, encoder: Encoder) -> Iterator[LoadedModel]:
-    """Use the model in training for generation; afterwards its own generation settings, which are written beside its
-    weights, are restored."""
+    """Use the model in training for generation; afterwards its own generation settings, which are
+    written beside its weights, are restored.
+    """
     causal = causal_of(model)
     generation_config = causal.generation_config
     try:

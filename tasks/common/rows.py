@@ -32,11 +32,14 @@ MOST_DRAWS = 1 << 20  # of a cycle of exact shares, which is in memory
 def open_rows(
     directory: Path, encoder: Encoder, config: Training, *, heldout: bool = False
 ) -> Rows:
-    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor read with overlap."""
+    """The rows of a set of shards, by its kind; the held-out part is neither mixed by weight nor
+    read with overlap.
+    """
     shards = ShardSet(directory, encoder.digest)
     if shards.index.get("template", digest_of(encoder.jinja)) != digest_of(encoder.jinja):
         raise ArtifactError(
-            f"the chats in {directory} were made with another chat template than the model's; make them again"
+            f"the chats in {directory} were made with another chat template than the model's; "
+            f"make them again"
         )
     if shards.weights and not heldout:
         groups = [
@@ -47,7 +50,9 @@ def open_rows(
 
 
 def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training) -> Rows:
-    """The rows, and beside them those of a sample of documents learnt before, whose index has its share of all tokens."""
+    """The rows, and beside them those of a sample of documents learnt before, whose index has its
+    share of all tokens.
+    """
     shards = ShardSet(directory, encoder.digest)
     replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
     if not len(replayed):
@@ -72,7 +77,8 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
             else "rows with a weight cannot be drawn by it"
         )
         raise UsageError(
-            f"{config.section}.packing is stream, but {what}; set {config.section}.packing=best-fit, "
+            f"{config.section}.packing is stream, but {what}; set "
+            f"{config.section}.packing=best-fit, "
             f"or leave the key 'weight' out"
         )
     if kind == "documents":
@@ -86,18 +92,18 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
         )
     if config.stride is not None:
         raise UsageError(
-            f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; set it to null"
+            f"{config.section}.stride is {config.stride}, but {kind} are not read in windows; "
+            f"set it to null"
         )
     if kind == "pairs" and masks:
         raise UsageError(
-            f"{config.section}.mask_intervals is set, but an answer of a pair counts as a whole; leave it out"
+            f"{config.section}.mask_intervals is set, but an answer of a pair counts as a "
+            f"whole; leave it out"
         )
     return answer_rows(shards, config.row_length, encoder, packed=packed, masks=masks)
 
 
 def _intervals(config: Training, encoder: Encoder) -> Intervals:
-    """The token ids of `mask_intervals`."""
-
     def number(marker: int | str) -> int:
         try:
             found = encoder.special(marker) if isinstance(marker, str) else marker
@@ -105,7 +111,8 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
             found = -1
         if not 0 <= found < len(encoder):
             raise UsageError(
-                f"{config.section}.mask_intervals names {marker!r}, which is not a token of the tokenizer; "
+                f"{config.section}.mask_intervals names {marker!r}, which is not a token of "
+                f"the tokenizer; "
                 f"name one of its tokens, or an id from 0 to {len(encoder) - 1}"
             )
         return found
@@ -114,14 +121,18 @@ def _intervals(config: Training, encoder: Encoder) -> Intervals:
 
 
 def order_of(config: Training, rows: Rows) -> Order:
-    """The order that the settings and the data's weights ask for. Raises DataError where the data is not fit to train on.
+    """The order that the settings and the data's weights ask for. Raises DataError where the data
+    is not fit to train on.
 
-    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a budget is a number of
-    steps. Rows of one record are short: they count by their length, and a budget in tokens ends with the step in which it
-    has been read.
+    Packed rows count in full (documents fill 0.999 of them, the quickstart's chats 0.98), so that a
+    budget is a number of steps. Rows of one record are short: they count by their length, and a
+    budget in tokens ends with the step in which it has been read.
     """
     limit, counts = f"{config.section}.dropped_fraction {config.dropped_fraction}", rows.counts()
-    too_long = f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and both answers together"
+    too_long = (
+        f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and "
+        f"both answers together"
+    )
     for reason, what, fix in (
         ("too_long_dropped", too_long, "raise row_length"),
         (
@@ -132,7 +143,8 @@ def order_of(config: Training, rows: Rows) -> Order:
     ):
         if counts.get(reason, 0) > config.dropped_fraction * counts["records"]:
             raise DataError(
-                f"{counts[reason]} of {counts['records']} {what}. That is more than {limit}; {fix}, or raise the fraction"
+                f"{counts[reason]} of {counts['records']} {what}. That is more than {limit}; "
+                f"{fix}, or raise the fraction"
             )
     if not len(rows):
         stage = TRAINING_STAGES.get(config.section)
@@ -146,10 +158,13 @@ def order_of(config: Training, rows: Rows) -> Order:
     if len(rows) < config.rows_per_step:
         name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
         raise TooFewRows(
-            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of {config.row_length} tokens, "
-            f"but the training data gives {len(rows)} rows; set {name}={most} or less, or bring more data",
+            f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
+            f"{config.row_length} tokens, "
+            f"but the training data gives {len(rows)} rows; set {name}={most} or less, or "
+            f"bring more data",
             [
-                f"{name}={AUTO if type(config).model_fields['tokens_per_step'].default == AUTO else most}"
+                f"{name}="
+                f"{AUTO if type(config).model_fields['tokens_per_step'].default == AUTO else most}"
             ],
         )
     order = _order(config, rows)
@@ -177,7 +192,8 @@ def _order(config: Training, rows: Rows) -> Order:
             least = min(weights) / sum(weights)
             if least * MOST_DRAWS < 1:
                 raise DataError(
-                    f"the rows with the least weight would get one of {1 / least:.3g} draws, but may get one of "
+                    f"the rows with the least weight would get one of {1 / least:.3g} draws, "
+                    f"but may get one of "
                     f"{MOST_DRAWS:,}; raise their weight, or leave them out"
                 )
             draws = max(draws, math.ceil(1 / least))
@@ -190,7 +206,9 @@ def _order(config: Training, rows: Rows) -> Order:
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:
-    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the longest."""
+    """At most `limit` rows, evenly spread: the first rows of packed chats are those with the
+    longest.
+    """
     count = min(limit, len(rows))
     numbers = np.arange(count) * len(rows) // max(1, count)
     return [

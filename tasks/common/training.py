@@ -1,10 +1,13 @@
-"""Training: what the stages that train share, and one training of any model, from the ranks to the files it leaves.
+"""Training: what the stages that train share, and one training of any model, from the ranks to the
+files it leaves.
 
-A stage gives `run` its settings and what prepares its model; a user's task calls `train` with its own parts.
+A stage gives `run` its settings and what prepares its model; a user's task calls `train` with its
+own parts.
 
-An artifact of `schedule.kind=infinite` holds a `plateau/`: weights and optimizer state, in the files of a checkpoint, which
-another training continues. The model beside it has been annealed in the decay that ends it; a rate as high as the peak would
-raise its loss on what it has learnt (arXiv:2308.04014).
+An artifact of `schedule.kind=infinite` holds a `plateau/`: weights and optimizer state, in the
+files of a checkpoint, which another training continues. The model beside it has been annealed in
+the decay that ends it; a rate as high as the peak would raise its loss on what it has learnt
+(arXiv:2308.04014).
 """
 
 import logging
@@ -64,11 +67,13 @@ log = logging.getLogger("ttrain")
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model to train, and how it is stored: `directory` under the output, weights file, files beside it.
+    """A model to train, and how it is stored: `directory` under the output, weights file, files
+    beside it.
 
-    `identity`: the settings that shaped it, which a checkpoint must match as it must those of the stage. A tensor that
-    `state` names FILE.safetensors/NAME is stored in that file; files in `left_out` are in checkpoints only. `finish` is
-    called with the output once the files are written.
+    `identity`: the settings that shaped it, which a checkpoint must match as it must those of the
+    stage. A tensor that `state` names FILE.safetensors/NAME is stored in that file; files in
+    `left_out` are in checkpoints only. `finish` is called with the output once the files are
+    written.
     """
 
     model: nn.Module
@@ -85,7 +90,7 @@ class TrainableModel:
         factory.overwrite(self.state(), weights)
 
 
-# --- a training stage ----------------------------------------------------------------------------------------------------
+# --- a training stage -----------------------------------------------------------------------------
 
 
 task_of = LanguageModeling.of  # of most stages
@@ -99,7 +104,8 @@ def run(
     task: Callable[[Training, nn.Module, Runtime], CausalTask] = task_of,
     batches: Callable[[str, Rows], BatchSource] = lambda part, rows: rows,
 ) -> Figures:
-    """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the output.
+    """Train what `prepare` makes of settings, inputs and tokenizer, write the model under the
+    output.
 
     `batches` makes those of a part, `train` or `heldout`, of its rows.
 
@@ -173,7 +179,8 @@ def run(
         if "plateau" in job.inputs
         else None
     )
-    # --extend begins with checkpoints of a smaller budget, --continue names work of another rate; all else has another key
+    # --extend begins with checkpoints of a smaller budget, --continue names work of another rate;
+    # all else has another key
     origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
     options = TrainerOptions(trained, ranks, computed_in, validation=validation, origin=origin)
     callbacks = [
@@ -195,7 +202,7 @@ def run(
     }
 
 
-# --- a training of any model ---------------------------------------------------------------------------------------------
+# --- a training of any model ----------------------------------------------------------------------
 
 
 def start(runtime: Runtime) -> Ranks:
@@ -208,7 +215,8 @@ def start(runtime: Runtime) -> Ranks:
 
 
 def compiles(runtime: Runtime, device: torch.device, rows: BatchSource, steps: int) -> bool:
-    """Whether the model is compiled: as the setting says; where it is empty, on CUDA in long runs over rows of one width.
+    """Whether the model is compiled: as the setting says; where it is empty, on CUDA in long runs
+    over rows of one width.
 
     The rows of a user's task may have any shape: they are not compiled unless that is asked for.
     """
@@ -267,7 +275,8 @@ def train(
     trainer = Trainer(task, loader, options, callbacks)
     for group in trainer.optimizers.groups():
         log.info(
-            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight decay %g",
+            "%s updates %s parameters in %d tensors (%s, ...): peak learning rate %g, weight "
+            "decay %g",
             group["optimizer"],
             f"{group['parameters']:,}",
             group["tensors"],
@@ -284,7 +293,8 @@ def train(
         raise Interrupted(f"stopped after step {result.step} of {order.steps}; the state is saved")
     if result.step and result.skipped_steps >= result.step:  # the model is the one before training
         raise TTrainError(
-            f"all {result.step} steps were left out, since loss or gradient was not finite; {_remedy(config)}, "
+            f"all {result.step} steps were left out, since loss or gradient was not finite; "
+            f"{_remedy(config)}, "
             f"or look at the rows that the log names"
         )
     _write(trainer, trained, job)
@@ -293,7 +303,7 @@ def train(
 
 
 def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
-    """Write the model, and with it the plateau that another training continues; the first rank does."""
+    # Write the model, and with it the plateau that another training continues; the first rank does.
     config, steps = trainer.task.config, trainer.loader.order.steps
     weights = trainer.parallel.whole(trained.state())
     if trainer.ranks.first:
@@ -325,7 +335,6 @@ def _remedy(config: Loop) -> str:
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
-    """The figures of a training, for the manifest."""
     order, ranks, read = trainer.loader.order, trainer.ranks, dict[str, float]()
     if isinstance(trainer.task.config, Training):  # the rows of a user's task have no tokens
         new_tokens = result.tokens - trainer.first_tokens
@@ -362,7 +371,7 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
     }
 
 
-# --- the plateau ----------------------------------------------------------------------------------------------------------
+# --- the plateau ----------------------------------------------------------------------------------
 
 
 def write_plateau(output: Path, step: int) -> None:
@@ -371,7 +380,8 @@ def write_plateau(output: Path, step: int) -> None:
     source = output / "checkpoints" / f"step-{step:08d}"
     if not source.exists():
         log.warning(
-            "there is no checkpoint of step %d, the end of the plateau; a night will warm this model up again",
+            "there is no checkpoint of step %d, the end of the plateau; a night will warm "
+            "this model up again",
             step,
         )
         return
@@ -381,7 +391,9 @@ def write_plateau(output: Path, step: int) -> None:
 
 
 def read_plateau(directory: Path, weights_file: str) -> checkpoint.Snapshot:
-    """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the damaged file."""
+    """Read the plateau of an artifact, as a snapshot at step 0. Raises ArtifactError that names the
+    damaged file.
+    """
     path = directory / PLATEAU
     names = [file.name for file in sorted(path.iterdir())]
     return checkpoint.Snapshot(0, *checkpoint_format.read_tensors(path, names, weights_file), {})

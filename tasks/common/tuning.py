@@ -50,7 +50,8 @@ def tuned(
     ranks: Ranks,
     precision: Precision,
 ) -> Runtime:
-    """The stage's runtime settings; with `tune=auto` with the `rows_per_device` that is fastest here.
+    """The stage's runtime settings; with `tune=auto` with the `rows_per_device` that is fastest
+    here.
 
     It changes the order of sums, and so the last bits of the weights: not in deterministic mode.
     """
@@ -59,7 +60,8 @@ def tuned(
         return runtime
     if runtime.deterministic or (runtime.parallel == "fsdp" and ranks.world > 1):
         log.warning(
-            "runtime.tune is auto, but nothing is tuned: it would change the last bits of the weights, "
+            "runtime.tune is auto, but nothing is tuned: it would change the last bits of the "
+            "weights, "
             "and shards of a model cannot be measured; "
             "set runtime.deterministic=false runtime.parallel=ddp"
         )
@@ -123,7 +125,8 @@ def step_seconds(
 ) -> float:
     """Of the passes of the rank that has most of them; weights and random numbers stay as they are.
 
-    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in training.
+    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in
+    training.
     """
     device = ranks.device
     module: Any = task.build_model().to(device).train()

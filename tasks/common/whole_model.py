@@ -1,6 +1,6 @@
 """A model all of whose weights a stage trains.
 
-Apart from `training.py`, which a user's task imports too: its key must not follow the models of stages.
+Not in `training.py`, which a user's task imports: its key must not depend on stages' models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def whole_model(
     model: PreTrainedModel, tokenizer: Path, identity: Mapping[str, Any] | None = None
 ) -> TrainableModel:
-    """All weights of a model, with the tokenizer of this directory; `identity`: as in `TrainableModel`."""
+    """All weights of a model with this tokenizer; `identity`: as in `TrainableModel`."""
     return TrainableModel(
         model,
         state=lambda: multi_token.state(model),

@@ -1,4 +1,4 @@
-"""About how long a plan takes, and how often it passes over its data; what its reasons compare with."""
+"""Estimated time and passes of a plan, and the run that its reasons compare with."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
-from ttrain.engine.estimate import Estimate, StageEstimate, estimate
+from ttrain.engine.estimate import START_SECONDS, Estimate, StageEstimate, estimate
 from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
@@ -30,92 +30,79 @@ def cpu_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates.sys, "platform", "linux")
 
 
-def estimated(house: House, *overrides: str) -> dict[str, StageEstimate]:
+def estimated(house: House, stage: str, *overrides: str) -> StageEstimate:
     stages = list(house.plan(*overrides).values())
     plan = Plan("full", house.settings(*overrides), house.store, Graph(), stages)
-    return {each.stage: each for each in estimate(plan).stages}
+    return {each.stage: each for each in estimate(plan).stages}[stage]
 
 
 @pytest.fixture
 def pretrained(house: House) -> House:
-    """A house with a pretraining whose rate is known."""
-    settings = house.settings().model_dump(mode="json")
-    house.build(house.settings(), stages=("tokenizer", *SHARDS))
-    made = {"run": "full-1", "machine": dict(provenance.machine()), "settings": settings}
-    house.publish(
-        house.plan()["pretrain"],
-        result=RATE,
-        provenance={**made, "runtime": settings["runtime"]},
-        seconds=9.0,
-    )
+    """A home with a pretraining whose rate is known."""
+    settings = house.settings()
+    house.build(settings, stages=("tokenizer", *SHARDS))
+    tree = settings.model_dump(mode="json")
+    origin = {"run": "full-1", "machine": dict(provenance.machine()), "settings": tree}
+    origin["runtime"] = tree["runtime"]
+    house.publish(house.plan()["pretrain"], result=RATE, provenance=origin, seconds=9.0)
     return house
 
 
-def test_the_time_of_a_training_follows_the_rate_that_this_machine_has_shown(
-    pretrained: House,
-) -> None:
-    again = estimated(pretrained, "pretrain.seed=2", "pretrain.tokens=100_000")["pretrain"]
-    assert again.seconds == pytest.approx(100 + estimates.START_SECONDS)
-    deeper = estimated(pretrained, "model.layers=8", "pretrain.tokens=100_000")["pretrain"]
-    assert deeper.seconds is not None and deeper.seconds > 140, (
-        "a token of more parameters costs more"
-    )
-
-
-def test_where_no_time_is_known_none_is_said() -> None:
-    one, other = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
-    assert Estimate((one, other), "").lines() == [
-        "how long it takes here is not known yet: pretrain ? (3 passes)"
-    ]
-    tokenizer = StageEstimate("tokenizer", 7.0)
-    assert Estimate((tokenizer, one, other), "a rate").lines() == [
-        "takes about 7 s here without pretrain, evaluate, by a rate: tokenizer 7 s, pretrain ? (3 passes)"
-    ]
-
-
-def test_passes_follow_from_the_bytes_of_documents_and_exactly_from_the_shards(
-    house: House,
-) -> None:
-    assert estimated(house)["pretrain"].passes == 5, "a row that is not full counts as one"
-    house.write("documents.jsonl", '{"text": "' + "a" * 31_000 + '"}\n')
-    passes = estimated(house, "pretrain.tokens=50_000")["pretrain"].passes
-    assert passes is not None and 4.5 < passes < 5.5
-    house.build(house.settings(), stages=("tokenizer",))
-    house.publish(house.plan()["shards-pretrain"], result={**RATE, "train": {"tokens": 25_000}})
-    assert estimated(house, "pretrain.tokens=50_000")["pretrain"].passes == 2
-
-
-def test_passes_over_chats_are_told_once_their_shards_are_there(house: House) -> None:
-    """Before, their number is not known: 3 were told where 6 came."""
-    assert estimated(house)["sft"] == StageEstimate("sft")
-    house.build(house.settings(), stages=("tokenizer",))
-    house.publish(house.plan()["shards-sft"], result={**RATE, "train": {"tokens": 20 * 256}})
-    assert estimated(house)["sft"].passes == 3
-
-
-def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
-    def of(seconds: float, passes: float) -> list[str]:
-        return Estimate((StageEstimate("pretrain", seconds, 10, passes),), "").remarks()
-
-    assert of(86_000, 40) == []
-    assert ["day" in line for line in of(87_000, 1)] == [True]
-    assert "passes about 41 times" in of(10, 41)[0]
+def test_the_time_of_a_training_follows_the_measured_rate(pretrained: House) -> None:
+    budget = "pretrain.tokens=100_000"
+    same_model = estimated(pretrained, "pretrain", "pretrain.seed=2", budget)
+    assert same_model.seconds == pytest.approx(100 + START_SECONDS)
+    deeper = estimated(pretrained, "pretrain", "model.layers=8", budget)
+    assert deeper.seconds is not None and deeper.seconds > 140, "more parameters per token"
 
 
 def test_unfinished_work_takes_the_rest_of_its_steps(pretrained: House) -> None:
     overrides = ("pretrain.seed=2", "pretrain.tokens=204_800", "pretrain.tokens_per_step=2048")
-    work = pretrained.store.work("pretrain", pretrained.plan(*overrides)["pretrain"].known_key)
-    (work / "output" / "checkpoints" / "step-00000050").mkdir(parents=True)
-    rest = estimated(pretrained, *overrides)["pretrain"]
-    assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + estimates.START_SECONDS)
+    pretrained.leave(pretrained.plan(*overrides)["pretrain"], 50)
+    rest = estimated(pretrained, "pretrain", *overrides)
+    assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + START_SECONDS)
+
+
+def test_an_unknown_time_is_shown_as_unknown() -> None:
+    pretrain, evaluate = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
+    assert Estimate((pretrain, evaluate), "").lines() == [
+        "how long it takes here is not known yet: pretrain ? (3 passes)"
+    ]
+    tokenizer = StageEstimate("tokenizer", 7.0)
+    assert Estimate((tokenizer, pretrain, evaluate), "a rate").lines() == [
+        "takes about 7 s here without pretrain, evaluate, by a rate: "
+        "tokenizer 7 s, pretrain ? (3 passes)"
+    ]
+
+
+def test_passes_follow_from_the_bytes_and_then_exactly_from_the_shards(house: House) -> None:
+    budget = "pretrain.tokens=50_000"
+    assert estimated(house, "pretrain").passes == 5, "a row that is not full counts as one"
+    assert estimated(house, "sft") == StageEstimate("sft"), "bytes of chats say too little"
+    house.write("documents.jsonl", '{"text": "' + "a" * 31_000 + '"}\n')
+    passes = estimated(house, "pretrain", budget).passes
+    assert passes is not None and 4.5 < passes < 5.5
+    house.build(house.settings(), stages=("tokenizer",))
+    for stage, tokens in {"shards-pretrain": 25_000, "shards-sft": 20 * 256}.items():
+        house.publish(house.plan()[stage], result={**RATE, "train": {"tokens": tokens}})
+    assert estimated(house, "pretrain", budget).passes == 2
+    assert estimated(house, "sft").passes == 3
+
+
+def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
+    def remarks(seconds: float, passes: float) -> list[str]:
+        return Estimate((StageEstimate("pretrain", seconds, 10, passes),), "").remarks()
+
+    assert remarks(86_000, 40) == []
+    assert ["day" in line for line in remarks(87_000, 1)] == [True]
+    assert ["41" in line for line in remarks(10, 41)] == [True]
 
 
 def record(house: House, *overrides: str, outcome: str = "completed", **notes: object) -> str:
     """A run of these settings with the keys of its plan."""
     planned = house.plan(*overrides)
-    run = RunRecord(
-        house.store.root, "full", list(planned), house.settings(*overrides).model_dump(mode="json")
-    )
+    tree = house.settings(*overrides).model_dump(mode="json")
+    run = RunRecord(house.store.root, "full", list(planned), tree)
     for name, stage in planned.items():
         run.stage(name, outcome="completed", key=stage.key)
     run.note(**notes)
@@ -123,22 +110,21 @@ def record(house: House, *overrides: str, outcome: str = "completed", **notes: o
     return run.run
 
 
-def test_the_plan_compares_with_the_newest_finished_run_of_its_name_and_names_it(
-    built: House,
-) -> None:
+def test_the_plan_compares_with_the_newest_finished_run_of_its_name(built: House) -> None:
     built.build(built.settings("lora.rank=4"))
-    mine = record(built, "lora.rank=4")
+    newest = record(built, "lora.rank=4")
     built.build(built.settings("lora.rank=3"))
     record(built, "lora.rank=3", "name=other")
     record(built, "lora.rank=3", sweep="sweep-1")
     record(built, "lora.rank=3", outcome="failed")
     plan = api.plan("full", built.settings("lora.rank=2"), home=built.store.root)
-    assert plan["lora"].reasons == ("lora.rank: 4 → 2",) and plan.to_json()["compared_with"] == mine
+    assert plan["lora"].reasons == ("lora.rank: 4 → 2",)
+    assert plan.to_json()["compared_with"] == newest
     unknown = api.plan("full", built.settings("lora.rank=2", "name=third"), home=built.store.root)
     assert unknown.compared_with == "" and len(unknown["lora"].reasons) == 1
 
 
-def test_a_changed_input_is_named_by_the_stage_that_made_it(built: House, tmp_path: Path) -> None:
+def test_a_changed_input_is_named_by_its_stage(built: House, tmp_path: Path) -> None:
     makers = {"base": "sft", "shards": "shards-lora"}
     inputs = {name: {"stage": stage, "key": "k", "content": "c"} for name, stage in makers.items()}
     planned = built.plan()["lora"]
@@ -154,39 +140,38 @@ def ttrain(house: House, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resul
     return lambda *words: CliRunner().invoke(app, ["pipeline", *words, *house.files])
 
 
-def test_rules_are_printed_where_they_are_asked_for(ttrain: Callable[..., Result]) -> None:
-    said = ttrain("plan", "full").output
-    assert "by rule" not in said and "takes about" in said
-    assert (
-        " here without tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by"
-        in said
-    )
+def test_rules_are_printed_on_request(ttrain: Callable[..., Result]) -> None:
+    plain = ttrain("plan", "full").output
+    assert "by rule" not in plain and "takes about" in plain
+    assert "tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by" in plain
     assert "pretrain.tokens_per_step is" in ttrain("plan", "full", "--rules").output
 
 
-def test_a_run_of_many_passes_is_asked_about_on_a_terminal_alone(
+def test_only_a_terminal_is_asked_about_a_run_of_many_passes(
     ttrain: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
+    questions: list[str] = []
 
     def run_pipeline(plan: api.Plan, *_: object) -> None:
         started.append(plan.pipeline)
         raise UsageError("it was started")
 
+    def decline(text: str, **_: object) -> bool:
+        questions.append(text)
+        return False
+
     monkeypatch.setattr("ttrain.flows.engine.run_pipeline", run_pipeline)
-    asked: list[str] = []
-    monkeypatch.setattr(cli_pipeline, "confirm", lambda text, **_: asked.append(text) or False)
+    monkeypatch.setattr(cli_pipeline, "confirm", decline)
     words = ("run", "full", "pretrain.tokens=1_000_000")
-    assert "passes about" in ttrain(*words).output and started == ["full"] and not asked
+    assert "passes about" in ttrain(*words).output
+    assert (started, len(questions)) == (["full"], 0)
     monkeypatch.setattr(cli_pipeline, "is_on_terminal", lambda: True)
     declined = ttrain(*words)
-    assert (
-        declined.exit_code == 1
-        and "--yes runs it" in declined.output
-        and len(started) == len(asked) == 1
-    )
+    assert declined.exit_code == 1 and "--yes" in declined.output
+    assert len(started) == len(questions) == 1
     ttrain(*words, "--yes")
-    assert len(started) == 2 and len(asked) == 1
+    assert len(started) == 2 and len(questions) == 1
 
 
 def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrained: House) -> None:

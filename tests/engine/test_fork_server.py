@@ -1,4 +1,4 @@
-"""The fork server: what it forks is a process like any other, and none of them outlives who waits for it."""
+"""The fork server: what it forks is a process like any other, and does not outlive its launcher."""
 
 import contextlib
 import json
@@ -25,46 +25,56 @@ from ttrain.engine.stop_request import StopRequest
 from ttrain.tasks import PRETRAIN
 
 PACKAGE = Path(fork_server.__file__).parents[1]
+SLEEP = "import time; time.sleep(30)"
+UP = f"import os; os.write(1, b'up' + os.linesep.encode()); {SLEEP}"  # two may share a pipe
+THREADED = (
+    f"import threading; threading.Thread(target=exec, args=({SLEEP!r},), daemon=True).start()"
+)
 ERRAND = """
-import gc, json, os, random, signal, sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from ttrain import VALUE
+import sys
 
 def main():
-    what = sys.argv[1]
-    if what == "tell":
-        import numpy
-        print(json.dumps({
-            "session": os.getsid(0) == os.getpid(), "parent": os.getppid(), "environment": dict(os.environ),
-            "directory": os.getcwd(), "random": [random.random(), numpy.random.random()], "value": VALUE,
-            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "threads": threading.active_count(),
-            "handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "input": sys.stdin.read(),
-            "collects": gc.isenabled(),
-            "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
-                                  and os.path.lexists(f"/proc/self/fd/{fd}")),
-        }))
-        print("to the error output", file=sys.stderr)
-        return 3
-    if what == "raise":
-        raise ValueError("of its own")
-    if what == "late":
-        threading.Thread(target=lambda: (time.sleep(0.3), Path(sys.argv[2]).touch())).start()
-        return 0
-    if what == "pool":
-        global pool
-        pool = ThreadPoolExecutor(1)
-        pool.submit(int).result()
-        return 0
-    if what == "listen":
-        time.sleep(0.3)  # as imports do
-        from ttrain.engine.stage_worker import StopFlag
-        stop = StopFlag(stops_by_itself=False)
-        stop.listen()
-        print("stopped" if stop() else "never told", flush=True)
-        time.sleep(60)
-    os.write(1, b"up\\n")  # two of them may share a pipe, and print writes the end of the line by itself
-    time.sleep(60)
+    names = {"code": 0}
+    exec(sys.argv[1], names)
+    return names["code"]
+"""
+DESCRIBE = """
+import gc, json, os, random, signal, sys, threading
+import numpy
+from ttrain import VALUE
+
+paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd") if int(fd) > 2]
+print(json.dumps({
+    "session": os.getsid(0) == os.getpid(), "parent": os.getppid(), "value": VALUE,
+    "environment": dict(os.environ), "directory": os.getcwd(), "input": sys.stdin.read(),
+    "open": [os.readlink(path) for path in paths if os.path.lexists(path)],
+    "random": [random.random(), numpy.random.random()],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "threads": threading.active_count(), "collects": gc.isenabled(),
+    "default handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+}))
+print("to the error output", file=sys.stderr)
+code = 3
+"""
+LATE = """
+import threading, time
+from pathlib import Path
+threading.Thread(target=lambda: (time.sleep(0.3), Path("late").touch())).start()
+"""
+POOL = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+sys.pool = ThreadPoolExecutor(1)
+sys.pool.submit(int).result()
+"""
+LISTEN = """
+import time
+time.sleep(0.3)  # as imports do
+from ttrain.engine.stage_worker import StopFlag
+stop = StopFlag(stops_by_itself=False)
+stop.listen()
+print("stopped" if stop() else "never signalled", flush=True)
+time.sleep(60)
 """
 WORKER = """
 def main():
@@ -77,62 +87,43 @@ if __name__ == "__main__":
 LAUNCHER = """
 import os, sys, time
 from ttrain.engine.fork_server import ForkServer
-server = ForkServer(dict(os.environ), sys.argv[1:])
+server = ForkServer(dict(os.environ), sys.argv[1:2])
 print(server.pid, flush=True)
 for _ in range(2):
-    print(server.start("errand", ["sleep"], dict(os.environ), 1).pid, flush=True)
+    print(server.start("errand", [sys.argv[2]], dict(os.environ), 1).pid, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a copy of the package, the module `errand`, and `worker` in the place of a stage's."""
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the package and modules of the tests, in front of the path of new processes."""
     directory = tmp_path_factory.mktemp("package")
     shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
-    (directory / "errand.py").write_text(ERRAND)
-    (directory / "worker.py").write_text(WORKER)
-    return directory
-
-
-@pytest.fixture
-def place(package: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That directory, in front of the path of every new process."""
-    for name, value in {
-        "PYTHONPATH": str(package),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return package
+    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP, "threaded": THREADED}
+    for name, code in modules.items():
+        (directory / f"{name}.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(directory))
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        patch.setenv("PYTHONUNBUFFERED", "1")
+        yield directory
 
 
 @pytest.fixture(scope="module")
-def shared_server(package: Path) -> Iterator[ForkServer]:
-    server = ForkServer(
-        {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"},
-        ["json", "numpy"],
-    )
+def server(package: Path) -> Iterator[ForkServer]:
+    server = ForkServer(os.environ, ["json", "numpy"])
     yield server
     server.close()
 
 
-@pytest.fixture
-def server(place: Path, shared_server: ForkServer) -> ForkServer:
-    """One for all tests that leave it as it is, which has loaded next to nothing, hence starts at once."""
-    return shared_server
-
-
 @contextlib.contextmanager
-def errand(
-    server: ForkServer, *arguments: str, **options: Any
-) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
-    """A forked process and what it has said."""
+def errand(server: ForkServer, code: str) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
+    """A forked process and its output."""
+    environment = {**os.environ, "MARK": "a b\udcff"}
     with tempfile.TemporaryFile() as output:
-        process = server.start(
-            "errand", arguments, {**os.environ, "MARK": "a b\udcff"}, output.fileno(), **options
-        )
+        process = server.start("errand", [code], environment, output.fileno())
         assert process is not None
         try:
             yield process, output
@@ -141,160 +132,152 @@ def errand(
             process.wait()
 
 
-def said(output: IO[bytes], wanted: str = "") -> str:
+def text_of(output: IO[bytes], expected: str = "") -> str:
     def text() -> str:
         output.seek(0)
-        found = output.read().decode()
-        return found if wanted in found else ""
+        written = output.read().decode()
+        return written if expected in written else ""
 
     return str(wait_until(text))
 
 
 def wait_for_end(*pids: int) -> None:
-    """Wait until all of them have ended; zombies have."""
-    wait_until(lambda: not any(map(_runs, pids)))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
-def test_a_forked_process_is_as_one_that_was_started(
-    server: ForkServer, tmp_path: Path, monkeypatch: Any
+def test_the_libraries_of_stages_start_no_thread() -> None:
+    """Otherwise no stage could be forked."""
+    environment = processes.environment_of(stage_settings())
+    server = processes.fork_server_for(environment)
+    with tempfile.TemporaryFile() as output:
+        process = server.start("platform", [], environment, output.fileno())
+        assert process is not None
+        process.kill()
+        process.wait()
+
+
+def test_a_forked_process_is_like_a_started_one(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATER", "than the server")
     drawn = []
     for _ in range(2):
-        with errand(server, "sleep"), errand(server, "tell") as (process, output):
+        with errand(server, UP), errand(server, DESCRIBE) as (process, output):
             assert process.wait() == 3
-            told, error = said(output).splitlines()
-        found = json.loads(told)
-        drawn += found["random"]
+            described, error = text_of(output).splitlines()
+        fork = json.loads(described)
+        drawn += fork.pop("random")
     assert len({*drawn}) == 4, "each draws other random numbers"
     assert error == "to the error output"
-    assert found["session"] and found["directory"] == str(tmp_path)
-    expected = {**os.environ, "MARK": "a b\udcff", PARENT: str(found["parent"])}
-    assert {name: found["environment"].get(name) for name in expected} == expected
-    assert {*found["environment"]} - {*expected} == set(), (
-        "what keeps the server at one thread is its own"
-    )
-    assert found["handler"] and found["collects"] and found["input"] == "" and found["threads"] == 1
-    assert found["blocked"] == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM], (
-        "until it has handlers"
-    )
-    assert [name for name in found["descriptors"] if "socket" in name or "pidfd" in name] == []
+    open_files, environment = fork.pop("open"), fork.pop("environment")
+    assert not [name for name in open_files if "socket" in name or "pidfd" in name]
+    assert environment == {**os.environ, "MARK": "a b\udcff", PARENT: str(fork.pop("parent"))}
+    assert fork == {
+        "session": True,
+        "directory": str(tmp_path),
+        "default handler": True,
+        "collects": True,
+        "input": "",
+        "threads": 1,
+        "value": 1,
+        "blocked": [signal.SIGHUP, signal.SIGINT, signal.SIGTERM],  # until it has handlers
+    }
 
 
-def test_it_takes_over_code_that_is_loaded_and_serves_none_that_is_stale(place: Path) -> None:
-    code = place / "ttrain" / "__init__.py"
+def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -> None:
+    code = package / "ttrain" / "__init__.py"
     code.write_text("import os\nVALUE = [1, os.getpid()]\n")
     server = ForkServer(dict(os.environ), ["json", "numpy"])
     for value in (1, 2):
-        with errand(server, "tell") as (process, output):
+        with errand(server, DESCRIBE) as (process, output):
             process.wait()
-            assert json.loads(said(output).splitlines()[0])["value"] == [
-                value,
-                server.pid if value == 1 else process.pid,
-            ]
+            importer = server.pid if value == 1 else process.pid
+            assert json.loads(text_of(output).splitlines()[0])["value"] == [value, importer]
         code.write_text("import os\nVALUE = [2, os.getpid()]\n")
     server.close()
+    code.write_text("VALUE = 1\n")
 
 
-def test_how_it_ended_comes_back(server: ForkServer, tmp_path: Path) -> None:
-    with errand(server, "raise") as (process, output):
-        assert process.wait() == 1 and "ValueError: of its own" in said(output)
-    with errand(server, "late", str(tmp_path / "late")) as (process, _):
-        assert process.wait() == 0 and (tmp_path / "late").exists(), (
-            "a thread that is no daemon is waited for"
-        )
-    with errand(server, "pool") as (process, _):
-        # a pool whose thread waits for work, and that nobody closed, does not hold it up
+def test_the_exit_code_comes_back(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with errand(server, "raise ValueError('of its own')") as (process, output):
+        assert process.wait() == 1 and "ValueError: of its own" in text_of(output)
+    with errand(server, LATE) as (process, _):
+        assert process.wait() == 0 and (tmp_path / "late").exists(), "waits for no daemon thread"
+    with errand(server, POOL) as (process, _):
+        # an open pool whose thread waits for work does not hold it up
         assert wait_until(lambda: process.poll() is not None, 10) and process.returncode == 0
-    with errand(server, "sleep") as (process, output):
-        said(output, "up")
+    with errand(server, UP) as (process, output):
+        text_of(output, "up")
         assert process.poll() is None
         psutil.Process(process.pid).kill()
         assert process.wait() == -signal.SIGKILL
         process.send_signal(signal.SIGTERM)  # harmless
 
 
-def test_a_killed_server_takes_what_it_forked_along_and_is_named(place: Path) -> None:
+def test_a_killed_server_ends_its_forks_and_is_named(package: Path) -> None:
     server = ForkServer(os.environ, ["json"])
-    with errand(server, "sleep") as (stopped, output), errand(server, "sleep") as (process, _):
-        said(output, "up")
-        psutil.Process(stopped.pid).suspend()  # which hears of nothing any more
+    with errand(server, UP) as (stopped, output), errand(server, UP) as (process, _):
+        text_of(output, "up")
+        psutil.Process(stopped.pid).suspend()  # it handles no signal any more
         psutil.Process(server.pid).kill()
         wait_for_end(stopped.pid, process.pid)
         assert (process.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
     assert not server.alive
-    with pytest.raises(ForkServerError, match="the fork server was killed by SIGKILL"):
-        server.start("errand", ["tell"], os.environ, 1)
+    with pytest.raises(ForkServerError, match="SIGKILL"):
+        server.start("errand", [DESCRIBE], os.environ, 1)
 
 
-@pytest.mark.parametrize("moment", ["while it loads", "with children"])
-def test_nothing_outlives_a_killed_launcher(place: Path, moment: str) -> None:
-    (place / "slow.py").write_text("import time; time.sleep(30)\n")
-    preloaded = ["slow"] if moment == "while it loads" else ["json"]
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *preloaded], stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("library", ["slow", "json"])
+def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None:
+    """Neither a server that still loads, nor one with children."""
+    command = [sys.executable, "-c", LAUNCHER, library, UP]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline())]
-    if moment == "with children":
-        # Both must be up: a child that is stopped before its first instruction cannot have asked to end with the server.
+    if library == "json":
+        # A child stopped before its first instruction cannot have asked to end with the server.
         lines = sorted(launcher.stdout.readline() for _ in range(4))
         assert lines[2:] == ["up\n", "up\n"]
         pids += [*map(int, lines[:2])]
         psutil.Process(pids[1]).suspend()
-    assert all(map(_runs, pids))
+    assert all(map(is_running, pids))
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
     wait_for_end(*pids)
 
 
-def test_it_refuses_to_fork_from_threads(place: Path) -> None:
-    (place / "threaded.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
-    )
-    with pytest.raises(ForkServerError, match="2 threads run after loading threaded"):
-        ForkServer(os.environ, ["threaded"]).start("errand", ["tell"], os.environ, 1)
+def test_it_does_not_fork_from_threads(package: Path) -> None:
+    with pytest.raises(ForkServerError, match="2 threads"):
+        ForkServer(os.environ, ["threaded"]).start("errand", [DESCRIBE], os.environ, 1)
 
 
-def test_the_libraries_of_stages_start_no_thread() -> None:
-    """Else no stage would be forked: all of them must load here."""
-    environment = processes.environment_of(stage_settings())
-    with tempfile.TemporaryFile() as output:
-        process = processes.fork_server_for(environment).start(
-            "platform", [], environment, output.fileno()
-        )
-        assert process is not None
-        process.kill()
-        process.wait()
-
-
-def test_a_wait_for_the_libraries_can_be_given_up(place: Path) -> None:
-    (place / "slow.py").write_text("import time; time.sleep(30)\n")
+def test_a_wait_for_the_libraries_can_be_given_up(package: Path) -> None:
     server = ForkServer(os.environ, ["slow"])
     began = time.monotonic()
-    assert (
-        server.start("errand", ["sleep"], os.environ, 1, lambda: time.monotonic() > began + 0.3)
-        is None
-    )
+    gives_up = lambda: time.monotonic() > began + 0.3  # noqa: E731
+    assert server.start("errand", [UP], os.environ, 1, gives_up) is None
     assert time.monotonic() - began < 20
     server.close()
     wait_for_end(server.pid)
 
 
-def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: ForkServer) -> None:
-    """One that comes at once does not: whoever signals all processes signals the launching one too, which passes it on."""
-    with errand(server, "listen") as (process, output):
+def test_an_early_signal_is_not_lost_and_a_second_one_ends_it(server: ForkServer) -> None:
+    """A repeated signal at once does not: the launching process may pass on the one it got."""
+    with errand(server, LISTEN) as (process, output):
         process.send_signal(signal.SIGTERM)
-        said(output, "stopped")
+        text_of(output, "stopped")
         process.send_signal(signal.SIGTERM)
         time.sleep(SAME_SIGNAL_SECONDS + 0.1)
         assert process.poll() is None
@@ -302,8 +285,8 @@ def test_a_signal_before_it_listens_is_not_lost_and_the_second_ends_it(server: F
         assert process.wait() == 128 + signal.SIGINT
 
 
-def started(work: Path) -> tuple[processes.ProcessGroup, str]:
-    """The processes of a stage, which end at once, and what is in their log."""
+def run_stage(work: Path) -> tuple[type, str]:
+    """The kind of a stage's process, and its log."""
     group = processes.ProcessGroup()
     with (work / "log.txt").open("w+b") as log:
         try:
@@ -313,45 +296,39 @@ def started(work: Path) -> tuple[processes.ProcessGroup, str]:
         finally:
             group.end()
         log.seek(0)
-        return group, log.read().decode()
+        return type(group.processes[0]), log.read().decode()
 
 
 @pytest.fixture
-def cheap_server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have stages use servers of their own in this test, which load what it says, and do next to nothing."""
+def use_server(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Have the stages of this test use servers that load only the named modules."""
     servers: dict[Any, ForkServer] = {}
     monkeypatch.setattr(processes, "WORKER", "worker")
+    monkeypatch.setattr(processes, "fork_servers", servers)
 
-    def use(*preloaded: str) -> None:
-        monkeypatch.setattr(processes, "fork_servers", servers)
-        monkeypatch.setattr(
-            processes, "ForkServer", lambda environment: ForkServer(environment, preloaded)
-        )
+    def use(*libraries: str) -> None:
+        monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, libraries))
 
     yield use
     for server in servers.values():
         server.close()
 
 
-def test_where_there_is_no_server_a_fresh_process_is_started_and_the_log_says_why(
-    tmp_path: Path, cheap_server: Callable[..., None]
+def test_without_a_server_a_fresh_process_is_started_and_logged(
+    tmp_path: Path, use_server: Callable[..., None]
 ) -> None:
-    cheap_server("missing")
-    group, log = started(tmp_path)
-    assert isinstance(group.processes[0], subprocess.Popen)
-    assert "No module named 'missing'; a fresh process loads its libraries itself" in log
-    assert "it ran" in log
+    use_server("missing")
+    kind, log = run_stage(tmp_path)
+    assert kind is subprocess.Popen
+    assert "'missing'; a fresh process" in log and "it ran" in log
 
 
-def test_a_server_that_was_killed_between_two_stages_is_replaced(
-    tmp_path: Path, cheap_server: Callable[..., None]
-) -> None:
-    cheap_server("json")
+def test_a_killed_server_is_replaced(tmp_path: Path, use_server: Callable[..., None]) -> None:
+    use_server("json")
     environment = processes.environment_of(stage_settings())
     first = processes.fork_server_for(environment)
-    assert isinstance(started(tmp_path)[0].processes[0], ForkedProcess)
+    assert run_stage(tmp_path)[0] is ForkedProcess
     assert processes.fork_server_for(environment) is first, "one for all stages"
     psutil.Process(first.pid).kill()
     wait_for_end(first.pid)
-    group, log = started(tmp_path)
-    assert isinstance(group.processes[0], ForkedProcess) and log == "it ran\n"
+    assert run_stage(tmp_path) == (ForkedProcess, "it ran\n")

@@ -1,4 +1,4 @@
-"""The graph of a pipeline: what each stage reads, in words."""
+"""The graph of a pipeline: what each stage reads."""
 
 from textwrap import dedent
 
@@ -33,7 +33,7 @@ PREFERENCES = """
     lora <- dpo, shards-lora
     evaluate <- pretrain, shards-pretrain, sft, shards-sft, dpo, shards-dpo, lora, shards-lora
 """
-CHATS_ALONE = """
+ONLY_CHATS = """
     tokenizer
     shards-sft <- tokenizer
     new-model <- tokenizer
@@ -42,33 +42,31 @@ CHATS_ALONE = """
 """
 
 
-def in_words(graph: Graph) -> str:
-    """A line for each stage: its name, and what it reads."""
-    lines = (
-        f"{name} <- {', '.join(map(str, node.sources.values()))}" for name, node in graph.items()
-    )
-    return "\n".join(line.removesuffix(" <- ") for line in lines)
+def lines_of(graph: Graph) -> list[str]:
+    nodes = {name: ", ".join(map(str, node.sources.values())) for name, node in graph.items()}
+    return [f"{name} <- {sources}".removesuffix(" <- ") for name, sources in nodes.items()]
+
+
+def expected(text: str) -> list[str]:
+    return dedent(text).split("\n")[1:-1]
 
 
 @pytest.mark.parametrize("profile", profile_names())
-def test_the_graph_of_a_profile_is_this(profile: str) -> None:
+def test_the_graph_of_a_profile(profile: str) -> None:
     graph = full(load([], profiles=(profile,), environment={}).settings)
-    assert in_words(graph) == dedent(PREFERENCES if profile == "preferences" else USUAL).strip()
+    assert lines_of(graph) == expected(PREFERENCES if profile == "preferences" else USUAL)
 
 
-def test_a_stage_that_starts_from_no_model_gets_a_new_one_and_nothing_that_no_stage_needs_is_there() -> (
-    None
-):
+def test_a_stage_that_starts_from_no_model_gets_a_new_one() -> None:
     settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
-    assert in_words(full(settings)) == dedent(CHATS_ALONE).strip()
+    assert lines_of(full(settings)) == expected(ONLY_CHATS)
 
 
-def test_what_reads_a_replaced_stage_reads_what_replaces_it() -> None:
+def test_readers_of_a_replaced_stage_read_its_replacement() -> None:
     graph = full(load([], environment={}).settings)
     replaced = graph.replacing({"source": None, "sft": "pretrain", "shards-sft": None})
     assert replaced["lora"].sources == {"base": "pretrain", "shards": "shards-lora"}
-    assert replaced["tokenizer"].sources == {} and {"source", "sft", "shards-sft"}.isdisjoint(
-        replaced
-    )
+    assert replaced["tokenizer"].sources == {}
+    assert {"source", "sft", "shards-sft"}.isdisjoint(replaced)
     needed = {"source", "tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"}
-    assert graph.needed_by("sft") == needed, "a graph is a value"
+    assert graph.needed_by("sft") == needed, "the original graph is unchanged"

@@ -1,4 +1,4 @@
-"""What a run registers at its end, and the champion as the baseline of a run."""
+"""The models that a run registers at its end."""
 
 from pathlib import Path
 from typing import Any
@@ -11,107 +11,91 @@ from ttrain.config import Settings
 from ttrain.core.files import read_json
 from ttrain.engine.execution import PipelineRun
 from ttrain.errors import UsageError
-from ttrain.store import artifacts, layout
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
 from ttrain.store.name_syntax import Registered
 from ttrain.store.registry import Registry, Version
 
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
+RESULT = {"metrics": {"bits_per_byte": 2.5}, "counts": {}}
 
 
-def published(store: artifacts.ArtifactStore, number: int) -> dict[str, layout.Artifact]:
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "home")
+
+
+def published(store: ArtifactStore, number: int) -> dict[str, Artifact]:
     """An artifact of each stage, as a run leaves them."""
-    found = {}
+    artifacts = {}
     for stage in STAGES:
         files = {f"{name}/config.json": f"{stage} {number}" for name in ("model", "adapter")}
-        result = {"metrics": {"bits_per_byte": 2.5}, "counts": {}} if stage == "evaluate" else {}
-        files["samples.json"] = "{}"
-        found[stage] = artifact(store, stage, f"{stage}-{number}", files, result=result)
-    return found
+        result = RESULT if stage == "evaluate" else {}
+        artifacts[stage] = artifact(store, stage, f"{stage}-{number}", files, result=result)
+    return artifacts
 
 
-def ran(
-    store: artifacts.ArtifactStore,
-    found: dict[str, layout.Artifact],
+def finish(
+    store: ArtifactStore,
+    artifacts: dict[str, Artifact],
     outcome: str = "completed",
     *,
     registers: bool = True,
+    name: str = "own",
     **settings: Any,
 ) -> PipelineRun:
-    """A run that took all its artifacts from the store, to its end; it is not tracked."""
-    tree = Settings(tracking={"enabled": False}, **settings)
-    execution = run_of(store, tree, planned(*found), registers=registers)
-    execution.artifacts.update(found)
+    """An untracked run that took all its artifacts from the store, to its end."""
+    tree = Settings(tracking={"enabled": False}, name=name, **settings)
+    execution = run_of(store, tree, planned(*artifacts), registers=registers)
+    execution.artifacts.update(artifacts)
     execution.finish(outcome)
     return execution
 
 
-def test_a_run_that_ends_well_registers_its_models_as_one_set(tmp_path: Path) -> None:
-    store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, 21)
-    first = ran(store, found, name="own")
-    assert first.model_set == "1"
-    (own,) = Registry(tmp_path / "home").sets("own")
-    assert {
-        stage: (member.name, member.version, member.key) for stage, member in own.members.items()
-    } == {
+def test_a_completed_run_registers_its_models_as_one_set(store: ArtifactStore) -> None:
+    artifacts = published(store, 21)
+    run = finish(store, artifacts)
+    assert run.model_set == "1" and read_json(run.record.path)["model_set"] == "own/1"
+    (own,) = Registry(store.root).sets("own")
+    members = {stage: (each.name, each.version, each.key) for stage, each in own.members.items()}
+    assert members == {
         "tokenizer": ("own-tokenizer", "1", "tokenizer-21"),
         "pretrain": ("own-base", "1", "pretrain-21"),
         "sft": ("own-sft", "1", "sft-21"),
         "lora": ("own-lora", "1", "lora-21"),
     }
     assert (own.run, own.keys["evaluate"], own.metrics) == (
-        first.record.run,
+        run.record.run,
         "evaluate-21",
         {"bits_per_byte": 2.5},
     )
     assert own.aliases == ("challenger",)
-    assert read_json(first.record.path)["model_set"] == "own/1"
-    changed = {**found, "lora": published(store, 22)["lora"]}
-    assert ran(store, changed, name="own").model_set == "2"
-    newest = Registry(store.root).find("own", "2")
-    assert {stage: member.version for stage, member in newest.members.items()} == {
-        "tokenizer": "1",
-        "pretrain": "1",
-        "sft": "1",
-        "lora": "2",
-    }
-    assert ran(store, found, name="other").model_set == "1", (
-        "another name registers from the store what is there"
-    )
+    changed = {**artifacts, "lora": published(store, 22)["lora"]}
+    assert finish(store, changed).model_set == "2"
+    newest = Registry(store.root).find("own", "2").members
+    changed_stages = {stage for stage, member in newest.items() if member.version == "2"}
+    assert changed_stages == {"lora"} and newest.keys() == members.keys()
+    assert finish(store, artifacts, name="other").model_set == "1", "known artifacts, another name"
     other = Registry(store.root).resolve(Registered("other-sft", None, "1"))
     assert isinstance(other, Version) and other.key == "sft-21"
 
 
-def test_a_run_that_left_a_stage_out_did_not_end_well_or_is_not_to_register_registers_no_set(
-    tmp_path: Path,
-) -> None:
-    store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, 23)
-    without = {stage: artifact for stage, artifact in found.items() if stage != "evaluate"}
-    assert ran(store, without, name="own").model_set is None
-    assert ran(store, found, "interrupted", name="own").model_set is None
-    assert ran(store, found, registers=False, name="own").model_set is None
-    assert (
-        ran(
-            store,
-            found,
-            name="own",
-            runtime={"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1"},
-        ).model_set
-        is None
-    )
+def test_other_runs_register_nothing(store: ArtifactStore) -> None:
+    artifacts = published(store, 23)
+    second_node = {"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1"}
+    unevaluated = {stage: each for stage, each in artifacts.items() if stage != "evaluate"}
+    assert finish(store, unevaluated).model_set is None
+    assert finish(store, artifacts, "interrupted").model_set is None
+    assert finish(store, artifacts, registers=False).model_set is None
+    assert finish(store, artifacts, runtime=second_node).model_set is None
     assert Registry(store.root).sets() == []
 
 
-def test_a_name_of_another_pipelines_models_is_refused_before_the_run_begins(
-    tmp_path: Path,
+def test_a_name_of_another_pipelines_models_is_refused_before_the_run(
+    store: ArtifactStore,
 ) -> None:
-    store = artifacts.ArtifactStore(tmp_path / "home")
-    found = published(store, 24)
-    ran(store, found, name="own")
-    records = list((tmp_path / "home" / "runs").glob("*.json"))
-    with pytest.raises(
-        UsageError, match=r"name is own-sft, but own-sft already names models of another pipeline"
-    ):
-        ran(store, found, name="own-sft")
-    assert list((tmp_path / "home" / "runs").glob("*.json")) == records
+    artifacts = published(store, 24)
+    finish(store, artifacts)
+    with pytest.raises(UsageError, match="own-sft"):
+        finish(store, artifacts, name="own-sft")
+    assert len([*store.root.glob("runs/*.json")]) == 1

@@ -1,4 +1,4 @@
-"""A user's own packages `flows` and `tasks` and ttrain's do not meet, wherever they are and whoever imports first."""
+"""A user's own packages `flows` and `tasks` do not shadow those of ttrain, nor the reverse."""
 
 import os
 import subprocess

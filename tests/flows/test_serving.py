@@ -1,8 +1,9 @@
-"""What serves the schedules of a home: which process it is, and what it makes on a server."""
+"""The process that serves the schedules of a home, and the deployments that it makes."""
 
 import asyncio
 import multiprocessing
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ from ttrain.errors import UsageError
 from ttrain.flows import deploy, serve
 from ttrain.flows.deploy import Schedule
 
+MINE = Schedule("nightly", "mine", "0 2 * * *", "UTC", {})
 
-def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path) -> None:
+
+def test_a_second_server_is_refused_with_the_first_ones_process(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
 
     def hold() -> None:
@@ -29,10 +32,7 @@ def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path) -> None:
     first.start()
     pid = ours.recv()
     assert deploy.served_by(tmp_path) == pid == first.pid
-    with (
-        pytest.raises(UsageError, match=f"is served already, by process {pid}"),
-        serve.serve_lock(tmp_path),
-    ):
+    with pytest.raises(UsageError, match=f"process {pid}"), serve.serve_lock(tmp_path):
         pass
     ours.send("end")
     first.join()
@@ -40,12 +40,22 @@ def test_a_second_one_that_serves_is_told_of_the_first(tmp_path: Path) -> None:
 
 
 class Server:
+    """A double of Prefect's client and runner, with the schedules that are served on it."""
+
     def __init__(self, home: Path) -> None:
-        self.home, self.deployments, self.added = home, dict[str, Any](), list[str]()
+        self.home = home
+        self.deployments: dict[str, Any] = {}
+        self.added: list[str] = []
+        self.messages: list[str] = []
+        self.schedules = serve.ScheduleServer(home, self.messages.append)
+
+    def update(self, times: int = 1) -> None:
+        for _ in range(times):
+            asyncio.run(self.schedules.make_deployments(self, self))  # type: ignore[arg-type]
 
     async def read_deployments(self, **filters: Any) -> list[Any]:
-        wanted = filters["deployment_filter"].tags.all_
-        return [one for one in self.deployments.values() if set(wanted) <= set(one.tags)]
+        tags = set(filters["deployment_filter"].tags.all_)
+        return [each for each in self.deployments.values() if tags <= set(each.tags)]
 
     async def delete_deployment(self, number: str) -> None:
         del self.deployments[number]
@@ -56,33 +66,15 @@ class Server:
         self.added.append(number)
         return number
 
-    def add(self, number: str, **fields: Any) -> None:
+    def add(self, number: str, home: Path | None = None, paused: bool = False) -> None:
         kind, name = number.split("/")
-        own = {"id": number, "name": name, "entrypoint": f"ttrain.flows.serve.{kind}"}
-        tags = ["ttrain", f"home:{self.home}"]
         self.deployments[number] = SimpleNamespace(
-            **{**own, "paused": False, "tags": tags, **fields}
+            id=number,
+            name=name,
+            entrypoint=f"ttrain.flows.serve.{kind}",
+            tags=["ttrain", f"home:{home or self.home}"],
+            paused=paused,
         )
-
-
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-def test_a_schedule_whose_pool_is_missing_is_said_once_and_the_others_are_made(
-    look: Any, server: Server, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(made: RunnerDeployment) -> str:
-        raise DeploymentApplyError("there is no such pool")
-
-    monkeypatch.setattr(RunnerDeployment, "aapply", refuse)
-    deploy.write(tmp_path, replace(MINE, name="bad", pool="none"))
-    deploy.write(tmp_path, replace(MINE, name="good"))
-    look()
-    look()
-    assert server.added == ["nightly/good"] and len(said) == 2
-    assert "such pool" in said[0]
 
 
 @pytest.fixture
@@ -90,58 +82,63 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
 
 
-@pytest.fixture
-def look(tmp_path: Path, server: Server, said: list[str]) -> Any:
-    served = serve.ScheduleServer(tmp_path, said.append)
-    return lambda: asyncio.run(served.make_deployments(server, server))  # type: ignore[arg-type]
+def patch_apply(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any], str]) -> None:
+    async def aapply(deployment: RunnerDeployment) -> str:
+        return apply(deployment)
+
+    monkeypatch.setattr(RunnerDeployment, "aapply", aapply)
 
 
-MINE = Schedule("nightly", "mine", "0 2 * * *", "UTC", {})
-
-
-def test_deployments_are_those_of_the_files_and_a_pause_in_the_ui_is_kept_in_the_file(
-    look: Any, server: Server, said: list[str], tmp_path: Path
+def test_a_missing_pool_is_reported_once_and_the_other_schedules_are_made(
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deploy.write(tmp_path, MINE)
-    look()
-    look()
-    assert server.added == ["nightly/mine"] and said == ["scheduled: nightly/mine"]
+    def refuse(deployment: Any) -> str:
+        raise DeploymentApplyError("no such pool")
+
+    patch_apply(monkeypatch, refuse)
+    deploy.write(server.home, replace(MINE, name="bad", pool="none"))
+    deploy.write(server.home, replace(MINE, name="good"))
+    server.update(2)
+    assert server.added == ["nightly/good"] and len(server.messages) == 2
+    assert "such pool" in server.messages[0]
+
+
+def test_deployments_follow_the_files_and_a_pause_in_the_ui_is_kept(server: Server) -> None:
+    deploy.write(server.home, MINE)
+    server.update(2)
+    assert server.added == ["nightly/mine"] and server.messages == ["scheduled: nightly/mine"]
     server.deployments["nightly/mine"].paused = True
-    look()
-    assert deploy.read_all(tmp_path)["nightly/mine"].paused
-    look()
-    deploy.pause(tmp_path, "mine", paused=False)
-    look()
-    assert not server.deployments["nightly/mine"].paused and len(server.added) == 2, (
-        "a resumed one is made again"
-    )
+    server.update(2)
+    assert deploy.read_all(server.home)["nightly/mine"].paused
+    deploy.pause(server.home, "mine", paused=False)
+    server.update(2)
+    assert not server.deployments["nightly/mine"].paused
+    assert len(server.added) == 2, "a resumed one is made again"
     server.deployments.clear()
-    look()
-    assert len(server.added) == 3, "also where the server has lost it"
-    server.add("nightly/of-another-home", tags=["ttrain", "home:/"])
+    server.update()
+    assert len(server.added) == 3, "the server had lost it"
+    server.add("nightly/of-another-home", Path("/"))
     server.add("full/removed")
-    look()
+    server.update()
     assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home"}
 
 
 def test_a_pool_gets_the_flow_by_its_module_with_the_home(
-    look: Any, server: Server, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied: list[Any] = []
 
-    async def apply(made: RunnerDeployment) -> str:
-        applied.append(made)
+    def apply(deployment: Any) -> str:
+        applied.append(deployment)
         server.add("nightly/mine")
         return "nightly/mine"
 
-    monkeypatch.setattr(RunnerDeployment, "aapply", apply)
-    deploy.write(tmp_path, replace(MINE, pool="docker-pool"))
-    look()
-    look()
+    patch_apply(monkeypatch, apply)
+    deploy.write(server.home, replace(MINE, pool="docker-pool"))
+    server.update(2)
     [made] = applied
     assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
-    assert made.job_variables == {"env": {"TTRAIN_HOME": str(tmp_path)}} and not server.added
-    assert [(slot.schedule.cron, slot.schedule.timezone) for slot in made.schedules] == [
-        ("0 2 * * *", "UTC")
-    ]
+    assert made.job_variables == {"env": {"TTRAIN_HOME": str(server.home)}} and not server.added
+    [slot] = made.schedules
+    assert (slot.schedule.cron, slot.schedule.timezone) == ("0 2 * * *", "UTC")
     assert load_flow_from_entrypoint(made.entrypoint).name == "nightly"

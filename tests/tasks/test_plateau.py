@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from support.comparing import distance, same
 from support.tiny_stages import Home, stage_settings
@@ -15,10 +14,9 @@ from ttrain.train import checkpoint_format
 
 STEPS = 8
 DECAY_BEGINS = 5
-INFINITE = {
-    "schedule": {"kind": "infinite", "warmup_steps": 2, "decay_fraction": 0.375}
-}  # steps 0 to 4, then 5 to 7
-NIGHT = {"schedule": {"kind": "infinite", "warmup_steps": 0, "decay_fraction": 0.375}, "seed": 2}
+SCHEDULE = {"kind": "infinite", "decay_fraction": 0.375}  # the decay has the steps 5 to 7
+INFINITE = {"schedule": {**SCHEDULE, "warmup_steps": 2}}
+NIGHT = {"schedule": {**SCHEDULE, "warmup_steps": 0}, "seed": 2}
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +28,26 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
     return root / "champion", home
 
 
-def weights(artifact: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(artifact / "model" / "model.safetensors")
-    return found
-
-
-def test_the_artifact_holds_the_state_before_the_decay_beside_the_annealed_model(
-    first: Any, tmp_path: Path
-) -> None:
+def test_the_artifact_keeps_the_state_before_the_decay(first: Any, tmp_path: Path) -> None:
     champion, home = first
-    assert {path.name for path in (champion / PLATEAU).iterdir()} == {
-        "model.safetensors",
-        "optimizer.safetensors",
-    }
+    files = {path.name for path in (champion / PLATEAU).iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors"}
     saved = checkpoint_format.read(champion / "checkpoints" / f"step-{DECAY_BEGINS:08d}")
     kept = training.read_plateau(champion, "model.safetensors")
-    assert (
-        same(saved.weights, kept.weights)
-        and same(saved.optimizer, kept.optimizer)
-        and kept.step == 0
-    )
-    assert not same(dict(kept.weights), weights(champion))
+    assert same(saved.weights, kept.weights) and same(saved.optimizer, kept.optimizer)
+    assert kept.step == 0
+    assert not same(dict(kept.weights), load_file(champion / "model" / "model.safetensors"))
     home.pretrain(stage_settings(2), tmp_path)
     assert not (tmp_path / PLATEAU).exists(), "of another schedule"
     training.write_plateau(tmp_path, DECAY_BEGINS)
     assert not (tmp_path / PLATEAU).exists(), "without its checkpoint"
 
 
-def test_a_night_continues_the_plateau_and_not_the_annealed_model(
-    first: Any, tmp_path: Path
-) -> None:
+def test_a_night_continues_the_plateau(first: Any, tmp_path: Path) -> None:
+    def steps(checkpoint: Any) -> set[int]:
+        optimizer = checkpoint.optimizer.items()
+        return {int(value) for name, value in optimizer if name.startswith("step|")}
+
     champion, home = first
     settings = stage_settings(STEPS, NIGHT, checkpoint_every_steps=1, keep_checkpoints=100)
     home.pretrain(settings, tmp_path / "night", {"base": champion, "plateau": champion})
@@ -68,8 +56,6 @@ def test_a_night_continues_the_plateau_and_not_the_annealed_model(
     step = Path("checkpoints") / "step-00000001"
     night, warm = (checkpoint_format.read(tmp_path / name / step) for name in ("night", "warm"))
     kept = training.read_plateau(champion, "model.safetensors")
-    steps = {int(value) for name, value in night.optimizer.items() if name.startswith("step|")}
-    assert steps == {DECAY_BEGINS + 1}, "with those before it"
-    assert {int(value) for name, value in warm.optimizer.items() if name.startswith("step|")} == {1}
+    assert steps(night) == {DECAY_BEGINS + 1} and steps(warm) == {1}
     assert distance(kept.weights, night.weights) < distance(kept.weights, warm.weights)
     assert (tmp_path / "night" / PLATEAU).is_dir()

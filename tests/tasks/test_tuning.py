@@ -27,25 +27,22 @@ def lacks_memory(size: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("measure", "best", "tried"),
+    ("seconds", "best", "tried"),
     [
-        pytest.param(
-            {1: 9.0, 2: 7.0, 4: 5.0, 8: 6.0}.__getitem__, 4, [1, 2, 4, 8], id="until it is slower"
-        ),
-        pytest.param(lacks_memory, 4, [1, 2, 4, 8], id="until it does not fit"),
-        pytest.param(
-            lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24], id="to the rows of a step"
-        ),
+        ({1: 9.0, 2: 7.0, 4: 5.0, 8: 6.0}.__getitem__, 4, [1, 2, 4, 8]),
+        (lacks_memory, 4, [1, 2, 4, 8]),
+        (lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24]),
     ],
+    ids=["until it is slower", "until it does not fit", "to the rows of a step"],
 )
-def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
-    measure: Callable[[int], float], best: int, tried: list[int]
+def test_the_search_doubles_the_rows(
+    seconds: Callable[[int], float], best: int, tried: list[int]
 ) -> None:
     calls: list[int] = []
 
     def measured(size: int) -> float:
         calls.append(size)
-        return measure(size)
+        return seconds(size)
 
     assert tuning.fastest(measured, ShuffledOrder(40, 24, 120, seed=1), ALONE) == best
     assert calls == tried
@@ -53,10 +50,8 @@ def test_the_search_doubles_the_rows_until_a_step_is_slower_or_does_not_fit(
 
 def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> None:
     module = tiny_model()
-    task, order = (
-        LanguageModeling(settings_of_training(), module),
-        ShuffledOrder(40, 6, 120, seed=1),
-    )
+    task = LanguageModeling(settings_of_training(), module)
+    order = ShuffledOrder(40, 6, 120, seed=1)
     before, state = copies(module.state_dict()), torch.get_rng_state()
     precision = Precision("fp32", torch.device("cpu"))
     assert tuning.step_seconds(task, NumberedRows(40), order, precision, ALONE, 2) > 0
@@ -72,9 +67,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 def run(home: Home, output: Path, **runtime: Any) -> Any:
     settings = stage_settings(2, {"optim": {"kind": "adamw"}}, **runtime)
-    without_dropout = settings.replaced(
-        {"model": {"dropout": 0.0}}
-    )  # whose masks follow the micro-batches
+    # the masks of dropout follow the micro-batches
+    without_dropout = settings.replaced({"model": {"dropout": 0.0}})
     return home.pretrain(without_dropout, output, home=output / "home")
 
 
@@ -82,36 +76,30 @@ def weights(output: Path) -> Any:
     return load_file(output / "model" / "model.safetensors")
 
 
-def test_a_stage_runs_with_what_is_fastest_unless_it_is_deterministic_and_does_not_measure_again(
+def test_a_stage_runs_with_the_fastest_size_and_remembers_it(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The weights are equal up to the order of sums."""
-    monkeypatch.setattr(tuning, "step_seconds", lambda *given: {1: 2.0, 2: 1.0, 4: 3.0}[given[-1]])
-    plain = run(home, tmp_path / "plain", deterministic=False)
-    found = run(home, tmp_path / "tuned", deterministic=False, tune="auto")
-    assert "tuned" not in plain and found["tuned"] == {"rows_per_device": 2}
+    """Unless it is deterministic. The weights are equal up to the order of sums."""
+    tuned = {"deterministic": False, "tune": "auto"}
+    monkeypatch.setattr(tuning, "step_seconds", lambda *words: {1: 2.0, 2: 1.0, 4: 3.0}[words[-1]])
+    assert "tuned" not in run(home, tmp_path / "plain", deterministic=False)
+    assert run(home, tmp_path / "tuned", **tuned)["tuned"] == {"rows_per_device": 2}
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
     assert [*json.loads((tmp_path / "tuned" / "home" / tuning.FILE).read_text()).values()] == [2]
-    monkeypatch.setattr(tuning, "step_seconds", lambda *given: pytest.fail("it is remembered"))
-    assert run(home, tmp_path / "tuned", deterministic=False, tune="auto")["tuned"] == {
-        "rows_per_device": 2
-    }
+    monkeypatch.setattr(tuning, "step_seconds", lambda *words: pytest.fail("it is remembered"))
+    assert run(home, tmp_path / "tuned", **tuned)["tuned"] == {"rows_per_device": 2}
     assert "tuned" not in run(home, tmp_path / "fixed", tune="auto")
-    assert "set runtime.deterministic=false" in caplog.text
+    assert "runtime.deterministic=false" in caplog.text
 
 
-def test_a_model_is_compiled_as_the_setting_says_and_else_on_cuda_in_long_runs_over_rows_of_one_width() -> (
-    None
-):
+def test_long_runs_over_rows_of_one_width_are_compiled_on_cuda() -> None:
+    """Unless the setting decides."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     rows, trimmed = NumberedRows(4), NumberedRows(4)
     trimmed.trimmed = True
-    unset, on, off = (stage_settings(compile=compile).runtime for compile in (None, True, False))
+    unset, on, off = (stage_settings(compile=value).runtime for value in (None, True, False))
     assert compiles(unset, cuda, rows, 500) and compiles(on, cpu, trimmed, 1)
-    for runtime, device, data, steps in (
-        (unset, cpu, rows, 500),
-        (unset, cuda, rows, 499),
-        (unset, cuda, trimmed, 500),
-        (off, cuda, rows, 500),
-    ):
-        assert not compiles(runtime, device, data, steps)
+    assert not compiles(unset, cpu, rows, 500)
+    assert not compiles(unset, cuda, rows, 499)
+    assert not compiles(unset, cuda, trimmed, 500)
+    assert not compiles(off, cuda, rows, 500)

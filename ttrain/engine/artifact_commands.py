@@ -1,4 +1,6 @@
-"""The `artifacts` commands: find by key prefix, list, verify every byte, adopt across a code change."""
+"""The `artifacts` commands: find by key prefix, list, verify every byte, adopt across a code
+change.
+"""
 
 import time
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ class ArtifactRow:
 
 
 def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[ArtifactRow]:
-    """List all artifacts, or those of a stage, newest first, then the unfinished work that can be resumed."""
+    """List all artifacts, or those of a stage, newest first, then the unfinished work that can be
+    resumed.
+    """
     users: dict[str, str] = {}
     for run in runs.history(store.root):
         for entry in run["stages"]:
@@ -71,10 +75,7 @@ def size_of(artifact: Artifact) -> int:
 
 
 def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifact:
-    """Return the stage's artifact with this key prefix; without a prefix, the newest undamaged one.
-
-    Raises UsageError if no artifact matches, or several do.
-    """
+    """The stage's artifact with this key prefix, else its newest one. Raises UsageError."""
     name_syntax.need_stage(stage, STAGES)
     if not prefix:
         return store.latest(stage)
@@ -98,10 +99,10 @@ def verify(artifact: Artifact) -> list[str]:
 
 
 def adopt(plan: Plan, stage: str = "") -> list[Artifact]:
-    """Adopt what the stages of the plan, or this one, would build again for changed code alone, inputs first.
+    """Adopt what the plan would build again only for changed code, inputs first; returns what was
+    adopted.
 
-    A stage that was adopted has the bytes that it had, so that the keys of those that read it are known then. Returns
-    what was adopted. Raises ArtifactError for a damaged one.
+    Raises ArtifactError for a damaged artifact.
     """
     adopted = list[Artifact]()
     artifacts: dict[str, Artifact | None] = {}
@@ -132,25 +133,23 @@ def made_by_other_code(store: ArtifactStore, planned: Planned) -> Artifact | Non
 
 
 def remarks_on_code(plan: Plan) -> list[str]:
-    """What a person is asked about before a run builds again, for changed code alone, what took long."""
+    """What to ask before a run rebuilds, only for changed code, what took long."""
     remarks = []
     for planned in plan:
         old = made_by_other_code(plan.store, planned)
         seconds = old.manifest.get("seconds", 0.0) if old else 0.0
         if seconds > LONG_SECONDS:
             remarks.append(
-                f"{planned.name}, which took {format_duration(seconds)}, is built again for changed code alone: "
+                f"{planned.name}, which took {format_duration(seconds)}, is built again for "
+                f"changed code alone: "
                 f"`ttrain artifacts adopt --all`, with the same settings, keeps it"
             )
     return remarks
 
 
 def _adopted(store: ArtifactStore, planned: Planned, old: Artifact) -> Artifact:
-    """Publish an artifact under the key that the plan would build.
-
-    Its files are hard-linked under the new key, or copied where the disk has no links, and its
-    manifest records in `adopted` the old key and the differences. Raises ArtifactError if it is damaged.
-    """
+    # Files are hard-linked under the new key, or copied where the disk has no links; the manifest
+    # records the old key and the differences.
     if problems := verify(old):
         name = f"{old.stage} {old.key[:SHOWN_KEY]}"
         raise ArtifactError(f"{name} is damaged, so it is not adopted: {'; '.join(problems)}")

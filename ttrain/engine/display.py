@@ -1,9 +1,10 @@
 """Show the progress of a pipeline: bars on a terminal, plain lines elsewhere.
 
-A display is a function that is called with (stage, event, data); the stage is "" where an event is the run's own:
+A display is a function that is called with (stage, event, data); the stage is "" where an event is
+the run's own:
 
-    started {"why"}, progressed {the fields of StageProgress}, ended {"state", "seconds", "figures"},
-    failed {"error"}, message {"text"}
+started {"why"}, progressed {the fields of StageProgress}, ended {"state", "seconds", "figures"},
+failed {"error"}, message {"text"}
 """
 
 import sys
@@ -39,8 +40,10 @@ OUTCOMES: Mapping[
 
 
 class Display:
-    """Draws several stages side by side; safe to call from their threads. At `log_level` warning or error it shows neither
-    progress nor results of stages, only failures and messages."""
+    """Draw several stages side by side; thread-safe.
+
+    At `log_level` warning or error only failures and messages are shown.
+    """
 
     def __init__(self, console: Console, log_level: str = "info") -> None:
         self.console, self.log_level = console, log_level
@@ -85,7 +88,7 @@ class Display:
             self._bars.stop()
 
     def say(self, text: str, mark: Mark | None = None) -> None:
-        """Print a line above the bars, after a mark: as it is, since it may name files, keys and values of data."""
+        """Print a line above the bars, after a mark, with control characters escaped."""
         line = escaped(text, kept="\n")
         with self._lock:
             self.console.print(
@@ -94,7 +97,7 @@ class Display:
             sys.stdout.flush()
 
     def _progressed(self, stage: str, progress: StageProgress) -> None:
-        """Show the progress of a stage: its bar, or a line now and then."""
+        # Show the progress of a stage: its bar, or a line now and then.
         if self._bars:
             with self._lock:
                 if stage not in self._tasks:

@@ -1,9 +1,8 @@
-"""About how long a plan takes on this machine, and how often it passes over its data. Imports nothing heavy.
+"""Estimate how long a plan takes on this machine, and how often it passes over its data.
 
-What was measured for these settings on this machine is remembered in the home, and comes first.
-Else the rate of a training is that of the newest artifact of its stage that this machine made, else of another training, else
-the quickstart's. It is scaled by the FLOPs of a token, which grow with the parameters. What is not known is left out:
-the tokens of a user's own chats before their shards are there, the rate of a GPU that has trained nothing yet.
+What was measured for these settings on this machine is remembered in the home, and comes first. Else a
+training's rate is that of the newest artifact of its stage made on this machine, else of another
+training, else the quickstart's, scaled by the FLOPs of a token. Unknown times are left out.
 """
 
 import math
@@ -28,14 +27,16 @@ from ttrain.tasks import EVALUATE, SHARDS
 from ttrain.train.measured_steps import Measure, remembered
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
-# Repeated tokens are worth as much as new ones for about four passes, and little after forty (arXiv:2305.16264).
+# Repeated tokens are worth as much as new ones for about four passes, and little after forty
+# (arXiv:2305.16264).
 LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
 
-# The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and without it, and the
-# seconds of its other stages, and the tokens of its data.
+# The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and
+# without it, and the seconds of its other stages, and the tokens of its data.
 CPU_FLOPS = {True: 1.4e11, False: 0.4e11}
 QUICKSTART_FLOPS = 8e6  # of a token
-# A larger model uses more of a CPU: 0.7, 1.0 and 1.8e11 FLOP/s of a core were measured at 1, 10 and 25 M parameters.
+# A larger model uses more of a CPU: 0.7, 1.0 and 1.8e11 FLOP/s of a core were measured at 1, 10 and
+# 25 M parameters.
 EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
 MOST_CORES = 8  # to which the speed of so small models grows
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
@@ -43,7 +44,8 @@ QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
 QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
 QUICKSTART_TOKENS = {"pretrain": 696_495, "sft": 261_189, "lora": 83_960}  # with 2048 words
 
-# UTF-8 bytes of a token of documents with 2048 words, and the power of their number by which they grow.
+# UTF-8 bytes of a token of documents with 2048 words, and the power of their number by which they
+# grow.
 BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
 PLAIN = (".jsonl", ".json", ".txt", ".md")  # of others, packed, the size does not tell the text's
 
@@ -54,7 +56,7 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Of a stage that will run. `tokens`: that it trains on; `passes`: over its data, of the whole budget."""
+    """Estimate of a stage that will run: `tokens` that it is trained on, `passes` over its data."""
 
     stage: str
     seconds: float | None = None
@@ -70,14 +72,14 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of the stages that will run, in their order; `rate`: by what they were estimated."""
+    """Estimates of the stages that will run; `rate`: what they are based on."""
 
     stages: tuple[StageEstimate, ...]
     rate: str
 
     @property
     def seconds(self) -> float | None:
-        """Of the stages whose time is known; None where no time is."""
+        """Total of the known times; None if none is known."""
         known = [each.seconds for each in self.stages if each.seconds is not None]
         return sum(known) if known else None
 
@@ -87,7 +89,7 @@ class Estimate:
         return [each.stage for each in self.stages if each.seconds is None]
 
     def lines(self) -> list[str]:
-        """For a person; [] where nothing is known."""
+        """Lines for the terminal; [] where nothing is known."""
         shown = ", ".join(str(each) for each in self.stages if each.seconds or each.passes)
         if not shown:
             return []
@@ -97,28 +99,33 @@ class Estimate:
         many = [
             each.stage for each in self.stages if FEW_PASSES < (each.passes or 0) <= MANY_PASSES
         ]
-        after = f"after {FEW_PASSES} passes over the same data more of them teach less: more data helps {', '.join(many)}"
+        after = (
+            f"after {FEW_PASSES} passes over the same data more of them teach less: more data "
+            f"helps {', '.join(many)}"
+        )
         return [
             f"takes about {_about(self.seconds)} here{without}, by {self.rate}: {shown}",
             *([after] if many else []),
         ]
 
     def remarks(self) -> list[str]:
-        """What a person is asked about before it runs."""
+        """What to ask about before the run."""
         remarks = [
-            f"{each.stage} passes about {each.passes:,.0f} times over its data: after some {MANY_PASSES} "
+            f"{each.stage} passes about {each.passes:,.0f} times over its data: after some "
+            f"{MANY_PASSES} "
             f"passes more of them teach little; use more data or a smaller {each.stage} budget"
             for each in self.stages
             if (each.passes or 0) > MANY_PASSES
         ]
         if (self.seconds or 0) > LONG_SECONDS:
             remarks.append(
-                "this takes over a day here: `ttrain doctor` shows in a minute whether it trains and fits"
+                "this takes over a day here: `ttrain doctor` shows in a minute whether it "
+                "trains and fits"
             )
         return remarks
 
     def to_json(self) -> JsonDict:
-        """What `plan --json` prints; null where it is not known."""
+        """The form of `plan --json`, with null for unknown values."""
         stages = [asdict(each) for each in self.stages]
         return {
             "seconds": self.seconds,
@@ -129,7 +136,6 @@ class Estimate:
 
 
 def _about(seconds: float) -> str:
-    """A duration with two digits."""
     rounded = float(f"{max(seconds, 1):.2g}")
     return f"{rounded:.0f} s" if rounded < 100 else format_duration(rounded)
 
@@ -156,7 +162,7 @@ class _Estimator:
         return StageEstimate(planned.name, self._seconds(planned))
 
     def _seconds(self, planned: Planned) -> float | None:
-        """Of a stage that does not train: as long as before, and longer by what it has to read more."""
+        # A stage that does not train takes as long as before, scaled by the bytes that it reads.
         earlier = self._made_here(planned.name)
         if planned.name == EVALUATE.name:
             return self._evaluation(earlier)
@@ -212,7 +218,7 @@ class _Estimator:
         return START_SECONDS + tokens / rate if rate else None
 
     def _tokens_per_second(self, stage: str, row_length: int) -> float | None:
-        """By the newest training on this machine; of an existing model, only by one of the same stage."""
+        # The rate for an existing model only comes from the same stage.
         is_new = self.settings.existing_model is None
         for name in (stage, *TRAININGS) if is_new else (stage,):
             artifact = self._made_here(name)
@@ -225,12 +231,11 @@ class _Estimator:
         return self._quickstart_rate(row_length)
 
     def _speed_up(self, flops_before: float, row_length: int) -> float:
-        """How many times as many tokens a second as with other FLOPs of a token."""
         settings = self.settings.model_dump(mode="json", include={"model", "tokenizer"})
         return math.pow(flops_before / _flops_per_token(settings, row_length), 1 - EFFICIENCY)
 
     def _quickstart_rate(self, row_length: int) -> float | None:
-        """Tokens per second by the quickstart on such a CPU; None for an existing model, and where a GPU may be used."""
+        # None for an existing model, and where a GPU may be used.
         runtime = self.settings.runtime
         may_use_gpu = sys.platform == "darwin" or any(Path(file).exists() for file in GPU_FILES)
         is_cpu = runtime.device == "cpu" or (runtime.device == "auto" and not may_use_gpu)
@@ -243,7 +248,6 @@ class _Estimator:
         return tokens_per_second * self._speed_up(QUICKSTART_FLOPS, row_length)
 
     def _made_here(self, stage: str) -> Artifact | None:
-        """Its newest artifact that this machine made with the same devices."""
         runtime = self.settings.runtime
         devices = {"device": runtime.device, "devices": runtime.devices, "nodes": runtime.nodes}
         for artifact in self.store.artifacts(stage):
@@ -257,7 +261,6 @@ class _Estimator:
         return None
 
     def _tokens(self, dataset: str) -> int | None:
-        """The tokens that a training is trained on: of its shards, else by the bytes of documents."""
         if shards := self.artifacts.get(SHARDS[dataset].name):
             return ShardsResult.of(shards.result).train.tokens or None
         words = math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
@@ -273,7 +276,7 @@ class _Estimator:
         return is_whole and settings.reads_python_docs(dataset)
 
     def _bytes(self, dataset: str) -> int | None:
-        """The bytes of a data set; None where they do not say how much is read, or a server would have to be asked."""
+        # None where bytes do not say how much is read, or a server would have to be asked.
         settings = self.settings
         if (
             dataset not in SHARDS
@@ -288,7 +291,7 @@ class _Estimator:
 
 
 def _flops_per_token(settings: JsonObject, row_length: int) -> float:
-    """Forward and backward (arXiv:2204.02311, appendix B), of a dense model."""
+    # Forward and backward of a dense model (arXiv:2204.02311, appendix B).
     model, vocabulary = settings["model"], settings["tokenizer"]["vocab_size"]
     weights = rules.layer_parameters(model) + vocabulary * model["hidden_size"]
     return float(6.0 * weights + 12.0 * model["layers"] * model["hidden_size"] * row_length)

@@ -1,4 +1,4 @@
-"""One run of a pipeline: builds, records, tracks and displays its stages. Independent of the engine: Prefect may call it."""
+"""One run of a pipeline: builds, records, tracks and displays its stages, for any engine."""
 
 import contextlib
 import getpass
@@ -60,8 +60,9 @@ class PipelineRun(StopRequest):
         facts: JsonObject = MappingProxyType({}),
         registers: bool = True,
     ) -> None:
-        """`facts`: what its record has besides: its labels, the night or the sweep that it is a part of, and as `continues`
-        the interrupted run with which trackers show it as one."""
+        """`facts`: more entries of the record: labels, the night or sweep, the run that it
+        `continues`.
+        """
         super().__init__(lambda text: display("", "message", {"text": text}))
         settings, store = plan.settings, plan.store
         self.plan, self.settings, self.store, self.display = plan, settings, store, display
@@ -99,10 +100,10 @@ class PipelineRun(StopRequest):
         )  # of the run, or of a stage, in a tracker
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        """Pickle as a bare object: Prefect sends flow and task functions to Dask with everything they reference."""
+        """Pickle as a bare object: Prefect sends flows to Dask with everything they reference."""
         return object, ()
 
-    # --- stages ---------------------------------------------------------------------------------------------------------
+    # --- stages -----------------------------------------------------------------------------------
 
     def run_stages(self) -> None:
         """Build the stages of the plan one after the other, in this thread."""
@@ -114,9 +115,10 @@ class PipelineRun(StopRequest):
     def run_stage(
         self, planned: Planned, logged: Callable[[str], object] = lambda line: None
     ) -> tuple[Artifact, str]:
-        """Build a stage of the plan, once those that it reads have ended, or take it from the store.
+        """Build a stage once its inputs exist, or take it from the store; returns (artifact,
+        state).
 
-        Returns the artifact and its state: cached, completed, ... `logged` gets the lines of its log.
+        `logged` gets the lines of its log.
         """
         stage = planned.stage
         inputs = self._inputs_of(planned)
@@ -138,14 +140,13 @@ class PipelineRun(StopRequest):
         return outcome.artifact, outcome.state
 
     def _inputs_of(self, planned: Planned) -> dict[str, Artifact]:
-        """The artifacts that a stage reads, once the stages before it have ended."""
         return {
             name: self.artifacts[of] if isinstance(of, str) else of
             for name, of in planned.sources.items()
         }
 
     def check_rows(self) -> None:
-        """Fail all trainings of this run whose shards have too few rows, before any of them trains. All shards are there."""
+        """Fail every training whose shards have too few rows, before any of them trains."""
         errors: list[TooFewRows] = []
         while self._to_check:
             planned = self._to_check.pop(0)
@@ -173,12 +174,11 @@ class PipelineRun(StopRequest):
             fixes = [fix for error in errors for fix in error.fixes]
             raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
 
-    # --- events ---------------------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def _report(
         self, stage: Stage, logged: Callable[[str], object], event: str, data: JsonObject
     ) -> None:
-        """Record what a stage at work reports, and show it."""
         if event == "started":
             self._started(stage, data["planned"], data["work"])
         elif event == "progressed":
@@ -205,7 +205,8 @@ class PipelineRun(StopRequest):
             processes.warm_up(self.settings)
         self.display(stage.name, "started", {"why": first_of(planned.why, 3, "; ")})
         self.record.log(stage.name, f"started: {'; '.join(planned.why)}")
-        # the id by which trackers know it: that of the run which began its training, if it continues one
+        # the id by which trackers know it: that of the run which began its training, if it
+        # continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
         ids = {
             "run": self.record.run,
@@ -248,7 +249,7 @@ class PipelineRun(StopRequest):
             self._register(artifact)
 
     def _failed(self, stage: Stage, error: BaseException) -> None:
-        """Record that a stage has no result. That nothing is new is no failure; the night says why."""
+        # NothingNew is no failure; the night reports the reason.
         name, is_stopped = stage.name, isinstance(error, Interrupted | KeyboardInterrupt)
         if not is_stopped:
             self.failures[name] = error
@@ -271,7 +272,7 @@ class PipelineRun(StopRequest):
         if isinstance(error, TTrainError | OSError):
             error.shown = True  # type: ignore[union-attr]
 
-    # --- the end --------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
@@ -310,21 +311,23 @@ class PipelineRun(StopRequest):
             self.finish(outcome, error)
 
     def finish(self, outcome: str, error: str | None = None) -> None:
-        """Close the record and the tracked run. `outcome`: completed, failed, interrupted or nothing-new."""
+        """Close the record with an outcome: completed, failed, interrupted or nothing-new."""
         self.outcome = outcome
         if error:
             self.record.note(error=error)
         if self.signum:
             self.record.note(stopped=self.stop_reason)
         if outcome == "completed":
-            self.register_set()  # before the record is closed: if killed here, the run crashed, and the next one registers
+            # before the record is closed: if killed here, the run crashed, and the next one
+            # registers
+            self.register_set()
         self.record.note(evaluation=[list(row) for row in self.evaluation_table()])
         self.record.finish(outcome, self.metrics())
         self.end_tracking()
         self.store.cache.save()
 
     def register_set(self) -> None:
-        """Register the models of this run as one set, which can become champion; a run that left a stage out has none."""
+        """Register the models of a complete run as one set, which can become champion."""
         if not (
             self.registers
             and {"tokenizer", "evaluate", *self.settings.trainings} <= set(self.artifacts)
@@ -349,7 +352,7 @@ class PipelineRun(StopRequest):
 
 
 def user_name() -> str | None:
-    """Who started the run; None where, as in some containers, the user has no name."""
+    """Who started the run; None in containers without user names."""
     with contextlib.suppress(KeyError, OSError):
         return getpass.getuser()
     return None
@@ -359,7 +362,7 @@ def user_name() -> str | None:
 def screen(
     console: Console, log_level: str, display: StageDisplay | None = None
 ) -> Iterator[StageDisplay]:
-    """A display that ends with the block, as the block does on a signal that no run handles."""
+    """A display that is closed with the block, also by a signal that no run handles."""
     try:
         drawn = (
             contextlib.nullcontext(display)
@@ -373,7 +376,7 @@ def screen(
 
 
 class EarlySignal(KeyboardInterrupt):
-    """Not an Exception, so that no library's or tracker's `except Exception` takes it for an error of its own."""
+    """Not an Exception, so that no library's `except Exception` swallows it."""
 
     def __str__(self) -> str:
         return "interrupted while no stage was running"

@@ -1,12 +1,12 @@
-"""A server process with the slow libraries loaded, which forks the processes of stages in milliseconds.
+"""A server process with the slow libraries loaded, which forks the processes of stages (Linux
+only).
 
-It belongs to one launching process. Of ttrain's own modules it has loaded those that stages import, which takes 0.26 s of a
-core; a forked process imports all of them again where the file of one has changed since, so no code is stale. A fork is
-safe because the server has one thread. For each request it forks a keeper, which forks the process, waits for it, and
-reports its exit code.
+It belongs to one launching process and has one thread, so a fork is safe. It has loaded ttrain's
+modules, too (0.26 s); a fork imports them again if a file has changed. For each request the server
+forks a keeper, which forks the process, waits for it and reports its exit code.
 
-`multiprocessing`'s fork server runs the caller's main module again in every child, hides an import that fails, and leaves
-output, session, environment and the check of threads to the child; hence this one. It needs Linux (prctl).
+`multiprocessing`'s fork server runs the caller's main module in every child, hides a failing
+import, and does not set output, session and environment.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ PRELOADED = (
     ),
     *("ttrain.tasks.pretrain", "ttrain.tasks.evaluate"),
 )
-# Libraries that those import where they can, for what no stage does: scipy for losses of detectors, 36 MB and 0.2 s.
+# Libraries that those import where they can, for what no stage does: scipy for losses of detectors,
+# 36 MB and 0.2 s.
 LEFT_OUT = ("scipy",)
-# OpenBLAS (of numpy and scipy) and pyarrow's jemalloc start a thread when they are loaded, and asking the CUDA runtime
-# instead of NVML how many GPUs there are makes CUDA unusable in what is forked later.
+# OpenBLAS (of numpy and scipy) and pyarrow's jemalloc start a thread when they are loaded, and
+# asking the CUDA runtime instead of NVML how many GPUs there are makes CUDA unusable in what is
+# forked later.
 ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -71,11 +73,11 @@ class ForkServerError(Exception):
     """The server cannot be started or has ended; the message says how."""
 
 
-# --- the launching side -------------------------------------------------------------------------------------------------
+# --- the launching side ---------------------------------------------------------------------------
 
 
 class ForkServer:
-    """The fork server of this process. Threads may share it; it ends with `close`, or with this process."""
+    """The fork server of this process, shared by its threads; ends with `close` or this process."""
 
     def __init__(
         self, environment: Mapping[str, str], libraries: Sequence[str] = PRELOADED
@@ -124,9 +126,10 @@ class ForkServer:
         output: int,
         stopped: Callable[[], bool] = lambda: False,
     ) -> ForkedProcess | None:
-        """Fork a process that runs `module.main()`; standard output and error go to the file descriptor `output`.
+        """Fork a process that runs `module.main()` with its output to the file descriptor `output`.
 
-        Waits while the libraries load. Returns None if `stopped()` becomes true. Raises ForkServerError.
+        Waits while the libraries load. Returns None if `stopped()` becomes true. Raises
+        ForkServerError.
         """
         request = {
             "module": module,
@@ -198,11 +201,11 @@ class ForkedProcess:
         return self.returncode
 
 
-# --- the server's side --------------------------------------------------------------------------------------------------
+# --- the server's side ----------------------------------------------------------------------------
 
 
 def main() -> NoReturn:
-    """`python -m ttrain.engine.fork_server LAUNCHER DESCRIPTOR MODULE...`: load, then serve until the launcher ends."""
+    """`python -m ttrain.engine.fork_server LAUNCHER DESCRIPTOR MODULE...`: load, then serve."""
     launcher, control = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     stop_watching_parent = end_with_parent(launcher)
     gc.disable()  # while it loads: 3.6 s instead of 4.6
@@ -233,19 +236,18 @@ def main() -> NoReturn:
 
 
 def _own_modules() -> list[str]:
-    """The names of ttrain's modules that are loaded."""
     return [name for name in sys.modules if name.partition(".")[0] == "ttrain"]
 
 
 def _own_files() -> dict[str, tuple[int, int] | None]:
-    """(time of the last change in ns, size) of their files by module; None of one that is gone."""
+    # (mtime in ns, size) by module; None if the file is gone
     files = {name: Path(str(sys.modules[name].__file__)) for name in _own_modules()}
     status = {name: file.stat() if file.exists() else None for name, file in files.items()}
     return {name: of and (of.st_mtime_ns, of.st_size) for name, of in status.items()}
 
 
 def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
-    """Fork on request. Returns in the forked process, with its request."""
+    # Returns only in the forked process, with its request.
     signal.pthread_sigmask(
         signal.SIG_BLOCK, STOP_SIGNALS
     )  # a child unblocks them once it has handlers
@@ -270,7 +272,7 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
 
 
 def _keep(request: dict[str, Any], reply: socket.socket, output: int) -> dict[str, Any]:
-    """Fork the requested process, in which this returns, and report its end."""
+    # Returns only in the requested process.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     keeper = os.getpid()
     child = os.fork()
@@ -290,7 +292,7 @@ def _keep(request: dict[str, Any], reply: socket.socket, output: int) -> dict[st
 
 
 def _end_with(parent: int) -> None:
-    """SIGKILL when the parent ends, also to a process that is stopped or never leaves native code."""
+    # SIGKILL also ends a process that is stopped or never leaves native code.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -298,7 +300,6 @@ def _end_with(parent: int) -> None:
 
 
 def _run_request(request: Mapping[str, Any]) -> int:
-    """Run the requested module in its own session and environment, with a fresh seed."""
     os.setsid()
     parent = os.environ[PARENT]
     os.environ.clear()
@@ -318,7 +319,7 @@ def _run_request(request: Mapping[str, Any]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End a forked process without tearing down its modules, which takes 0.6 s with torch loaded, 0.05 s without."""
+    # Tearing down the modules would take 0.6 s with torch loaded.
     threading._shutdown()  # type: ignore[attr-defined]  # tells pools of threads to end, then waits for all but daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()

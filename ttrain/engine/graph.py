@@ -21,10 +21,12 @@ Source = (
     str | Artifact
 )  # of an input: the name of the stage that makes it, or an artifact that is there
 
+COLUMNS = ("stage", "state", "key", "why")
+
 
 @dataclass(frozen=True)
 class Node:
-    """A stage of a pipeline and where each of its inputs comes from, by the input's name."""
+    """A stage of a pipeline and the source of each of its inputs, by name."""
 
     stage: Stage
     sources: Mapping[str, Source] = field(default_factory=dict)
@@ -35,7 +37,7 @@ class Node:
         return frozenset(source for source in self.sources.values() if isinstance(source, str))
 
     def inputs(self, artifacts: Mapping[str, Artifact | None]) -> dict[str, Artifact]:
-        """Its inputs by name, of the artifacts of stages; without those that are not there."""
+        """Its inputs by name, without those that do not exist."""
         found = {
             name: artifacts.get(of) if isinstance(of, str) else of
             for name, of in self.sources.items()
@@ -47,13 +49,13 @@ class Graph(dict[str, Node]):
     """The stages of a pipeline by name, each after those that it reads."""
 
     def add(self, stage: Stage, **sources: Source | None) -> str:
-        """Add a stage and return its name, for those that read it. An input whose source is None is not there."""
+        """Add a stage and return its name. An input whose source is None is left out."""
         present = {name: source for name, source in sources.items() if source is not None}
         self[stage.name] = Node(stage, present)
         return stage.name
 
     def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
-        """The graph without these stages: what reads one of them reads the source instead, or nothing where it is None."""
+        """The graph without these stages; their readers read the given source or nothing."""
         graph = Graph()
         for name, node in self.items():
             if name not in replaced:
@@ -74,7 +76,7 @@ Pipeline = Callable[[Settings], Graph]
 
 @dataclass(frozen=True)
 class PartialRun:
-    """A work directory in which a training saved its state at `step`, under the key of these ingredients."""
+    """A work directory in which a training saved its state at `step`, under another key."""
 
     stage: str
     key: str
@@ -91,12 +93,12 @@ class Planned:
     """What a run would do with one stage.
 
     state       "cached" or "run"
-    why         why it runs, or what it was found by
-    key         digest of its settings, inputs and code; None while an input has yet to be built
-    forced      it is built although its artifact exists
-    sources     of its inputs, as in the graph; `inputs`: the artifacts, once all of them exist
-    first_step  of its training; not 0 where it continues at a checkpoint: that of unfinished work of
-                the same key, of `partial_run`, which --continue names, or `start_from`, of --extend
+    why         the reasons
+    key         digest of settings, inputs and code; None while an input has yet to be built
+    forced      built although its artifact exists
+    sources     of its inputs, as in the graph; `inputs`: the artifacts, once all exist
+    first_step  where training starts: at a checkpoint of its own work, of `partial_run`
+                (--continue) or `start_from` (--extend)
     """
 
     stage: Stage
@@ -159,13 +161,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Rerun:
-    """What is built although its artifact exists, or goes on from other work. Not for a stage that the store has else."""
+    """What is built although its artifact exists, or continues from other work."""
 
     force: frozenset[str] = (
         frozenset()
     )  # stages to rebuild; what depends on a forced stage is forced with it
     extend: bool = False  # continue the checkpoint of a run with a smaller budget
-    resume_key: str = ""  # key, or its beginning, of unfinished work that its stage resumes although something has changed
+    # key, or its beginning, of unfinished work that its stage resumes although something has
+    # changed
+    resume_key: str = ""
 
 
 NOTHING_AGAIN = Rerun()
@@ -173,9 +177,9 @@ NOTHING_AGAIN = Rerun()
 
 @dataclass(frozen=True)
 class Selection:
-    """The stages in `only`; or those from `since` to `until`; all of them if none is named.
+    """The stages in `only`, or those from `since` to `until`; all of them if none is named.
 
-    `since` is built with all that depends on it, `until` with all that it depends on.
+    `since` brings all that depends on it, `until` all that it depends on.
     """
 
     only: frozenset[str] = frozenset()
@@ -185,7 +189,8 @@ class Selection:
     def __post_init__(self) -> None:
         if self.only and (self.since or self.until):
             raise UsageError(
-                f"--only {','.join(sorted(self.only))} cannot be combined with --from or --until; remove one of them"
+                f"--only {','.join(sorted(self.only))} cannot be combined with --from or "
+                f"--until; remove one of them"
             )
 
     def __bool__(self) -> bool:
@@ -206,21 +211,20 @@ class Selection:
         return sorted({*self.only, self.since, self.until} - {""})
 
     def of(self, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
-        """The stages that are built (or cached), and those that must be in the store. Raises UsageError if none is built."""
+        """(stages to build, stages that the store must have). Raises UsageError."""
         until = graph.needed_by(self.until) if self.until else graph
         since = (name for name in until if not self.since or self.since in graph.needed_by(name))
         built = self.only or frozenset(since)
         if not built:
             raise UsageError(
-                f"{self} leaves no stage to build: {self.until} does not depend on {self.since}; swap them"
+                f"{self} leaves no stage to build: {self.until} does not depend on "
+                f"{self.since}; swap them"
             )
         needed = frozenset[str]().union(*map(graph.needed_by, built))
         return built, needed - built
 
 
 EVERYTHING = Selection()
-
-COLUMNS = ("stage", "state", "key", "why")
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +257,6 @@ class Plan(Sequence[Planned]):
         return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook."""
         waiting = sum(stage.state == "run" for stage in self.stages)
         return html_table(
             COLUMNS, self.rows(), f"{self.pipeline}: {waiting} of {len(self)} stages will run"

@@ -25,7 +25,7 @@ TRAIN, HELDOUT, EXISTING, AGAINST, PYTHON = "train", "heldout", "existing", "aga
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that a stage reads, and the weighted source it belongs to (no weight: all rows of the data set are alike)."""
+    """A file that a stage reads; `weight` is that of its source, None without weights."""
 
     location: str
     group: int = 0
@@ -33,11 +33,7 @@ class InputFile:
 
 
 def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
-    """List the user's own files that the stage reads, by role: "train", "heldout", for the tokenizer "existing", for shards
-    "against", files of evaluations.
-
-    The roles of an existing model's files are those of `existing_model.files`.
-    """
+    """The user's own files that the stage reads, by role: train, heldout, existing, against, ..."""
     if stage.reads_model:
         return {role: _input_files(paths) for role, paths in _model_files(settings).items()}
     if stage.reads_suites:
@@ -74,10 +70,10 @@ def _input_files(paths: list[Path] | list[str]) -> list[InputFile]:
 
 
 def _no_documents(settings: Settings) -> UsageError:
-    """The error where a stage needs documents, but none are named."""
     if "pretrain" not in settings.trainings:
         return UsageError(
-            "data.pretrain is none, so that there is no text for a tokenizer; set data.tokenizer=FILE, or "
+            "data.pretrain is none, so that there is no text for a tokenizer; set "
+            "data.tokenizer=FILE, or "
             "tokenizer.existing to a tokenizer that exists"
         )
     later = next(
@@ -94,14 +90,16 @@ def _no_documents(settings: Settings) -> UsageError:
         else ""
     )
     return UsageError(
-        f"data.pretrain is none, as what is not set is not trained on, but {later or 'the pipeline'} starts from the model "
-        f"that pretrain makes of documents; set data.pretrain=FILE, data.pretrain={PYTHON_DOCS} for those that ship with "
+        f"data.pretrain is none, as what is not set is not trained on, but "
+        f"{later or 'the pipeline'} starts from the model "
+        f"that pretrain makes of documents; set data.pretrain=FILE, "
+        f"data.pretrain={PYTHON_DOCS} for those that ship with "
         f"ttrain{existing_model}"
     )
 
 
 def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
-    """Raise UsageError for all data sets of these stages where the first rows of a file are not what it needs."""
+    """Raise one UsageError for all data sets whose first rows are of the wrong kind."""
     problems, data = [], settings.data
     names = dict.fromkeys(
         dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset
@@ -123,9 +121,10 @@ def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.
 
 
 def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
-    """List the files with the items of suites, and the files that are named directly.
+    """Files with the items of suites, and files named directly.
 
-    Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, whose data are not in local files.
+    Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, which have no local
+    files.
     """
     paths: list[str] = []
     for name in names:
@@ -137,7 +136,8 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
         for task, spec in loaded.suite.tasks.items():
             if isinstance(spec, HarnessTask):
                 raise UsageError(
-                    f"{setting} names the suite {name}, but the data of its task {task} are those of "
+                    f"{setting} names the suite {name}, but the data of its task {task} are "
+                    f"those of "
                     f"lm-evaluation-harness; name a file with its items, as JSON Lines"
                 )
             if not heldout_part(spec):
@@ -146,8 +146,7 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
 
 
 def _suite_files(settings: Settings) -> dict[str, list[Path]]:
-    """The suites of each model and the files they read, as "suites-sft". Raises UsageError for an unusable suite before
-    any model is trained. Held-out documents are checked later: a night has earlier ones."""
+    # By model, as "suites-sft". Held-out documents are checked later: a night has earlier ones.
     files_by_role: dict[str, list[Path]] = {}
     rows = TRAINING_STAGES.items()
     heldout_parts = [row.part for _, row in rows if row.loss and settings.reads(row.name)]
@@ -168,7 +167,6 @@ def _suite_files(settings: Settings) -> dict[str, list[Path]]:
 
 
 def _model_files(settings: Settings) -> dict[str, list[Path]]:
-    """The files of the existing model. Raises UsageError if there is none, or if a stage's rows are too long for it."""
     assert settings.existing_model, "the stage is in the recipe only where there is such a model"
     setting = f"{settings.trainings[0]}.start_from"
     files = existing.model_files(settings.existing_model, setting)
@@ -178,7 +176,8 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
             raise UsageError(
-                f"{name}.row_length is {length}{prefix} but {setting} is {settings.existing_model}, a model of {limit} "
+                f"{name}.row_length is {length}{prefix} but {setting} is "
+                f"{settings.existing_model}, a model of {limit} "
                 f"positions; set {name}.row_length to at most {limit - virtual}"
             )
     return files
@@ -192,7 +191,8 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
         new = [location for location in locations.expand((path,), setting) if location not in files]
         if not new:
             raise UsageError(
-                f"{setting} weighs '{redact.url(path)}', but all its files belong to a source before it; leave it out"
+                f"{setting} weighs '{redact.url(path)}', but all its files belong to a source "
+                f"before it; leave it out"
             )
         files.update({location: InputFile(location, group, weight) for location in new})
     return list(files.values())
@@ -201,9 +201,9 @@ def _expand(paths: tuple[str, ...], setting: str, weights: tuple[float, ...]) ->
 def file_digests(
     stage: Stage, settings: Settings, store: ArtifactStore
 ) -> dict[str, list[JsonDict]]:
-    """Name, digest and any weight of the data files that the stage reads, by role.
+    """Name, digest and any weight of the stage's data files, by role. Raises CannotRead.
 
-    The digest of a remote file is its commit, ETag or checksum. Raises CannotRead if one is unreadable.
+    The digest of a remote file is its commit, ETag or checksum.
     """
     digests: dict[str, list[JsonDict]] = {}
     for role, files in data_files(stage, settings).items():

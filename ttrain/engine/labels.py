@@ -1,4 +1,4 @@
-"""A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`: shown with the run, not part of any key."""
+"""A user's labels of a run, `--note TEXT` and `--tag KEY=VALUE`; they enter no key."""
 
 import itertools
 import re
@@ -18,15 +18,16 @@ NOTE_CHARACTERS = 2000
 
 
 def new_run_name(home: Path, text: str | None) -> str:
-    """The short name of a new run; "" for None. Raises UsageError where it is no name, or names something else already.
+    """The short name of a new run; "" for None. Raises UsageError if it is invalid or taken.
 
-    A run that was cut short gives its name to the next one, since the same command continues it.
+    The name of an interrupted run may be used again, since the same command continues it.
     """
     if text is None:
         return ""
     if not RUN_NAME.fullmatch(text) or runs.NAME_TIME.search(text):
         raise UsageError(
-            f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, digits, _ or -; "
+            f"--run-name is {text[:80]!r}, but a name is a letter and then at most 39 letters, "
+            f"digits, _ or -; "
             f"try --run-name baseline"
         )
     if text in {name_syntax.LATEST, *STAGES} or runs.is_generated(text):
@@ -45,17 +46,15 @@ def new_run_name(home: Path, text: str | None) -> str:
 
 
 def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") -> JsonDict:
-    """The note, the tags and the short name as the run's record has them, without secrets; `run_name` is checked.
-
-    Raises UsageError for an invalid text or key.
-    """
+    """Note, tags and checked `run_name` for the record, without secrets. Raises UsageError."""
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, _, value = (word.strip() for word in tag.partition("="))
         is_reserved = key.lower().startswith(RESERVED)
         if not value or not TAG_KEY.fullmatch(key) or is_reserved or not value.isprintable():
             raise UsageError(
-                f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . or -, which begins with a "
+                f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . "
+                f"or -, which begins with a "
                 f"letter and neither with {' nor '.join(RESERVED)}, and a value of one line; "
                 f"try --tag purpose=baseline"
             )

@@ -1,4 +1,4 @@
-"""Run one stage in its own process: of a pipeline, whose output is published, or alone, for a directory of the user."""
+"""Run one stage in its own process: for the store, or alone for a directory of the user."""
 
 import contextlib
 import os
@@ -58,17 +58,18 @@ class StageOutcome:
     """The artifact of a stage and how it was obtained."""
 
     artifact: Artifact
-    state: str  # "cached", "completed", "equal" or "different" (the last two: forced, compared with what was stored)
+    # "cached", "completed", "equal" or "different" (the last two: forced, compared with what was
+    # stored)
+    state: str
     seconds: float
 
 
 def build(
     planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
 ) -> StageOutcome:
-    """Take the stage's artifact from the store, or make it. `planned`: with its key, hence with its inputs.
+    """Take the artifact of a stage whose inputs exist from the store, or make it.
 
-    Reports "started", "progressed", "logged" and "message". Raises StageFailed with the stage's own message, or Interrupted
-    once its state is saved.
+    Reports "started", "progressed", "logged" and "message". Raises StageFailed or Interrupted.
     """
     began = time.monotonic()
     if planned.state == "cached":
@@ -98,7 +99,9 @@ def _make(
             f"{key}.process",
             waiting=lambda: _wait_for("a process of an ended run", report),
         ):
-            pass  # a killed run's process may live for another 0.2 s: it must be gone before its work is touched
+            # a killed run's process may live for another 0.2 s: it must be gone before its work is
+            # touched
+            pass
         if forced and stored and not (work / RESTARTED).exists():
             remove_tree(work)
         if planned.partial_run:
@@ -131,7 +134,8 @@ def _make(
             file_digests(stage, settings, store) != planned.ingredients["files"]
         ):  # costs one stat per unchanged file
             raise StageFailed(
-                f"stage {stage.name}: its input files changed while they were read; run the same command again"
+                f"stage {stage.name}: its input files changed while they were read; run the "
+                f"same command again"
             )
         same = store.compare(stored, work / "output") if forced and stored else None
         state = ("equal" if same else "different") if forced and stored else "completed"
@@ -163,9 +167,9 @@ def _wait_for(who: str, report: Report) -> None:
 
 @contextlib.contextmanager
 def verified(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[None]:
-    """Verify the stage's inputs against their manifests; shards are verified when a row of one is read, as in the block.
+    """Verify the inputs against their manifests; shards are verified as rows are read in the block.
 
-    Raises StageFailed for a damaged file, and sets its artifact aside.
+    Raises StageFailed for a damaged file, and quarantines its artifact.
     """
     try:
         for name, artifact in inputs.items():
@@ -178,7 +182,6 @@ def verified(stage: Stage, store: ArtifactStore, inputs: Artifacts) -> Iterator[
 def _set_aside(
     stage: Stage, store: ArtifactStore, inputs: Artifacts, path: Path, message: str
 ) -> StageFailed:
-    """Set a damaged input aside; return the error to raise."""
     artifact = next(
         (artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None
     )
@@ -192,7 +195,7 @@ def _set_aside(
 
 
 def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: Path) -> None:
-    """Prepare the work directory. What an earlier attempt of the same key left is kept: training continues from it."""
+    # What an earlier attempt of the same key left is kept: training continues from it.
     stage, output = planned.stage, work / "output"
     if not (stage.uses_ranks or stage.reuses_parts):
         remove_tree(output)
@@ -236,13 +239,13 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
 
 
 def _hide_sources(work: Path) -> None:
-    """Remove the URLs, which may have secrets, from an ended job; the next attempt writes it again."""
+    # URLs may have secrets; the next attempt writes them again.
     with contextlib.suppress(OSError):  # a full disk
         write_json(work / JOB, {**read_object(work / JOB), "files": {}}, PRIVATE_FILE)
 
 
 def remove_earlier_results(work: Path) -> None:
-    """Remove job, results and progress of an earlier attempt, so that they are not taken for this one's."""
+    """Remove job, results and progress of an earlier attempt."""
     for path in (
         work / JOB,
         work / PROGRESS,
@@ -255,11 +258,8 @@ def remove_earlier_results(work: Path) -> None:
 def _with_first_node(
     planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
 ) -> tuple[Artifact, str]:
-    """As a node other than the first, wait for what node 0 builds and publishes; train along where the stage trains.
-
-    Node 0 has the key's lock and its work directory; this node's log lies next to it. Raises StageFailed if node 0 does not
-    begin within NODE_SECONDS, or Interrupted.
-    """
+    # Node 0 has the key's lock and its work directory; this node's log lies next to it. Raises
+    # StageFailed if node 0 does not begin within NODE_SECONDS.
     stage, key = planned.stage, planned.known_key
     work = store.work(stage.name, key)
     _wait_for("node 0", report)
@@ -288,7 +288,7 @@ def _with_first_node(
 def _wait_for_first_node(
     planned: Planned, store: ArtifactStore, stop: StopRequest
 ) -> Artifact | None:
-    """Wait until node 0 has published the stage; None once it has a job for the ranks of all nodes."""
+    # None once node 0 has a job for the ranks of all nodes.
     stage, key = planned.stage, planned.known_key
     last_sign_of_life = time.monotonic()
     while (artifact := store.find(stage.name, key)) is None:
@@ -302,23 +302,27 @@ def _wait_for_first_node(
                 return None
         if time.monotonic() - last_sign_of_life > NODE_SECONDS:
             raise StageFailed(
-                f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its log says why, or it does not "
+                f"stage {stage.name}: node 0 has not begun it for {NODE_SECONDS:.0f} s; its "
+                f"log says why, or it does not "
                 f"run, or it has other settings or another TTRAIN_HOME"
             )
         time.sleep(NODE_POLL_SECONDS)
     return artifact
 
 
-# --- outside of a pipeline: a user's task, or a gate -----------------------------------------------------------------------
+# --- outside of a pipeline: a user's task, or a gate ----------------------------------------------
 
 
 def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override]]:
-    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several machines."""
+    """Split the overrides into (runtime settings, other overrides). Raises UsageError for several
+    machines.
+    """
     own = [override for override in overrides if override.key.partition(".")[0] == "runtime"]
     runtime = settings_of_task(TaskRuntime, own).runtime
     if runtime.nodes > 1:
         raise UsageError(
-            f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set runtime.nodes=1"
+            f"runtime.nodes is {runtime.nodes}, but a task trains on one machine; set "
+            f"runtime.nodes=1"
         )
     return runtime, [override for override in overrides if override not in own]
 
@@ -326,9 +330,9 @@ def split_runtime(overrides: Sequence[Override]) -> tuple[Runtime, list[Override
 def run_alone(
     stage: Stage, settings: JsonObject, runtime: Runtime, out: Path, why: str, display: Display
 ) -> JsonDict:
-    """Run the stage with `out` as its output; returns its figures. `why` is shown.
+    """Run the stage with `out` as its output; returns its result.
 
-    An earlier attempt in `out` is continued; "was_finished" says whether nothing was left to do.
+    An earlier attempt in `out` is continued; "was_finished" tells if nothing was left to do.
     """
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Plan a graph: the key of every stage, whether it is cached, and why not. Imports nothing heavy."""
+"""Plan a graph: the key of every stage, whether it is cached, and why not."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -49,12 +49,11 @@ def plan(
     selection: Selection = EVERYTHING,
     compared_with: RecordedRun | None = None,
 ) -> list[Planned]:
-    """Plan every stage of the graph, in its order, except those that the selection leaves out.
+    """Plan every selected stage of the graph, in its order.
 
-    `compared_with`: the run whose artifacts the stages that will run are compared with, else with the most similar ones.
-
-    Raises UsageError if a stage that must be in the store is missing, a logger is not installed, or
-    `runtime.eval_suite` cannot be used.
+    `compared_with`: the run whose artifacts explain changes, else the most similar ones. Raises
+    UsageError if a stage that must be in the store is missing, a logger is not installed, or
+    `runtime.eval_suite` is invalid.
     """
     extras.check(settings.runtime.loggers)  # now, not after the stages before the first training
     if settings.runtime.eval_every_steps and settings.runtime.eval_suite:
@@ -92,8 +91,10 @@ def plan(
     if missing := [each for each in stages if each.name in reused and not each.artifact]:
         names = ",".join(each.name for each in missing)
         raise UsageError(
-            f"{selection} leaves out {names}, which the store does not have as these settings make it "
-            f"({missing[0].name}: {'; '.join(missing[0].why[:3])}); run first, with the same settings: "
+            f"{selection} leaves out {names}, which the store does not have as these settings "
+            f"make it "
+            f"({missing[0].name}: {'; '.join(missing[0].why[:3])}); run first, with the same "
+            f"settings: "
             f"`ttrain pipeline run full --only {names}`"
         )
     return stages
@@ -102,7 +103,6 @@ def plan(
 def _selected(
     graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The stages that the selection builds and reuses. Raises UsageError where an option names another stage."""
     required = {f"--force {name}": name for name in sorted(rerun.force)}
     if rerun.resume_key:
         required[f"--continue {rerun.resume_key}"] = resume.find_stage(store, rerun.resume_key)
@@ -119,7 +119,7 @@ def _selected(
 
 
 def _check_models(stages: list[Planned], settings: Settings) -> None:
-    """Raise UsageError for a model that cannot be, or not with its adapter: now, not after the stages before it."""
+    # Now, not after the stages before it.
     # The base model of an earlier night has a shape of its own
     is_kept = any(isinstance(planned.sources.get("base"), Artifact) for planned in stages)
     for planned in (planned for planned in stages if planned.state == "run"):
@@ -133,8 +133,10 @@ def _check_models(stages: list[Planned], settings: Settings) -> None:
 def settings_of_selection(
     graph: Graph, settings: Settings, store: ArtifactStore, rerun: Rerun, selection: Selection
 ) -> Settings:
-    """The settings for stages that `--only` names: without the data of the trainings that it leaves out, where it names
-    evaluate, and others that train, and not all those models are in the store. What is not there is not evaluated.
+    """The settings for the stages that `--only` names.
+
+    If `--only` has evaluate and other stages that train, models that it leaves out and the store
+    lacks are not evaluated: their data are removed.
     """
     chosen = selection.only.intersection(settings.trainings)
     needed = frozenset[str]().union(*map(graph.needed_by, chosen))
@@ -149,7 +151,7 @@ def settings_of_selection(
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
-    """The error for a stage that is not in the pipeline: never, or not with these settings."""
+    """The error for a stage that is not in the pipeline."""
     names = list(stage_names)
     if name not in STAGES:
         return name_syntax.unknown("stage", name, names, shown=len(names))
@@ -164,10 +166,7 @@ def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> Usage
 
 
 def alone(name: str, plan: Plan) -> Plan:
-    """The plan of one stage, with the artifacts that are there.
-
-    Raises UsageError if it is unknown or an input is missing.
-    """
+    """The plan of one stage, with existing artifacts. Raises UsageError."""
     planned = {each.name: each for each in plan}
     if name not in planned:
         raise no_stage(name, planned, plan.settings)
@@ -175,7 +174,8 @@ def alone(name: str, plan: Plan) -> Plan:
     if missing := [each for each in planned if each in needed and not planned[each].artifact]:
         commands = ", ".join(f"`ttrain stage run {each}`" for each in missing)
         raise UsageError(
-            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: {commands}, "
+            f"stage {name} waits for {', '.join(missing)}; run first, with the same settings: "
+            f"{commands}, "
             f"or all at once: `ttrain pipeline run full --until {name}`"
         )
     chosen = replace(planned[name], sources=planned[name].inputs)
@@ -227,7 +227,7 @@ def plan_stage(
 def ingredients_of(
     stage: Stage, settings: Settings, store: ArtifactStore, inputs: Artifacts
 ) -> dict[str, Any]:
-    """Everything that determines a stage's result: its key is the digest of this, which also explains a cache miss."""
+    """Everything that determines a stage's result; the key is its digest."""
     return {
         "stage": stage.name,
         "arguments": dict(stage.arguments),
@@ -243,7 +243,6 @@ def ingredients_of(
 
 
 def _counts(name: str, stage: Stage, settings: Settings) -> bool:
-    """Whether a setting affects the stage's result."""
     if name in COUNTED_BY_BYTES:
         return False
     return (
@@ -254,7 +253,6 @@ def _counts(name: str, stage: Stage, settings: Settings) -> bool:
 
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
-    """Whether the stage creates a new model of the configured sizes."""
     return "model" in stage.sees and settings.existing_model is None
 
 
@@ -274,7 +272,7 @@ def explain(
     store: ArtifactStore,
     compared_with: RecordedRun | None = None,
 ) -> list[str]:
-    """Explain why this key is not in the store: damage, or the differences from an earlier artifact.
+    """Why this key is not in the store: damage, or the differences from an earlier artifact.
 
     It is the one of the run `compared_with`, else the most similar one.
     """
@@ -295,7 +293,6 @@ def explain(
 
 
 def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
-    """What changed since an artifact was made; of an input the stage that made it, where it is the same one."""
     before, now = artifact.manifest["ingredients"].get("inputs", {}), ingredients.get("inputs", {})
     makers = {name: entry["stage"] for name, entry in artifact.manifest["inputs"].items()}
     changed = [
@@ -313,7 +310,7 @@ def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
 
 
 def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
-    """What each training in the plan is trained on: its files, and its records where they are in the store."""
+    """What each training is trained on: its files, and the number of records if known."""
     artifacts = {each.name: each.artifact for each in stages}
     lines: dict[str, str] = {}
     for name in filter(artifacts.__contains__, settings.trainings):
@@ -332,7 +329,7 @@ def trained_on(settings: Settings, stages: Iterable[Planned]) -> dict[str, str]:
 
 
 def without_data(settings: Settings) -> str:
-    """A line that names the trainings that have no data, or nothing."""
+    """A line that names the trainings without data, or nothing."""
     names = [name for name in TRAINING_STAGES if not settings.exists(name) and name not in OPTIONAL]
     if not names:
         return ""
@@ -341,8 +338,10 @@ def without_data(settings: Settings) -> str:
 
 
 def record_cached(plan: Plan, labels: JsonObject) -> RecordedRun | None:
-    """Record a run that found everything cached; None where it did not, or has the models to register: where no run of them
-    had this name, or the newest that had it was cut short."""
+    """Record a run that found everything cached; None if it did not, or has models to register.
+
+    It has if no run of these models had this name, or the newest one was interrupted.
+    """
     if not plan.is_cached:
         return None
     home, settings = plan.store.root, plan.settings

@@ -24,15 +24,18 @@ from ttrain.tasks import GATE, TASK, Stage
 Report = Callable[[str, JsonObject], object]  # gets the events of a stage: (event, data)
 
 POLL_SECONDS = 0.02
-# After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native code may ignore it.
+# After the stop signal: seconds for a step and its checkpoint (True), or for other stages. Native
+# code may ignore it.
 GRACE_SECONDS = {True: 60.0, False: 5.0}
 OTHERS_SECONDS = 5.0  # for the other ranks to report, once one has failed or rank 0 has ended
-# glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size, measured on two cores.
+# glibc keeps freed memory and uses huge pages: 1.35 x the training speed of the quickstart's size,
+# measured on two cores.
 GLIBC_TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
 )
-# Variables that native code and the libraries read while they load: a fork server that was started with other values
-# cannot be used. The number of threads is not among them, the stages set it themselves.
+# Variables that native code and the libraries read while they load: a fork server that was started
+# with other values cannot be used. The number of threads is not among them, the stages set it
+# themselves.
 READ_WHILE_LOADING = (
     *(
         "GLIBC_",
@@ -61,7 +64,7 @@ StageProcess = subprocess.Popen[bytes] | ForkedProcess
 
 @dataclass
 class ProcessGroup:
-    """The processes of a stage, by rank. One that fails ends the others, and so does the end of rank 0."""
+    """The processes of a stage by rank; a failure, or the end of rank 0, ends all."""
 
     processes: list[StageProcess] = field(default_factory=list)
     first_rank: int = 0  # on this machine
@@ -127,7 +130,7 @@ class ProcessGroup:
 def run(
     stage: Stage, settings: Settings, work: Path, log_path: Path, report: Report, stop: StopRequest
 ) -> JsonDict:
-    """Start the processes of a stage with a prepared work directory, wait for their end and return the stage's figures.
+    """Run a stage in a prepared work directory and return its result.
 
     Raises StageFailed with the stage's own message, or Interrupted once its state is saved.
     """
@@ -144,24 +147,26 @@ def run(
     outcome = stage_worker.read(work)
     if timed_out and not (outcome and outcome["outcome"] == "completed"):
         raise StageFailed(
-            f"stage {stage.name} took longer than runtime.timeout_seconds={settings.runtime.timeout_seconds}; "
+            f"stage {stage.name} took longer than "
+            f"runtime.timeout_seconds={settings.runtime.timeout_seconds}; "
             f"the next run continues it"
         )
     return result_of(group, stage, log_path, outcome, stop_signal)
 
 
-# --- starting -----------------------------------------------------------------------------------------------------------
+# --- starting -------------------------------------------------------------------------------------
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """Environment variables of a stage's processes. glibc and OpenMP read theirs when a program starts."""
+    """Environment variables of a stage's processes."""
     defaults = {
         "GLIBC_TUNABLES": GLIBC_TUNABLES,
         "TOKENIZERS_PARALLELISM": "true",
         "TQDM_DISABLE": "1",  # libraries' bars would stand in the log
     }
-    # How long an idle OpenMP thread spins before it sleeps. A step of the quickstart on two cores, alone / beside a busy
-    # process: libgomp's default 0.18 s / 5 s, no spinning at all 0.24 s / 0.31 s, this 0.18 s / 0.47 s.
+    # How long an idle OpenMP thread spins before it sleeps. A step of the quickstart on two cores,
+    # alone / beside a busy process: libgomp's default 0.18 s / 5 s, no spinning at all 0.24 s /
+    # 0.31 s, this 0.18 s / 0.47 s.
     if "OMP_WAIT_POLICY" not in os.environ:
         defaults["GOMP_SPINCOUNT"] = "10000"
     if not any(path.startswith("hf://") for name in DATASETS for path in settings.data.paths(name)):
@@ -178,7 +183,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def warm_up(settings: Settings) -> None:
-    """Load the libraries of stages that are still to run in the background, while another stage runs."""
+    """Load the libraries of later stages while another one runs."""
     if sys.platform == "linux":
         fork_server_for(environment_of(settings))
 
@@ -191,7 +196,7 @@ def start(
     log: IO[bytes],
     stop: StopRequest,
 ) -> None:
-    """Start the processes of a stage, one per local rank, and add them to the group. Raises Interrupted."""
+    """Start one process per local rank and add them to the group. Raises Interrupted."""
     environment = environment_of(settings)
     server = _server_of(stage, environment)
     ranks = environments_of_ranks(stage, settings.runtime, environment, work)
@@ -204,7 +209,7 @@ def start(
 def environments_of_ranks(
     stage: Stage, runtime: Runtime, environment: Mapping[str, str], work: Path
 ) -> list[dict[str, str]]:
-    """The environment of each rank on this machine, with the variables that torchrun sets."""
+    """The environment of each rank on this machine, with torchrun's variables."""
     nodes = runtime.nodes if stage.uses_ranks else 1
     devices = runtime.devices if stage.uses_ranks or stage.spreads else 1
     if nodes * devices == 1:
@@ -213,7 +218,9 @@ def environments_of_ranks(
     if nodes > 1:
         host, _, port = str(runtime.rendezvous).rpartition(":")
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "GROUP_RANK": str(runtime.node_rank)}
-    else:  # a file instead of a port: it cannot be taken by another; they then talk over the loopback device
+    else:
+        # a file instead of a port: it cannot be taken by another; they then talk over the loopback
+        # device
         meeting = {RENDEZVOUS: str(work / f"rendezvous-{os.getpid()}-{time.time_ns()}")}
         if sys.platform == "linux":
             meeting["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
@@ -225,7 +232,7 @@ def environments_of_ranks(
 def spawn(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
 ) -> StageProcess:
-    """Start a new interpreter. The stop signals stay blocked until it has handlers: a new program inherits the mask."""
+    """Start a new interpreter, with the stop signals blocked until it has handlers."""
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return subprocess.Popen(
@@ -247,7 +254,7 @@ def _fork(
     log: IO[bytes],
     stop: StopRequest,
 ) -> ForkedProcess | None:
-    """Start from the fork server; None if that fails, which the stage's log records. Raises Interrupted."""
+    # None if that fails, which the stage's log records. Raises Interrupted.
     try:
         process = server.start(
             WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0
@@ -276,7 +283,7 @@ def fork_server_for(environment: Mapping[str, str]) -> ForkServer:
 
 
 def _server_of(stage: Stage, environment: Mapping[str, str]) -> ForkServer | None:
-    """The fork server of a stage; one without torch does not wait until the libraries are loaded."""
+    # A stage without torch does not wait until the libraries are loaded.
     if sys.platform != "linux" or stage.module in (
         TASK.module,
         GATE.module,
@@ -294,12 +301,12 @@ def _read_while_loading(environment: Mapping[str, str]) -> tuple[tuple[str, str]
     )
 
 
-# --- waiting ------------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Followed:
-    """The log and the progress of a stage at work, whose news are reported."""
+    """The log and the progress of a running stage, and who gets their news."""
 
     work: Path
     log: IO[bytes]
@@ -323,7 +330,7 @@ class Followed:
 def _wait(
     group: ProcessGroup, stage: Stage, settings: Settings, followed: Followed, stop: StopRequest
 ) -> tuple[int, bool]:
-    """Wait for all processes and pass a stop signal on. Returns (signal sent, whether the time limit was reached)."""
+    # Returns (signal sent, whether the time limit was reached).
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
     sent_signal, kill_time, timed_out = 0, 0.0, False
@@ -350,7 +357,7 @@ def result_of(
     outcome: JsonDict | None,
     sent_signal: int = 0,
 ) -> JsonDict:
-    """Return the figures of a completed stage, or raise the error that says why it did not complete."""
+    """The result of a completed stage; otherwise raises the error that ended it."""
     if outcome and outcome["outcome"] == "completed":
         return dict(outcome["result"])
     if outcome and outcome["outcome"] == "interrupted":
@@ -382,7 +389,6 @@ def result_of(
 
 
 def _advice_on_memory(stage: Stage, text: str) -> str:
-    """What to add to a stage's message where it may have had too little memory, and was sent SIGKILL; else empty."""
     advice = " or ".join([*(f"lower {setting}" for setting in stage.memory), "end other programs"])
     if any(phrase in text.lower() for phrase in OUT_OF_MEMORY):
         return f"; memory ran out: {advice}"

@@ -1,4 +1,4 @@
-"""How far a stage is, from what it reports about itself: for a bar, a line of a log, a cell, another process."""
+"""The progress that a stage reports, for bars, lines of a log and other processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from ttrain.core.text import format_duration
 
 @dataclass(frozen=True)
 class StageProgress:
-    """`done` of `total` `unit`s, where a total of 0 is not known; `first` of them were done `seconds` ago."""
+    """`done` of `total` `unit`s (0: unknown); `first` of them were done `seconds` ago."""
 
     done: float
     total: float
@@ -31,7 +31,7 @@ class StageProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate."""
+        """The time left at the present rate."""
         rate = self.per_second
         return (self.total - self.done) / rate if rate and self.total else None
 
@@ -57,7 +57,7 @@ class StageProgress:
 
 
 def progress_of(stage: Mapping[str, Any]) -> StageProgress | None:
-    """The progress of a stage of a run's record; None where it does not run, or has reported nothing."""
+    """The progress of a recorded stage; None if it does not run or has reported nothing."""
     if stage["outcome"] != "running" or not stage.get("progress"):
         return None
     return StageProgress(**stage["progress"])

@@ -1,4 +1,4 @@
-"""Provenance of an artifact in its manifest: recorded besides the ingredients, not part of any key."""
+"""Provenance of an artifact in its manifest; it enters no key."""
 
 import functools
 import os
@@ -20,10 +20,10 @@ from ttrain.store.layout import JOB, TRACKED
 
 
 def of(settings: Settings, work: Path) -> JsonDict:
-    """Collect versions, machine, settings, run and locations of the files read; without secrets.
+    """Versions, machine, settings, run and locations of the files read; without secrets.
 
-    `work` is the work directory of the stage, whose job has run. The settings are kept whole, since `ttrain reproduce` may
-    have nothing but this manifest, and those of one stage must agree with those of the others.
+    `work`: the work directory of the finished stage. The settings are complete, since `ttrain
+    reproduce` may have only this manifest.
     """
     run, job = read_object(work / TRACKED), read_object(work / JOB)
     settings_of_run = with_absolute_paths(settings).model_dump(mode="json")
@@ -51,7 +51,7 @@ def machine() -> Mapping[str, Any]:
 
 
 def with_absolute_paths(settings: Settings) -> Settings:
-    """Return the same settings with the local paths, globs and folders made absolute."""
+    """The same settings with absolute local paths, globs and folders."""
     suites, webhook = settings.evaluate.suites, settings.notify.webhook_file
     changes: dict[str, JsonDict] = {
         "data": {
@@ -79,25 +79,25 @@ def _absolute_source(source: str | Weighted) -> str | Weighted:
 
 
 def _absolute(location: str) -> str:
-    """Make a path or glob absolute; leave a URL, a name on the Hub and `python-docs` as they are."""
+    # URLs, names on the Hub and `python-docs` stay.
     if locations.is_remote(location) or location == PYTHON_DOCS:
         return location
     return str(locations.local_path(location).absolute())
 
 
 def _if_there(name: str | None) -> str | None:
-    """The absolute path of what exists; any other text is a name on the Hub and stays."""
+    # Any other text is a name on the Hub.
     return str(user_path(name).absolute()) if name and user_path(name).exists() else name
 
 
 def _if_file(name: str | None) -> str | None:
-    """The absolute path of a file; any other text is the name of a suite, as which a folder may be called, and stays."""
+    # Any other text names a suite; a folder may have the same name.
     return _if_there(name) if name and user_path(name).is_file() else name
 
 
 @functools.cache  # 5 ms, for all stages of a run
 def commit() -> str | None:
-    """Return the commit in hex, with `+changes` for uncommitted changes; None if ttrain does not run from a checkout."""
+    """The commit in hex, with `+changes` for uncommitted ones; None outside a checkout."""
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists() or not shutil.which("git"):
         return None  # it is another repository that contains this Python's packages, or none

@@ -1,11 +1,8 @@
-"""Unfinished work of training stages: resume it under another key (`--continue KEY`), or begin again beside it.
+"""Unfinished work of training stages: resume it under another key, or restart.
 
-Allowed differences are the code, since only a person knows whether a change of it matters, the budget, which the trainer can
-change, and the learning rate, which people lower in the middle of a training. With other data or other settings the
-checkpoint would be that of another run, so it is refused. Work with another rate is not offered: the user must name it.
-
-What is prepared to begin again (`--fresh`, `--from-step N`) is unfinished work like any other, which the run then continues,
-or does not find.
+`--continue KEY` allows other code (only a person can judge it), another sufficient budget and,
+where the user names the work, another learning rate. Other data or settings are refused. What
+`--fresh` and `--from-step N` prepare is unfinished work like any other.
 """
 
 import contextlib
@@ -37,7 +34,8 @@ from ttrain.tasks import STAGES, Stage
 from ttrain.train.schedules import BUDGET, RATES, shared_steps, steps_of
 
 INGREDIENTS, CONTINUED = "ingredients.json", "continued.json"
-RESTARTED = "restarted.json"  # in a work directory that begins with older checkpoints, also where the stage is forced
+# in a work directory that begins with older checkpoints, also where the stage is forced
+RESTARTED = "restarted.json"
 
 SHOWN_CHANGES = 3  # in the one line that offers the work
 SHOWN_STEPS = 10
@@ -79,7 +77,7 @@ def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
 def changes_besides(
     free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False
 ) -> list[str]:
-    """The differences in all but these settings of the stage, and but the code, unless it counts."""
+    """The differences in all but these settings, and but the code unless it counts."""
     names = {f"{now['stage']}.{name}" for name in free}
 
     def compared(of: Ingredients) -> JsonDict:
@@ -92,17 +90,14 @@ def changes_besides(
 def forbidden_changes(
     work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET
 ) -> list[str]:
-    """The changes that forbid resuming a checkpoint: all but code, a sufficient budget, and the
-    other settings of the stage that are `free`."""
+    """The changes that forbid resuming: all but code, a sufficient budget and `free` settings."""
     changed = changes_besides(free, work.ingredients, ingredients)
     return changed + _too_short(work, ingredients["settings"])
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
-    """The problem of a budget that may end before the step of the work. Epochs may not become fewer.
-
-    An `auto` that the work had is the number of its checkpoint, a new one what many rows give.
-    """
+    # An `auto` budget of the work is the number in its checkpoint, a new one what many rows give.
+    # Epochs may not become fewer.
     usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
     least = {
         "tokens": rules.TOKENS,
@@ -129,18 +124,20 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
 
 
 def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[str]:
-    """One line on how to resume unfinished work under another key, or none."""
+    """A line on how to resume unfinished work under another key, or none."""
     for work in partial_runs(store, stage.name):
         if forbidden_changes(work, ingredients):
             continue
         lines = changes(work, ingredients)
         if not lines:  # the same key
             return [
-                f"unfinished work at step {work.step} is set aside; --continue {work.key} resumes it"
+                f"unfinished work at step {work.step} is set aside; --continue {work.key} "
+                f"resumes it"
             ]
         key, differs = work.key[:SHOWN_KEY], first_of(lines, SHOWN_CHANGES, "; ")
         return [
-            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue {key} resumes it"
+            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue "
+            f"{key} resumes it"
         ]
     return []
 
@@ -148,26 +145,24 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
 def find_partial_run(
     stage: Stage, prefix: str, ingredients: Ingredients, store: ArtifactStore
 ) -> PartialRun | None:
-    """Find this stage's unfinished work by its key prefix; None if the stage has none.
+    """The stage's unfinished work with this key prefix; None if there is none.
 
-    Raises UsageError with the differences if it cannot be resumed with these ingredients.
+    Raises UsageError with the differences if these ingredients cannot continue it.
     """
     work = next(
         (work for work in partial_runs(store, stage.name) if work.key.startswith(prefix)), None
     )
     if work and (refused := forbidden_changes(work, ingredients, free=BUDGET | RATES)):
         raise UsageError(
-            f"--continue {prefix} is the unfinished work of {work}, which was made under other settings or data: "
+            f"--continue {prefix} is the unfinished work of {work}, which was made under other "
+            f"settings or data: "
             f"{'; '.join(refused)}; restore them, or leave --continue out to start from scratch"
         )
     return work
 
 
 def find_stage(store: ArtifactStore, prefix: str) -> str:
-    """Name of the stage whose unfinished work has this key prefix, or has resumed such work before.
-
-    Raises UsageError if none or several match.
-    """
+    """The stage whose work has this key prefix, or was resumed from it. Raises UsageError."""
     stages = [name for name, stage in STAGES.items() if stage.uses_ranks]
     works = [work for name in stages for work in partial_runs(store, name)]
     matches = [work for work in works if work.key.startswith(prefix)]
@@ -186,11 +181,12 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
 
 @contextlib.contextmanager
 def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
-    """Hold the locks of unfinished work, which is then moved. Raises UsageError where a run uses it."""
+    # Raises UsageError where a run uses the work, which is about to be moved.
 
     def taken() -> None:
         raise UsageError(
-            f"the unfinished work {key[:SHOWN_KEY]} of {stage} cannot be moved: a run is using it now; stop that run first"
+            f"the unfinished work {key[:SHOWN_KEY]} of {stage} cannot be moved: a run is using "
+            f"it now; stop that run first"
         )
 
     with store.lock(stage, key, waiting=taken), store.lock(stage, f"{key}.process"):
@@ -198,10 +194,10 @@ def _unused(store: ArtifactStore, stage: str, key: str) -> Iterator[None]:
 
 
 def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ingredients) -> None:
-    """Move the work to another key, whose lock the caller holds: record the differences in it, then rename it.
+    """Move the work to another key, whose lock the caller holds, and record the differences.
 
-    What another run of that key saved while this one waited for the lock stays: it took the work over. After a kill in
-    between, the work is still in place and the record has no effect. Raises UsageError if a run uses the work or it is gone.
+    Work that another run of that key saved meanwhile stays. A kill in between leaves the work in
+    place. Raises UsageError if the work is in use or gone.
     """
     destination = store.work(work.stage, key)
     if saved_step(destination):
@@ -209,7 +205,8 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
     with _unused(store, work.stage, work.key):
         if not saved_step(work.path):
             raise UsageError(
-                f"the unfinished work of {work} is gone: a run of other code took it over, or it was cleaned away"
+                f"the unfinished work of {work} is gone: a run of other code took it over, or "
+                f"it was cleaned away"
             )
         entry = {
             "key": work.key,
@@ -229,7 +226,7 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
 
 
 def history(work: Path, key: str) -> list[JsonDict]:
-    """The earlier keys of this work, oldest first: key, step and differences of each change."""
+    """The earlier keys of this work, oldest first: key, step and differences."""
     entries: list[JsonDict] = []
     for entry in reversed(read_json(work / CONTINUED) or []):
         if entry["to"] == key:
@@ -243,13 +240,14 @@ def extension_of(
 ) -> tuple[Path | None, int, str]:
     """Find a shorter run's checkpoint that leads to the same weights as training from scratch.
 
-    It must lie before the learning rate depends on the length of the run, and all but the budget
-    must be equal. Returns it (None: there is none), its step and the reason.
+    It lies before the learning rate depends on the length of the run, and only the budget differs.
+    Returns (checkpoint or None, its step, the reason).
     """
     config: Training = getattr(settings, stage.name)
     if config.early_stopping:
         raise UsageError(
-            f"--extend cannot be combined with {stage.name}.early_stopping: the best weights may lie in the shorter run; "
+            f"--extend cannot be combined with {stage.name}.early_stopping: the best weights "
+            f"may lie in the shorter run; "
             f"remove one of them"
         )
     checkpoints: dict[int, Path] = {}
@@ -283,18 +281,18 @@ def extension_of(
 
 
 def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | None) -> list[str]:
-    """Set the unfinished work of these stages aside; returns a line about each that had some.
+    """Rename the unfinished work of these stages aside; returns a line for each.
 
-    With `from_step` the first of them begins with the checkpoints up to that step: of the work that
-    --continue names, of its own unfinished work, or of its artifact. Raises UsageError where there
-    is no such checkpoint, or a run uses the work.
+    With `from_step` the first stage starts from the checkpoints up to that step, of the work that
+    --continue names, of its own work or of its artifact. Raises UsageError.
     """
     trainings = [planned for planned in stages if planned.stage.uses_ranks and planned.key]
     if from_step is None:
         return [line for planned in trainings for line in _set_work_aside(store, planned)]
     if not trainings:
         raise UsageError(
-            f"--from-step is {from_step}, but no training will run; `ttrain pipeline rerun STAGE --from-step {from_step}` "
+            f"--from-step is {from_step}, but no training will run; `ttrain pipeline rerun "
+            f"STAGE --from-step {from_step}` "
             f"runs a finished one again"
         )
     planned = trainings[0]
@@ -313,15 +311,18 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
 
 
 def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) -> Path:
-    """Work of a stage that begins with the checkpoints of an output up to this step, and its curves, which the training cuts
-    off there. It lies beside the place of the stage's work. Raises UsageError where there is no such checkpoint."""
+    """New work with the checkpoints of an output up to this step, and its curves.
+
+    Raises UsageError if there is no such checkpoint.
+    """
     steps = steps_in(source)
     if step not in steps:
         there_are = (
             f"those of the steps {first_of([*map(str, steps)], SHOWN_STEPS)}" if steps else "none"
         )
         raise UsageError(
-            f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there are {there_are} "
+            f"--from-step is {step}, but {planned.name} has no checkpoint of that step; there "
+            f"are {there_are} "
             f"(runtime.keep_every_steps keeps more)"
         )
     work = store.work(planned.name, planned.known_key)
@@ -342,7 +343,6 @@ def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) ->
 
 
 def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
-    """Rename the unfinished work of a stage; a line on where it is, or none if there was none."""
     work = store.work(planned.name, planned.known_key)
     with _unused(store, planned.name, work.name):
         step = saved_step(work)
@@ -353,5 +353,6 @@ def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
         aside = next(path for path in names if not path.exists())
         work.rename(aside)
     return [
-        f"the unfinished work of {planned.name} at step {step} is set aside; --continue {aside.name} resumes it"
+        f"the unfinished work of {planned.name} at step {step} is set aside; --continue "
+        f"{aside.name} resumes it"
     ]

@@ -1,4 +1,4 @@
-"""How many rows the shards of a training give: enough for a step, and what `auto` becomes with them."""
+"""The number of rows in the shards of a training: enough for a step, and for rules of `auto`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +14,9 @@ MANY_ROWS = 1 << 40  # of which `auto` makes what it makes of all sets that are 
 
 
 def check(config: Training, shards: Path, tokenizer: Path) -> None:
-    """Raise TooFewRows where the shards give fewer rows than one step takes, as the stage itself would, minutes later.
+    """Raise TooFewRows if the shards have fewer rows than a step, before the stage starts.
 
-    Rows are packed only where the index leaves it open: the shards of most trainings hold thousands of steps.
+    Rows are packed only if the index leaves it open.
     """
     index = read_object(shards / "train" / "index.json")
     if index and not config.mask_intervals:
@@ -40,9 +40,10 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
 def rules_of_rows(
     settings: Settings, stages: Iterable[Planned], *, packs: bool = False
 ) -> dict[str, rules.Rule]:
-    """The rules of the trainings whose batch or passes their rows decide.
+    """The rules of the trainings whose batch or passes depend on their rows.
 
-    The value is `auto` unless the stage is in the store, or its shards are and `packs`, which loads the libraries for it.
+    The value is `auto` unless the stage is in the store, or its shards are and `packs`, which loads
+    the libraries for it.
     """
     found: dict[str, rules.Rule] = {}
     artifacts = {planned.stage.name: planned.artifact for planned in stages}

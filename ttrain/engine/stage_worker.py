@@ -1,7 +1,6 @@
-"""The process of one stage, or of one of its ranks: `python -m ttrain.engine.stage_worker WORK_DIRECTORY`.
+"""The process of a stage or of one rank: `python -m ttrain.engine.stage_worker WORK_DIRECTORY`.
 
-It reads `job.json`, runs the stage's module and writes the result; the exit code only says whether the process ended
-correctly.
+It reads `job.json`, runs the stage's module and writes the result.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ from ttrain.store.layout import JOB, TRACKED
 from ttrain.tasks.common.job import StageContext
 
 PROGRESS = "progress.json"
-
+RESULTS = "result.rank*.json"  # in the work directory
 PROCESS_NAME = "ttrain-worker"  # as `ps` and `top` show it; 15 characters at most
 
 log = logging.getLogger("ttrain")
@@ -64,10 +63,9 @@ class _WithoutSecrets(logging.Formatter):
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT and SIGHUP; another one, unless so soon that it is the same, ends the process at once.
-    Files on disk are complete: they were renamed into place.
+    """Set by SIGTERM, SIGINT and SIGHUP; a later second signal ends the process at once.
 
-    A signal that comes before `listen` waits for it, where the process was started with both blocked.
+    Signals that come before `listen` wait for it if the process was started with them blocked.
     """
 
     def __init__(self, *, stops_by_itself: bool) -> None:
@@ -79,13 +77,13 @@ class StopFlag:
         return self.signum != 0
 
     def listen(self) -> None:
-        """Install the handlers. A stage that does not check the flag is stopped by KeyboardInterrupt, possibly at once."""
+        """Install the handlers; they raise KeyboardInterrupt in stages that check no flag."""
         for signum in heeded_signals():
             signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def settle(self) -> int:
-        """Raise no more: only the result is still to be written. Returns the signal that was raised before, or 0."""
+        """Stop raising, to write the result. Returns the signal that was raised before, or 0."""
         raised, self._raises = self.signum if self._raises else 0, False
         return raised
 
@@ -97,7 +95,8 @@ class StopFlag:
         self.signum, self._since = signum, time.monotonic()
         ignore_hangup()
         if self._raises:
-            raise KeyboardInterrupt  # Interrupted is an Exception, which libraries and the encoder take for their own
+            # Interrupted is an Exception, which libraries and the encoder take for their own
+            raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -128,9 +127,8 @@ def main() -> int:
         write(work, rank, outcome)
         sys.stdout.flush()
         if world > 1 and outcome["outcome"] == "failed":
-            os._exit(
-                1
-            )  # at once: the process group cannot be left cleanly, and the other ranks wait for this one to end
+            # At once: the process group cannot be left cleanly, and the other ranks wait for it.
+            os._exit(1)
         if world > 1:
             import torch.distributed as dist
 
@@ -156,7 +154,7 @@ def set_up(rank: int = 0, world: int = 1) -> None:
 
 
 def level_of(name: str, rank: int) -> int:
-    """The least level that a rank logs under `runtime.log_level`: below a warning, the others would repeat rank 0."""
+    """The lowest level that a rank logs: other ranks would only repeat what rank 0 logs."""
     level = logging.getLevelNamesMapping()[name.upper()]
     return max(level, logging.WARNING) if rank and level != logging.DEBUG else level
 
@@ -164,7 +162,7 @@ def level_of(name: str, rank: int) -> int:
 def job_of(
     work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True
 ) -> tuple[Any, StageContext]:
-    """The settings that the stage may see, validated by who wrote them, and its context."""
+    """The settings that the stage sees, and its context."""
     from ttrain.config import Runtime
     from ttrain.tasks import RUNNABLE
 
@@ -248,17 +246,14 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         metrics.stop()
 
 
-RESULTS = "result.rank*.json"  # in the work directory
-
-
 def write(work: Path, rank: int, outcome: Mapping[str, Any]) -> None:
-    """Write the outcome (completed, interrupted or failed) of a rank. Rank 0 stands for all, unless one fails."""
+    """Write the outcome of a rank: of rank 0, or a failure."""
     if rank == 0 or outcome["outcome"] == "failed":
         write_json(work / f"result.rank{rank}.json", {"rank": rank, "at": time.time(), **outcome})
 
 
 def read(work: Path) -> JsonDict | None:
-    """Return rank 0's outcome, or the first failure that did not follow from another rank's; None if there is none."""
+    """Rank 0's outcome, or the first failure that another rank's did not cause; None if none."""
     outcomes: list[JsonDict] = [
         outcome for path in work.glob(RESULTS) if (outcome := read_json(path))
     ]

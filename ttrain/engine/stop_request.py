@@ -1,6 +1,6 @@
-"""The request to stop a run: by a signal, a deadline or a cancellation; the first reason counts.
+"""The request to stop a run: by a signal, a deadline or a cancellation.
 
-`processes.run` passes it on to the processes of a stage as SIGTERM, which they find in `stage_worker.StopFlag`.
+`processes.run` passes it on to the stage as SIGTERM, for `stage_worker.StopFlag`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class StopRequest:
         say: Callable[[str], object] = lambda text: None,
         effect: str = "the running stages save their state",
     ) -> None:
-        """`say` tells the user of the request and of its effect."""
+        """`say` prints the request for the user."""
         self._say, self._effect = say, effect
         self.signum = 0  # the signal that requested the stop; another reason to stop uses one too
         self.stop_reason = SIGNALLED
@@ -66,7 +66,7 @@ class StopRequest:
             raise Interrupted(f"{self.stop_reason} before a stage began", self.signum)
 
     def catching_signals(self) -> contextlib.AbstractContextManager[None]:
-        """On SIGINT, SIGTERM or SIGHUP ask the stages to save and stop; a second one ends them and raises at once."""
+        """On a stop signal ask the stages to save and stop; a second one ends them at once."""
 
         def again(signum: int) -> BaseException:
             self.at_once = True  # ends the stages that other threads wait for

@@ -1,9 +1,7 @@
 """System metrics while a stage runs: CPU, memory, disk, network and any GPUs.
 
-`run/system.jsonl` has the form of `metrics.jsonl`, and goes to the tracker the same way; names and units are those of
-MLflow's own system metrics, so that its tab shows them. The step of a row is the stage's running time in seconds: a training
-step would be the same for several samples of a slow one, and stages that do not train have none. A stage that continues goes
-on counting where it was stopped, so its rows are never cut, not even those of steps that were lost.
+`run/system.jsonl` has the form of `metrics.jsonl`, with MLflow's names and units. Its step is the
+running time of the stage in seconds: samples of one slow training step would collide.
 """
 
 import contextlib
@@ -31,19 +29,19 @@ log = logging.getLogger("ttrain")
 
 
 def file_name(node: int) -> str:
-    """The file of a node, under `run/`: each writes its own, since appending to one file over a network mixes lines."""
+    """The file of a node under `run/`; nodes cannot append to one file over a network."""
     return f"system-node{node}.jsonl" if node else "system.jsonl"
 
 
 class SystemMetrics:
-    """Appends a sample to a file about every `seconds`, from its own thread, and one at the end. Never raises.
+    """Append a sample to a file about every `seconds`, in a thread, and one at the end. Never
+    raises.
 
-    A sample takes about a millisecond, mostly in system calls that let the training's thread go on: with one every ten
-    seconds 0.01 % of a core.
+    A sample takes about 1 ms: 0.01 % of a core at one every ten seconds.
     """
 
     def __init__(self, path: Path, seconds: float, *, node: int | None = None) -> None:
-        """`node`: set if several train together; names the metrics as MLflow does: `system/node_1/...`."""
+        """`node`: set if several train together; part of the metrics' names, as in MLflow."""
         self._path, self._seconds = path, seconds
         self._prefix = "system/" if node is None else f"system/node_{node}/"
         self._ending = threading.Event()
@@ -51,7 +49,7 @@ class SystemMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the last sample is written; waits at most a second for a disk that hangs."""
+        """Write the last sample; waits at most a second for the disk."""
         self._ending.set()
         self._thread.join(1.0)
 
@@ -83,7 +81,7 @@ class SystemMetrics:
 
 
 def last_step(path: Path) -> int:
-    """Step of the last row, -1 if there is none; cuts off a half-written line that a crash left."""
+    """Step of the last row, -1 if there is none; removes a half-written line."""
     data = path.read_bytes() if path.exists() else b""
     rows = data[: data.rfind(b"\n") + 1]
     if rows != data:
@@ -92,10 +90,7 @@ def last_step(path: Path) -> int:
 
 
 def machine(directory: Path) -> Callable[[], Figures]:
-    """Return a reader of CPU, memory and network, and of the disk that holds `directory`.
-
-    CPU: percent of all cores since the last reading. Bytes through disks and network count from now on.
-    """
+    """A reader of CPU (% of all cores), memory, network and the disk of `directory`."""
     psutil: Any = import_module("psutil")
 
     def transferred() -> Figures:
@@ -130,7 +125,7 @@ def machine(directory: Path) -> Callable[[], Figures]:
 
 
 def gpus() -> Figures:
-    """Utilization, memory, temperature and power of the GPUs, once the process trains on one."""
+    """Utilization, memory, temperature and power of the GPUs, if CUDA is initialized."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # which may be loading
     if cuda is None or not cuda.is_initialized():  # asking would initialize it
         return {}
