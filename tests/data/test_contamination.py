@@ -214,7 +214,7 @@ def test_chats_match_with_all_turns_and_not_by_the_system_turn_that_others_have_
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
     items, suite = write_lines(tmp_path / "items.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
     suite.write_text(
-        "tasks:\n  poems: {kind: choices, file: items.jsonl}\n  prose: {kind: text, file: heldout}\n"
+        "tasks: {poems: {kind: choices, file: items.jsonl}, prose: {kind: text, file: heldout}}"
     )
     for named in (str(items), str(suite)):
         settings = Settings.model_validate({"shards": {"decontaminate": named}})
