@@ -20,7 +20,7 @@ Piece = tuple[list[int], list[int], list[int]]
 
 
 def chat(chance: random.Random, turns: int, longest: int) -> Record:
-    """bos, then turns of a role token, a text and an end; of every second one text and end are live."""
+    """bos, then turns of a role token, a text and an end; text and end of every second are live."""
     ids, live = [BOS], [False]
     for turn in range(turns):
         text = [chance.randrange(10, 100) for _ in range(chance.randint(0, longest))]
@@ -90,7 +90,7 @@ def test_chats_that_fit_come_whole_and_once_with_their_mask(
 
 
 def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
-    """The chats with every token but the ends made unique, and the place of every such token among all."""
+    """The chats with every token but the ends made unique, and all of these tokens."""
     unique = [
         ([10_000 * (n + 1) + at if ids[at] != END else END for at in range(len(ids))], live)
         for n, (ids, live) in enumerate(chats)
@@ -104,7 +104,7 @@ def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
 def test_every_live_token_is_a_target_once(
     tmp_path: Path, packed: bool, row_length: int, seed: int
 ) -> None:
-    """No piece is without one, each is a stretch of its chat, and an answer that fits is in one piece."""
+    """Every piece has one and is a stretch of its chat; an answer that fits is in one piece."""
     chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
     rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)
     pieces, counts, stretches, seen = pieces_of(rows), rows.counts(), [], set[int]()
@@ -139,7 +139,7 @@ def test_every_live_token_is_a_target_once(
 
 
 def spans(turns: list[tuple[bool, int]], row_length: int) -> list[tuple[int, int]]:
-    """Pieces of a conversation given as (whether it is an answer, tokens) of each turn; a turn's first token is its role."""
+    """Pieces of a conversation of turns (is an answer?, tokens); the first token is a role."""
     live = np.concatenate([[answer and at > 0 for at in range(size)] for answer, size in turns])
     return cut(live, np.cumsum([size for _, size in turns]), row_length)
 

@@ -54,7 +54,7 @@ def some_documents(seed: int, count: int, longest: int) -> list[list[int]]:
 def naive_rows(
     documents: list[list[int]], row_length: int, stride: int, kind: Any
 ) -> list[tuple[list[int], ...]]:
-    """Token by token: what stands at each place, what comes after it in the same document, and where it stands there."""
+    """Token by token: the token, the next one of its document, its position and its document."""
     places = [
         [(number, at) for at in range(len(document))] for number, document in enumerate(documents)
     ]
@@ -276,7 +276,7 @@ def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[
 
 
 def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
-    """The records with every token but the markers made unique, and the tokens that may be a target."""
+    """The records with all tokens but the markers made unique, and the possible targets."""
     unique, free = [], set()
     for number, record in enumerate(records):
         named = [

@@ -1,7 +1,7 @@
 """Micro-batches: the same global ones for any number of ranks and of threads, resumed at any step.
 
-The orders of rows: shuffled, a permutation of which any place can be asked for alone; weighted and grouped by length,
-against slow loops that build the whole run.
+The orders of rows: shuffled, a permutation that gives any place alone; weighted and grouped by
+length, against slow loops that build the whole run.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
 
 
 def test_of_a_prompt_and_its_completion_the_completion_alone_is_trained_on() -> None:
-    """As TRL trains on them by default (`completion_only_loss`), also where the prompt holds answers."""
+    """As TRL does by default (`completion_only_loss`), also where the prompt holds answers."""
     roles = ["user", "assistant", "user"]
     before = [{"role": role, "content": text} for role, text in zip(roles, "1a2", strict=True)]
     answer = {"role": "assistant", "content": "b"}
@@ -632,7 +632,7 @@ def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
 def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_out(
     count: int, fraction: float
 ) -> None:
-    """Copies of a row go where it goes, also if it is the one that is held out for want of others."""
+    """Copies of a row go where it goes, also if it is the only one that is held out."""
     rows = documents(count)
     expected = heldout(rows, fraction)
     assert abs(len(expected) - count * fraction) < 5 * max(1.0, count * fraction) ** 0.5
