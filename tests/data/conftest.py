@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.hostile_rows import READING
-from support.streamed_files import ROW
 from support.tiny_data import make_tokenizer
 from support.web import Site, served
 
@@ -31,32 +30,6 @@ def recipes(tokenizer: Path) -> dict[str, BlockRecipe]:
 @pytest.fixture(scope="session")
 def recipe(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
     return recipes["documents"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Data files and others, at several depths."""
-    for name in (
-        "b.jsonl",
-        "a.jsonl.gz",
-        "deep/c.jsonl.zst",
-        "deep/er/d.ndjson",
-        "e.ndjson.gz",
-        "f.parquet",
-        "g.jsonl.bz2",
-        "h.jsonl.xz",
-        "[1] 文件?.jsonl",
-        "notes.txt",
-        "i.json",
-        "j.jsonl.old",
-        ".hidden.jsonl",
-        ".hidden/k.jsonl",
-        "deep/._l.jsonl",
-        "m.jsonl/n.txt",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(ROW)
-    return tmp_path
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rows of conversations: every live token a target once, cut at turns, packed or alone, and what is dropped is counted."""
+"""Rows of chats: every live token a target once, cut at turns, and what is dropped is counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Piece = tuple[list[int], list[int], list[int]]
 
 
 def chat(chance: random.Random, turns: int, longest: int) -> Record:
-    """bos, then turns of a role token, a text and an end; every second one is an answer, whose text and end are live."""
+    """bos, then turns of a role token, a text and an end; text and end of every second are live."""
     ids, live = [BOS], [False]
     for turn in range(turns):
         text = [chance.randrange(10, 100) for _ in range(chance.randint(0, longest))]
@@ -43,27 +43,20 @@ def chat_rows(
 
 def pieces_of(rows: ChatRows) -> list[Piece]:
     """(input ids, labels, positions) of every piece in every row."""
-    found = []
+    pieces = []
     for row in range(len(rows)):
         batch = rows.batch([row])
         segments = batch.segments_BT[0]
         assert (segments >= 0).sum() == rows.lengths()[row]
         padding = segments == -1
-        assert {*batch.input_ids_BT[0][padding].tolist()} <= {PAD} and {
-            *batch.labels_BT[0][padding].tolist()
-        } <= {IGNORE}
+        assert {*batch.input_ids_BT[0][padding].tolist()} <= {PAD}
+        assert {*batch.labels_BT[0][padding].tolist()} <= {IGNORE}
         for segment in range(segments.max() + 1):
-            there = np.flatnonzero(segments == segment)
-            assert np.array_equal(there, np.arange(there[0], there[-1] + 1)), (
-                "a piece lies in one stretch"
-            )
-            found.append(
-                tuple(
-                    array[0][there].tolist()
-                    for array in (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
-                )
-            )
-    return found
+            places = np.flatnonzero(segments == segment)
+            assert (np.diff(places) == 1).all(), "a piece lies in one stretch"
+            arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
+            pieces.append(tuple(array[0][places].tolist() for array in arrays))
+    return pieces
 
 
 @pytest.mark.parametrize(("packed", "per_shard"), [(True, 100), (False, 10**6), (False, 1)])
@@ -97,7 +90,7 @@ def test_chats_that_fit_come_whole_and_once_with_their_mask(
 
 
 def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
-    """The chats with every token but the ends made unique, and the place of every such token among all."""
+    """The chats with every token but the ends made unique, and all of these tokens."""
     unique = [
         ([10_000 * (n + 1) + at if ids[at] != END else END for at in range(len(ids))], live)
         for n, (ids, live) in enumerate(chats)
@@ -111,7 +104,7 @@ def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
 def test_every_live_token_is_a_target_once(
     tmp_path: Path, packed: bool, row_length: int, seed: int
 ) -> None:
-    """No piece is without one, each is a stretch of its chat, and an answer that fits is in one piece."""
+    """Every piece has one and is a stretch of its chat; an answer that fits is in one piece."""
     chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
     rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)
     pieces, counts, stretches, seen = pieces_of(rows), rows.counts(), [], set[int]()
@@ -132,61 +125,47 @@ def test_every_live_token_is_a_target_once(
     assert counts["cut_records"] == sum(len(ids) > row_length + 1 for ids, _ in chats) > 0
     assert counts["all_masked_dropped"] == 0
     gone = [token for token in tokens if token not in seen]
-    assert len(gone) <= counts["dropped_tokens"] <= 2 * len(gone), (
-        "what is dropped is whole turns of context, with their ends"
-    )
+    # What is dropped are turns of context, with their ends.
+    assert len(gone) <= counts["dropped_tokens"] <= 2 * len(gone)
     whole = 0
     for ids, live in chats:
         for first in (at for at in range(1, len(ids)) if live[at] and not live[at - 1]):
             last = ids.index(END, first)
             if last + 1 - first <= row_length:
                 whole += 1
-                assert any(
-                    at is ids and start < first and last < end for at, start, end in stretches
-                )
+                spans_of = [(start, end) for of, start, end in stretches if of is ids]
+                assert any(start < first and last < end for start, end in spans_of)
     assert whole > 15
 
 
 def spans(turns: list[tuple[bool, int]], row_length: int) -> list[tuple[int, int]]:
-    """Pieces of a conversation given as (whether it is an answer, tokens) of each turn; a turn's first token is its role."""
+    """Pieces of a conversation of turns (is an answer?, tokens); the first token is a role."""
     live = np.concatenate([[answer and at > 0 for at in range(size)] for answer, size in turns])
     return cut(live, np.cumsum([size for _, size in turns]), row_length)
 
 
 def test_where_chats_are_cut() -> None:
     question, answer = (False, 5), (True, 5)
-    assert spans([question, answer, question, answer], 16) == [(0, 10), (10, 20)], (
-        "a question stays with its answer"
-    )
-    assert spans([question, answer] * 4, 20) == [(0, 20), (20, 40)], "as many whole turns as fit"
-    assert spans([question, answer, question], 8) == [(1, 10)], (
-        "as much context as fits; nothing is made of what follows"
-    )
-    assert spans([(False, 100), answer], 16) == [(88, 105)], (
-        "of a long prompt, what stands before the answer"
-    )
-    long = spans([(False, 100), (True, 41)], 16)
-    assert long == [(93, 110), (109, 126), (125, 141)], (
-        "half a row of prompt, then pieces that share a token"
-    )
+    # A question stays with its answer.
+    assert spans([question, answer, question, answer], 16) == [(0, 10), (10, 20)]
+    assert spans([question, answer] * 4, 20) == [(0, 20), (20, 40)], "as many turns as fit"
+    # As much context as fits; nothing is made of what follows.
+    assert spans([question, answer, question], 8) == [(1, 10)]
+    # Of a long prompt, what stands before the answer.
+    assert spans([(False, 100), answer], 16) == [(88, 105)]
+    # Half a row of prompt, then pieces that share a token.
+    assert spans([(False, 100), (True, 41)], 16) == [(93, 110), (109, 126), (125, 141)]
     assert spans([question, (True, 30), question, answer], 16) == [(0, 17), (16, 33), (32, 45)]
 
 
 def test_chats_without_an_answer_are_dropped_and_counted(tmp_path: Path) -> None:
     asked = ([BOS, 3, 11, 12, END], [False] * 5)
     answered = ([BOS, 3, 13, END, 4, 21, END], [False] * 5 + [True] * 2)
-    only_first = (
-        [99, 98],
-        [True, False],
-    )  # the first token of a record has nothing that could predict it
+    only_first = ([99, 98], [True, False])  # nothing predicts the first token of a record
     rows = chat_rows(tmp_path, [asked, answered, asked, only_first], 16, per_shard=1)
     counts = rows.counts()
-    assert (
-        len(rows),
-        counts["pieces"],
-        counts["all_masked_dropped"],
-        counts["dropped_tokens"],
-    ) == (1, 1, 3, 12)
+    assert len(rows) == counts["pieces"] == 1
+    assert (counts["all_masked_dropped"], counts["dropped_tokens"]) == (3, 12)
     assert rows.batch([0]).input_ids_BT[0, :6].tolist() == answered[0][:-1]
     for packed in (True, False):
         rows = chat_rows(tmp_path / str(packed), [asked] * 3, 16, packed=packed)

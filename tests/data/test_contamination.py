@@ -1,4 +1,4 @@
-"""Items of evaluations in training shards: found however they are written, nothing that is not there; told apart in an
+"""Items of evaluations in training shards: matched however they are written, marked in an
 evaluation, left out on request, and known to later nights."""
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER, evaluate
 from ttrain.tasks.shards import recipe_of
 
+Json = dict[str, Any]
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
-QUESTION, ANSWER = "Which river does the old wooden bridge of the village cross?", "The upper Rhine"
-CHAT = {
-    "messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-}
+QUESTION = "Which river does the old wooden bridge of the village cross?"
+ANSWER = "The upper Rhine"
+
+
+def chat(*contents: str, system: str = "") -> Json:
+    turns = [{"role": "system", "content": system}] if system else []
+    for number, content in enumerate(contents):
+        turns.append({"role": ("user", "assistant")[number % 2], "content": content})
+    return {"messages": turns}
 
 
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
@@ -47,18 +53,15 @@ def grams(words: Sequence[str], size: int) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
-    """In words of letters and of single Chinese characters, with any punctuation between the words."""
+def test_matches_are_those_of_a_naive_search(seed: int) -> None:
+    """Words of letters and single Chinese characters, any punctuation between them."""
     rng = random.Random(seed)
-    kinds = [
-        [f"{letter}{number}" for letter in "abc" for number in range(5)],
-        list("天地玄黃宇宙洪荒"),
-    ]
-    source = [rng.choice(rng.choice(kinds)) for _ in range(600)]
+    latin = [f"{letter}{number}" for letter in "abc" for number in range(5)]
+    source = [rng.choice(rng.choice((latin, "天地玄黃宇宙洪荒"))) for _ in range(600)]
     items = [source[start : start + rng.randrange(13, 40)] for start in (0, 40, 45, 300)]
-    items += [source[100:110], [rng.choice(kinds[0]) for _ in range(30)], ["one", "two"]]
+    items += [source[100:110], rng.choices(latin, k=30), ["one", "two"]]
     index = GramIndex([" ".join(words) for words in items])
-    found_any = False
+    matched = 0
     for _ in range(6):
         start = rng.randrange(400)
         document = source[start : start + 200]
@@ -66,252 +69,216 @@ def test_what_is_found_is_what_a_naive_search_finds(seed: int) -> None:
             document[rng.randrange(len(document))] = "changed"
         expected = {}
         for item, words in enumerate(items):
-            wanted, held = grams(words, min(13, len(words))), grams(document, min(13, len(words)))
-            if wanted & held and len(words) >= contamination.FEWEST_WORDS:
-                expected[item] = len(wanted & held) / len(wanted)
-        found_any |= bool(expected)
+            size = min(13, len(words))
+            wanted, common = grams(words, size), grams(words, size) & grams(document, size)
+            if common and len(words) >= contamination.FEWEST_WORDS:
+                expected[item] = len(common) / len(wanted)
+        matched += len(expected)
         assert index.find(rng.choice((", ", " ", "\n- ")).join(document).upper()) == expected
-    assert found_any, "the documents have parts of the items"
+    assert matched
 
 
 def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     instruction = " ".join(f"instruction{number}" for number in range(14))
-    ends = [
-        f"{number} " + " ".join(f"end{number}of{word}" for word in range(14))
-        for number in range(50)
-    ]
+    words = range(14)
+    ends = [" ".join([f"{n}", *(f"end{n}of{word}" for word in words)]) for n in range(50)]
     index = GramIndex([f"{instruction} {end}" for end in ends])
     assert index.find(f"{instruction} z" * 9) == {}
     assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
-def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
-    choices = {"question": QUESTION, "choices": ["a", ANSWER]}
-    whole = plain(QUESTION + ANSWER)
-    rows = {
-        whole: [
-            {**choices, "answer": 1},
-            {**choices, "answer": "B"},
+CHOICES = {"question": QUESTION, "choices": ["a", ANSWER]}
+ITEM_ROWS: dict[str, tuple[bytes, list[Json]]] = {
+    "question and answer": (
+        plain(QUESTION + ANSWER),
+        [
+            {**CHOICES, "answer": 1},
+            {**CHOICES, "answer": "B"},
             {"question": QUESTION, "answer": ANSWER},
-            CHAT,
+            chat(QUESTION, ANSWER),
             {"question": QUESTION, "answer": " ", "final": ANSWER},
         ],
-        plain(QUESTION): [
-            {**choices, "answer": 7},
-            {"question": QUESTION, "answer": [{"role": "assistant"}]},
-        ],
-        b"theoldbridgecrossestherhine": [
-            {"context": "The old bridge crosses the", "target": " Rhine"}
-        ],
-        plain(POEM): [{"text": POEM}],
-    }
-    bad = {"title": "nothing"}, b"no JSON"
-    for text, given in rows.items():
-        left_out = Counter[str]()
-        path = write_lines(tmp_path / "items.jsonl", [*bad, *given])
-        items = contamination.read_items(str(path), left_out)
-        assert left_out == {"items.jsonl": 2}
-        assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(given)
-        assert items[0].location == "items.jsonl:3"
+    ),
+    "question": (
+        plain(QUESTION),
+        [{**CHOICES, "answer": 7}, {"question": QUESTION, "answer": [{"role": "assistant"}]}],
+    ),
+    "last word": (
+        b"thebridgecrossestherhine",
+        [{"context": "The bridge crosses the", "target": " Rhine"}],
+    ),
+    "text": (plain(POEM), [{"text": POEM}]),
+}
+
+
+@pytest.mark.parametrize(("text", "rows"), ITEM_ROWS.values(), ids=ITEM_ROWS)
+def test_rows_of_every_kind_of_task_are_items(
+    tmp_path: Path, text: bytes, rows: list[Json]
+) -> None:
+    bad = [{"title": "nothing"}, b"no JSON"]
+    left_out = Counter[str]()
+    path = write_lines(tmp_path / "items.jsonl", [*bad, *rows])
+    items = contamination.read_items(str(path), left_out)
+    assert left_out == {"items.jsonl": 2}
+    assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(rows)
+    assert items[0].location == "items.jsonl:3"
     with pytest.raises(DataError, match="no item"):
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> tuple[Path, Path]:
-    """(documents, two of which hold an item of the evaluation; the evaluation)."""
-    rng = random.Random(1)
-    letters = "abcdefghijklmnopqrstuvwxyz "
-    texts = ["".join(rng.choice(letters) for _ in range(200)) for _ in range(30)]
-    texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
-    texts[20] = f"{texts[20][:50]} {QUESTION.upper()} -- {ANSWER}!"
-    texts[25] = f"{texts[25]} {QUESTION[:20]}"  # too little
-    items = [
-        {"question": POEM[:12], "choices": [POEM[12:], "白日依山盡"], "answer": 0},
-        {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1},
-        {
-            "question": "What is it that none of the documents of the training set says?",
-            "choices": ["a", "b"],
-            "answer": 1,
-        },
-        {"question": "1+1", "choices": ["2", "3"], "answer": 0},
-        {"question": ["bad"]},
-    ]
-    documents = [{"text": text} for text in texts]
-    return write_lines(tmp_path / "documents.jsonl", documents), write_lines(
-        tmp_path / "items.jsonl", items
-    )
-
-
 def build(
-    output: Path,
-    encoder: Encoder,
-    rows: Path,
-    items: Path | None,
-    remove: bool = True,
-    kind: str = "documents",
+    output: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True
 ) -> Any:
     against = None
     if items:
         left_out = Counter[str]()
-        found = contamination.read_items(str(items), left_out)
-        against = contamination.OverlapCheck(found, remove, left_out)
-    return shard_sets.build(
-        output, [rows], recipe_of(ALL, encoder.directory, kind), block_bytes=2048, against=against
-    )
+        read = contamination.read_items(str(items), left_out)
+        against = contamination.OverlapCheck(read, remove, left_out)
+    kind = "chats" if "chats" in rows.name else "documents"
+    recipe = recipe_of(ALL, encoder.directory, kind)
+    return shard_sets.build(output, [rows], recipe, block_bytes=2048, against=against)
+
+
+def report_of(output: Path) -> Json:
+    return dict(json.loads((output / contamination.REPORT).read_bytes()))
 
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_documents_that_hold_an_item_are_left_out(
-    tmp_path: Path, encoder: Encoder, corpus: tuple[Path, Path], remove: bool
+    tmp_path: Path, encoder: Encoder, remove: bool
 ) -> None:
-    documents, items = corpus
-    plain = build(tmp_path / "plain", encoder, documents, None)
-    built = build(tmp_path / "out", encoder, documents, items, remove)
-    assert plain.contamination is None and not (tmp_path / "plain" / contamination.REPORT).exists()
-    told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    assert told["tasks"] == {
-        "items.jsonl": {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
+    rng = random.Random(1)
+    texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=200)) for _ in range(30)]
+    texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
+    texts[20] = f"{texts[20][:50]} {QUESTION.upper()} -- {ANSWER}!"
+    texts[25] = f"{texts[25]} {QUESTION[:20]}"  # too little
+    questions = {
+        "a": (POEM[:12], [POEM[12:], "白日依山盡"], 0),
+        "b": (QUESTION, ["Danube", ANSWER], 1),
+        "c": ("What is it that none of the documents of the training set says?", ["a", "b"], 1),
+        "too short": ("1+1", ["2", "3"], 0),
     }
-    assert (told["documents"], told["removed"]) == (2, remove)
-    held = {item["digest"]: item["share"] for item in told["items"]}
-    assert contamination.read_item_shares(tmp_path / "out") == ({} if remove else held) and held
-    assert str(tmp_path) not in json.dumps(
-        told
-    )  # what evaluations read must not depend on where files lie
-    assert {item["where"].rpartition(":")[2]: item["documents"] for item in told["items"]} == {
-        "1": 1,
-        "2": 1,
-    }
-    assert all(
-        place["file"] == documents.name for item in told["items"] for place in item["places"]
-    )
-    rows = built.parts["train"]["rows"] + built.parts["heldout"]["rows"]
-    assert rows == 30 - 2 * remove
+    rows: list[Json] = [
+        {"question": question, "choices": choices, "answer": answer}
+        for question, choices, answer in questions.values()
+    ]
+    items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
+    documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
+    output = tmp_path / "out"
+    unchecked = build(tmp_path / "plain", encoder, documents, None)
+    assert unchecked.contamination is None
+    assert not (tmp_path / "plain" / contamination.REPORT).exists()
+    built = build(output, encoder, documents, items, remove)
+    report = report_of(output)
+    counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
+    assert report["tasks"] == {"items.jsonl": counts}
+    assert (report["documents"], report["removed"]) == (2, remove)
+    shares = {item["digest"]: item["share"] for item in report["items"]}
+    assert shares and contamination.read_item_shares(output) == ({} if remove else shares)
+    # What evaluations read must not depend on where files lie.
+    assert str(tmp_path) not in json.dumps(report)
+    lines = {item["where"].rpartition(":")[2]: item["documents"] for item in report["items"]}
+    assert lines == {"1": 1, "2": 1}
+    places = [place for item in report["items"] for place in item["places"]]
+    assert {place["file"] for place in places} == {documents.name}
     tally = built.tallies["train"]
-    assert (
-        tally.kept + sum(tally.skipped.values()) + sum(tally.rejected.values()) == tally.rows == 30
-    )
-    assert tally.skipped.get(contamination.OVERLAPS, 0) == 2 * remove
-    assert (
-        any("床前" in text for text in shard_sets.texts_in(tmp_path / "out", encoder.directory))
-        is not remove
-    )
-    again = build(
-        tmp_path / "out", encoder, documents, None
-    )  # the whole shards stay aside, so they come back
-    assert again.parts["train"]["shards"] == plain.parts["train"]["shards"]
-    assert not (tmp_path / "out" / contamination.REPORT).exists()
-    assert contamination.read_item_shares(tmp_path / "out") == {}
+    removed = 2 if remove else 0
+    assert built.parts["train"]["rows"] + built.parts["heldout"]["rows"] == 30 - removed
+    assert tally.kept + tally.skipped.total() + tally.rejected.total() == tally.rows == 30
+    assert tally.skipped[contamination.OVERLAPS] == removed
+    kept = shard_sets.texts_in(output, encoder.directory)
+    assert any("床前" in text for text in kept) is not remove
+    again = build(output, encoder, documents, None)
+    assert again.parts["train"]["shards"] == unchecked.parts["train"]["shards"], "shards come back"
+    assert not (output / contamination.REPORT).exists()
+    assert contamination.read_item_shares(output) == {}
 
 
-def test_chats_are_found_whole_and_not_by_the_system_turn_that_others_have_too(
+def test_chats_match_with_all_turns_and_not_by_the_system_turn_that_others_have_too(
     tmp_path: Path, encoder: Encoder
 ) -> None:
-    """Of turns that are all shorter than a part, and after a system turn that is longer than all of them."""
-    system = {
-        "role": "system",
-        "content": "You are an assistant who answers questions about rivers in a friendly way.",
-    }
-
-    def chat(*words: str) -> dict[str, Any]:
-        turns = [
-            {"role": ("user", "assistant")[number % 2], "content": word}
-            for number, word in enumerate(words)
-        ]
-        return {"messages": [system, *turns]}
-
+    """All turns are shorter than a part, after a system turn that is longer than all of them."""
+    system = "You are an assistant who answers questions about rivers in a friendly way."
     short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say so")
-    chats = [chat("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
-    documents = write_lines(tmp_path / "chats.jsonl", [*chats, chat(*short), chat("Who?", *short)])
-    items = write_lines(
-        tmp_path / "items.jsonl",
-        [chat(*short), chat("Where does this one stand?", "It stands nowhere.")],
-    )
-    built = build(tmp_path / "out", encoder, documents, items, kind="chats")
-    told = json.loads((tmp_path / "out" / contamination.REPORT).read_bytes())
-    assert [(item["where"], item["share"]) for item in told["items"]] == [("items.jsonl:1", 1.0)]
-    assert [place["line"] for place in told["items"][0]["places"]] == [6, 7]
+    rows = [("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
+    chats = [chat(*row, system=system) for row in (*rows, short, ("Who?", *short))]
+    items = [chat(*row, system=system) for row in (short, ("Where is this?", "It is nowhere."))]
+    documents = write_lines(tmp_path / "chats.jsonl", chats)
+    built = build(tmp_path / "out", encoder, documents, write_lines(tmp_path / "i.jsonl", items))
+    [item] = report_of(tmp_path / "out")["items"]
+    assert (item["where"], item["share"]) == ("i.jsonl:1", 1.0)
+    assert [place["line"] for place in item["places"]] == [6, 7]
     assert built.parts["train"]["rows"] == 5
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
-    items = write_lines(tmp_path / "items.jsonl", [{"text": POEM}])
-    suite = tmp_path / "suite.yaml"
+    items, suite = write_lines(tmp_path / "items.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
     suite.write_text(
-        "tasks:\n  poems: {kind: choices, file: items.jsonl}\n  prose: {kind: text, file: heldout}\n"
+        "tasks: {poems: {kind: choices, file: items.jsonl}, prose: {kind: text, file: heldout}}"
     )
     for named in (str(items), str(suite)):
         settings = Settings.model_validate({"shards": {"decontaminate": named}})
-        assert [file.location for file in data_files(SHARDS_PRETRAIN, settings)["against"]] == [
-            str(items)
-        ]
+        against = data_files(SHARDS_PRETRAIN, settings)["against"]
+        assert [file.location for file in against] == [str(items)]
         assert "against" not in data_files(TOKENIZER, settings)
     assert data_files(SHARDS_PRETRAIN, Settings()) == {}
     suite.write_text("tasks:\n  arc: {kind: harness, task: arc_easy}\n")
-    with pytest.raises(UsageError, match="arc are those of lm-evaluation-harness"):
+    with pytest.raises(UsageError, match="arc"):
         evaluation_files((str(suite),))
 
 
 # --- items of an evaluation
 
 
-def items_of(task: str, kind: str, rows: Sequence[Any], directory: Path, **more: Any) -> Items[Any]:
-    file = write_lines(directory / f"{task}.jsonl", rows)
-    spec = Suite.model_validate(
-        {"tasks": {task: {"kind": kind, "file": file.name, "by": ["lang"], **more}}}
-    ).tasks[task]
-    return run.functions_of(spec)[0](task, spec, SuiteFiles(directory))
+def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> Items[Any]:
+    file = write_lines(directory / "task.jsonl", rows)
+    task = {"kind": kind, "file": file.name, "by": ["lang"], **more}
+    spec = Suite.model_validate({"tasks": {"task": task}}).tasks["task"]
+    return run.functions_of(spec)[0]("task", spec, SuiteFiles(directory))
 
 
 @pytest.mark.parametrize(
     ("kind", "row"),
     [
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
-        (
-            "last_word",
-            {"context": "The old wooden bridge of the village crosses the", "target": " Rhine"},
-        ),
+        ("last_word", {"context": "The old bridge of the village crosses the", "target": " Rhine"}),
         ("text", {"text": POEM}),
-        ("chats", CHAT),
+        ("chats", chat(QUESTION, ANSWER)),
     ],
 )
-def test_items_that_training_documents_hold_are_told_apart(
-    tmp_path: Path, kind: str, row: Any
+def test_items_that_training_documents_hold_are_marked(
+    tmp_path: Path, kind: str, row: Json
 ) -> None:
-    fillers = [
-        json.loads(json.dumps(row).replace("Rhine", f"Elbe {n}").replace("\\u5e8a", f"{n}"))
-        for n in range(2)
-    ]
-    rows = [{**fillers[0], "lang": "en"}, {**row, "lang": "en"}, {**fillers[1], "lang": "zh"}]
-    items = items_of("task", kind, rows, tmp_path)
-    [found] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), Counter())
-    apart = run.mark_overlaps(items, {found.digest})
-    assert apart.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
-    assert apart.digests == items.digests
+    written = json.dumps(row, ensure_ascii=False)
+    other, another = (
+        json.loads(written.replace("Rhine", f"Elbe {n}").replace("床", f"{n}")) for n in range(2)
+    )
+    rows = [{**other, "lang": "en"}, {**row, "lang": "en"}, {**another, "lang": "zh"}]
+    items = items_of(kind, rows, tmp_path)
+    [item] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), Counter())
+    marked = run.mark_overlaps(items, {item.digest})
+    assert marked.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
+    assert marked.digests == items.digests
     assert run.mark_overlaps(items, {"other"}) is items
-    if kind in ("choices", "last_word"):  # worked examples are no part of what is looked for
-        shown = items_of("task", kind, rows, tmp_path, shots=1)
-        assert run.mark_overlaps(shown, {found.digest}).groups["overlap=yes"] == (1,)
+    if kind in ("choices", "last_word"):  # worked examples are no part of an item
+        with_examples = items_of(kind, rows, tmp_path, shots=1)
+        assert run.mark_overlaps(with_examples, {item.digest}).groups["overlap=yes"] == (1,)
 
 
-def test_the_evaluation_tells_items_apart_that_its_shards_hold(tmp_path: Path) -> None:
+def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
     home.pretrain(settings, tmp_path / "base")
-    write_lines(tmp_path / "items.jsonl", [{"text": POEM}, {"text": QUESTION}, {"text": ANSWER}])
-    suite = tmp_path / "suite.yaml"
+    write_lines(tmp_path / "items.jsonl", [{"text": text} for text in (POEM, QUESTION, ANSWER)])
+    suite, documents = tmp_path / "suite.yaml", home.documents.path
     suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
-    contamination.write_item_shares(
-        home.documents.path, {contamination.digest_of_text(plain(QUESTION)): 1.0}
-    )
-    told: Any = {"suites": str(suite), "row_length": 32, "stride": 16, "resamples": 100}
-    config = Settings(evaluate=Evaluate(**told, new_tokens=0))
+    digest = contamination.digest_of_text(plain(QUESTION))
+    contamination.write_item_shares(documents, {digest: 1.0})
+    few: Any = {"row_length": 32, "stride": 16, "resamples": 100, "new_tokens": 0}
+    config = Settings(evaluate=Evaluate(suites=str(suite), **few))
     (tmp_path / "output").mkdir()
-    given = {"base": tmp_path / "base", "documents": home.documents.path}
-    found = run_here(evaluate, config, tmp_path / "output", given, settings.runtime)
-    assert found["counts"]["texts/items"] == 3
-    metrics = {
-        group: found["metrics"][f"texts/bits_per_byte/base/overlap:{group}"]
-        for group in ("yes", "no")
-    }
-    assert metrics["no"] != pytest.approx(metrics["yes"], rel=1e-6)
+    inputs = {"base": tmp_path / "base", "documents": documents}
+    result = run_here(evaluate, config, tmp_path / "output", inputs, settings.runtime)
+    assert result["counts"]["texts/items"] == 3
+    name = "texts/bits_per_byte/base/overlap"
+    metrics = result["metrics"]
+    assert metrics[f"{name}:no"] != pytest.approx(metrics[f"{name}:yes"], rel=1e-6)

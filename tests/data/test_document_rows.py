@@ -1,5 +1,5 @@
-"""Rows of documents: no token lost, none counted twice, compared with a loop that a child could write. Rows of several
-sources side by side, best fit against a search over all bins, and masked regions.
+"""Rows of documents equal a naive loop: no token is lost or counted twice. Rows of several sources
+side by side, best fit against a search over all bins, and masked regions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from ttrain.errors import ArtifactError
 
 PAD = 0
 KINDS = [DocumentRows, SeparateDocumentRows]
+PAIRS = ((1, 2), (3, 4))
+Pairs = tuple[tuple[int, int], ...]
+marked_record = st.lists(st.integers(1, 6), min_size=1, max_size=24)
+records_of_markers = st.lists(marked_record, min_size=1, max_size=6)
 PACKED = pytest.param(partial(SeparateDocumentRows, packed=True), id="packed")
 
 
 def shard_set(path: Path, documents: list[list[int]], tokens_per_shard: int = 10**6) -> ShardSet:
-    records: list[Any] = [(ids, []) for ids in documents]
+    common: Any = {"kind": "documents", "vocab_size": 1 << 20}
     write_shards(
-        path, records, kind="documents", vocab_size=1 << 20, tokens_per_shard=tokens_per_shard
+        path, [(ids, []) for ids in documents], tokens_per_shard=tokens_per_shard, **common
     )
     return ShardSet(path)
 
@@ -50,7 +54,7 @@ def some_documents(seed: int, count: int, longest: int) -> list[list[int]]:
 def naive_rows(
     documents: list[list[int]], row_length: int, stride: int, kind: Any
 ) -> list[tuple[list[int], ...]]:
-    """Token by token: what stands at each place, what comes after it in the same document, and where it stands there."""
+    """Token by token: the token, the next one of its document, its position and its document."""
     places = [
         [(number, at) for at in range(len(document))] for number, document in enumerate(documents)
     ]
@@ -79,15 +83,14 @@ def naive_rows(
     return rows
 
 
-SHAPES = [(8, 8, 5), (8, 4, 40), (9, 5, 9), (64, 64, 10), (10, 1, 25), (8, 8, 40)]
-CASES = [  # each shape with both kinds and with two sizes of a shard
-    (kind, (10**6, 20, 1)[(shape + number) % 3], *SHAPES[shape])
-    for shape in range(len(SHAPES))
-    for number, kind in enumerate(KINDS)
-]
-
-
-@pytest.mark.parametrize(("kind", "tokens_per_shard", "row_length", "stride", "longest"), CASES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("tokens_per_shard", "row_length", "stride", "longest"),
+    [
+        *[(10**6, 8, 8, 5), (20, 8, 4, 40), (1, 9, 5, 9)],
+        *[(10**6, 64, 64, 10), (20, 10, 1, 25), (1, 8, 8, 40)],
+    ],
+)
 def test_document_rows_equal_a_naive_loop(
     tmp_path: Path, kind: Any, tokens_per_shard: int, row_length: int, stride: int, longest: int
 ) -> None:
@@ -97,12 +100,10 @@ def test_document_rows_equal_a_naive_loop(
     expected = naive_rows(documents, row_length, stride, kind)
     batch, counts = rows.batch(range(len(rows))), rows.counts()
     assert [lines(batch, row) for row in range(len(rows))] == expected
-    assert [lines(rows.batch([row])) for row in range(len(rows))] == expected, (
-        "a row does not depend on those beside it"
-    )
-    assert rows.lengths().tolist() == [
-        sum(segment >= 0 for segment in line[3]) for line in expected
-    ]
+    # A row does not depend on the rows of its batch.
+    assert [lines(rows.batch([row])) for row in range(len(rows))] == expected
+    lengths = [row_length - segments.count(-1) for *_, segments in expected]
+    assert rows.lengths().tolist() == lengths
     assert counts["dropped_tokens"] == counts["cut_records"] == counts["masked_tokens"] == 0
     assert counts["fill"] == pytest.approx(rows.lengths().sum() / (row_length * len(rows)))
 
@@ -114,23 +115,15 @@ def test_packed_rows_hold_whole_windows_of_documents(
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
-    packed, alone = (
-        SeparateDocumentRows(shards, 8, PAD, packed=True),
-        SeparateDocumentRows(shards, 8, PAD),
-    )
+    packed = SeparateDocumentRows(shards, 8, PAD, packed=True)
+    alone = SeparateDocumentRows(shards, 8, PAD)
     batch, pieces = packed.batch(range(len(packed))), []
     for row in range(len(packed)):
         ids, labels, positions, segments = (np.array(part) for part in lines(batch, row))
         for begin in np.flatnonzero((positions == 0) & (segments >= 0)):
-            length = next(
-                (n for n in range(1, 9 - begin) if begin + n == 8 or positions[begin + n] == 0), 8
-            )
-            pieces.append(
-                [
-                    part[begin : begin + length].tolist()
-                    for part in (ids, labels, positions, segments)
-                ]
-            )
+            (next_begins,) = np.nonzero(positions[begin + 1 :] == 0)
+            end = begin + 1 + next_begins[0] if len(next_begins) else 8
+            pieces.append([part[begin:end].tolist() for part in (ids, labels, positions, segments)])
     single = alone.batch(range(len(alone)))
     expected = [
         [part[:length] for part in lines(single, row)] for row, length in enumerate(alone.lengths())
@@ -185,15 +178,8 @@ def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -
 def shards(tmp_path: Path) -> ShardSet:
     """Documents of 30, 7 and 12 tokens in groups 0, 1 and 0."""
     documents: list[Any] = [([*range(10, 40)], []), ([*range(50, 57)], []), ([*range(60, 72)], [])]
-    write_shards(
-        tmp_path,
-        documents,
-        kind="documents",
-        vocab_size=100,
-        tokens_per_shard=1,
-        groups=[0, 1, 0],
-        weights=[0.9, 0.1],
-    )
+    mixture: Any = {"tokens_per_shard": 1, "groups": [0, 1, 0], "weights": [0.9, 0.1]}
+    write_shards(tmp_path, documents, kind="documents", vocab_size=100, **mixture)
     return ShardSet(tmp_path)
 
 
@@ -226,9 +212,8 @@ def test_a_batch_is_as_wide_as_the_setting_unless_it_is_trimmed(shards: ShardSet
     trimmed = lines(rows.batch([1]))
     rows.trimmed = False
     full = lines(rows.batch([1]))
-    assert trimmed == tuple(array[:8] for array in full) and {*full[3][8:]} == {-1}, (
-        "what is cut off is padding"
-    )
+    assert trimmed == tuple(array[:8] for array in full)
+    assert {*full[3][8:]} == {-1}, "what is cut off is padding"
     rows.trimmed = True
     assert rows.lengths().tolist() == [29, 6, 11]
     widths = {(0,): 30, (1,): 8, (2,): 16, (1, 2): 16, (0, 1, 2): 30}
@@ -264,26 +249,19 @@ def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(
     assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
 
 
-PAIRS = ((1, 2), (3, 4))
-Pairs = tuple[tuple[int, int], ...]
-records_of_markers = st.lists(
-    st.lists(st.integers(1, 6), min_size=1, max_size=24), min_size=1, max_size=6
-)
-
-
 def state_machine(record: list[int], pairs: Pairs) -> list[bool]:
     """Which tokens are masked, one token after the other."""
-    found = []
+    flags = []
     inside = dict.fromkeys(pairs, False)
     for token in record:
         for pair in pairs:
             if token == pair[0]:
                 inside[pair] = True
-        found.append(any(inside.values()) or any(token in pair for pair in pairs))
+        flags.append(any(inside.values()) or any(token in pair for pair in pairs))
         for pair in pairs:
             if token == pair[1]:
                 inside[pair] = False
-    return found
+    return flags
 
 
 def begins(records: list[list[int]]) -> Any:
@@ -293,12 +271,12 @@ def begins(records: list[list[int]]) -> Any:
 @settings(max_examples=100, deadline=None)
 @given(pairs=st.sampled_from([(), PAIRS[:1], PAIRS, ((1, 2), (2, 1))]), records=records_of_markers)
 def test_masks_equal_a_state_machine_token_by_token(pairs: Pairs, records: list[list[int]]) -> None:
-    found = masked(pairs, np.concatenate(records), begins(records)).tolist()
-    assert found == [flag for record in records for flag in state_machine(record, pairs)]
+    flags = masked(pairs, np.concatenate(records), begins(records)).tolist()
+    assert flags == [flag for record in records for flag in state_machine(record, pairs)]
 
 
 def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
-    """The records with every token but the markers made unique, and the tokens that may be a target."""
+    """The records with all tokens but the markers made unique, and the possible targets."""
     unique, free = [], set()
     for number, record in enumerate(records):
         named = [
@@ -313,14 +291,8 @@ def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
 def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[Array, Counts]:
     """(labels of all rows, counts)."""
     with tempfile.TemporaryDirectory() as folder:
-        of_chats = kind is ChatRows
-        write_shards(
-            Path(folder),
-            records,
-            kind="chats" if of_chats else "documents",
-            vocab_size=1 << 20,
-            tokens_per_shard=9,
-        )
+        name = "chats" if kind is ChatRows else "documents"
+        write_shards(Path(folder), records, kind=name, vocab_size=1 << 20, tokens_per_shard=9)
         rows = kind(ShardSet(Path(folder)), row_length, 0, masks=PAIRS, **options)
         return rows.batch(range(len(rows))).labels_BT, rows.counts()
 
@@ -334,21 +306,15 @@ def test_only_tokens_that_are_not_masked_are_learnt_once(
     unique, free = numbered(records)
     labels, counts = rows_of(kind, [(ids, []) for ids in unique], row_length)
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(free)
-    second_head = labels[
-        :, 1:
-    ]  # its label at t is the token at t+2, which is the first head's label at t+1
+    # The label of the second head at t is the token at t+2, the first head's label at t+1.
+    second_head = labels[:, 1:]
     assert set(second_head[second_head != IGNORE].tolist()) <= free
     learnable = sum(len(ids) - 1 for ids in unique)
     assert (counts["target_tokens"], counts["masked_tokens"]) == (len(free), learnable - len(free))
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    packed=st.booleans(),
-    records=records_of_markers,
-    row_length=st.integers(2, 9),
-    seed=st.integers(0, 9),
-)
+@given(st.booleans(), records_of_markers, st.integers(2, 9), st.integers(0, 9))
 def test_masked_answers_are_not_learnt(
     packed: bool, records: list[list[int]], row_length: int, seed: int
 ) -> None:

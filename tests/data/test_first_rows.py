@@ -13,8 +13,7 @@ from ttrain.data import first_rows
 from ttrain.data.records import Kind
 from ttrain.errors import UsageError
 
-DOCUMENT = {"text": "a"}
-CHAT = {"question": "q", "answer": "a"}
+DOCUMENT, CHAT = {"text": "a"}, {"question": "q", "answer": "a"}
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
@@ -24,14 +23,14 @@ def written(path: Path, *rows: dict[str, Any] | str) -> str:
     return str(path)
 
 
-def refused(setting: str, kind: Kind, *files: str) -> str:
+def error_of(setting: str, kind: Kind, *files: str) -> str:
     with pytest.raises(UsageError) as error:
         first_rows.check(setting, kind, files, Reading())
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind", "row", "found", "fix"),
+    ("setting", "kind", "row", "actual", "fix"),
     [
         ("data.pretrain", "documents", CHAT, "is a chat (keys: question, answer)", "data.sft="),
         ("data.sft", "chats", PAIR, "is a pair of answers", "data.dpo="),
@@ -40,41 +39,39 @@ def refused(setting: str, kind: Kind, *files: str) -> str:
     ],
 )
 def test_rows_of_another_kind_are_refused_with_file_line_and_the_setting_that_takes_them(
-    tmp_path: Path, setting: str, kind: Kind, row: dict[str, Any], found: str, fix: str
+    tmp_path: Path, setting: str, kind: Kind, row: dict[str, Any], actual: str, fix: str
 ) -> None:
     path = written(tmp_path / "my.jsonl", "", row, row)
-    message = refused(setting, kind, path)
-    assert f"{setting} needs {kind}, but {path}:2 {found}" in message
+    message = error_of(setting, kind, path)
+    assert f"{setting} needs {kind}, but {path}:2 {actual}" in message
     assert f"write {fix}{path}" in message
 
 
 def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"Title": "t", "Body": "a long text"})
-    message = refused("data.pretrain", "documents", path)
+    message = error_of("data.pretrain", "documents", path)
     assert f"{path}:1 is none" in message and "(keys: Title, Body)" in message
-    assert "set reading.text_field=Body" in message
+    assert "reading.text_field=Body" in message
 
 
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
-    some = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
+    files = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
+    files.append(written(tmp_path / "a.txt", "a text"))
     tolerant = Reading(rejected_fraction=1)
-    first_rows.check(
-        "data.pretrain", "documents", [*some, written(tmp_path / "a.txt", "a text")], tolerant
-    )
+    first_rows.check("data.pretrain", "documents", files, tolerant)
     rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
     first_rows.check("data.dpo", "pairs", [rated], tolerant)
-    first_rows.check(
-        "data.sft", "chats", [written(tmp_path / "bad.jsonl", {"messages": 1})], tolerant
-    )
+    bad = written(tmp_path / "bad.jsonl", {"messages": 1})
+    first_rows.check("data.sft", "chats", [bad], tolerant)
 
 
 def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:
     empty = written(tmp_path / "b.jsonl")
     bad = written(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken")
-    message = refused("data.sft", "chats", bad)
+    message = error_of("data.sft", "chats", bad)
     assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
-    assert f"data.sft is {empty}, which has no rows" in refused("data.sft", "chats", empty)
+    assert f"data.sft is {empty}, which has no rows" in error_of("data.sft", "chats", empty)
     first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
     many = written(tmp_path / "many.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
     for files in ([many], [bad, written(tmp_path / "good.jsonl", *[CHAT] * 3)], [empty, many]):

@@ -1,31 +1,45 @@
-"""What a setting names as input: found wherever it lies, pinned, told from later versions, and missed in words."""
+"""What a setting names as input: found wherever it lies, pinned, and refused with setting, value
+and fix. Data sets on the Hub: pinned to a commit, fetched once, read without a network."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
-from support.streamed_files import ROW, expand
-from support.web import Site
+from huggingface_hub import constants
+from support.streamed_files import CONVERTED, NEW, OLD, ROW, expand, read
+from support.web import FakeHub, Site, served_hub, use_hub
 
 from ttrain.config import Reading
-from ttrain.data import locations
+from ttrain.data import locations, streams
 from ttrain.data.check import check
-from ttrain.errors import UsageError
+from ttrain.errors import DataError, UsageError
 
-DATA = [
-    "[1] 文件?.jsonl",
-    "a.jsonl.gz",
-    "b.jsonl",
-    "deep/c.jsonl.zst",
-    "deep/er/d.ndjson",
-    "e.ndjson.gz",
-    "f.parquet",
-    "g.jsonl.bz2",
-    "h.jsonl.xz",
-]
+DATA = ["[1] 文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]
+DATA += ["e.ndjson.gz", "f.parquet", "g.jsonl.bz2", "h.jsonl.xz"]
+NO_DATA = ["notes.txt", "i.json", "j.jsonl.old", ".hidden.jsonl", ".hidden/k.jsonl"]
+NO_DATA += ["deep/._l.jsonl", "m.jsonl/n.txt"]
+NAMES = ["README.md", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]
+NAMES += ["data/test.jsonl", "constraints.jsonl", "strain.jsonl"]
+TRAIN = [f"hf://owner/some-set@{NEW}/{name}" for name in NAMES[1:3]]
+
+
+def reason_of(pattern: str) -> str:
+    """Why the pattern is refused, behind the setting and the value."""
+    with pytest.raises(UsageError, match=re.escape(f"data.pretrain is '{pattern}'")) as refused:
+        expand(pattern)
+    return str(refused.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (*DATA, *NO_DATA):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(ROW)
+    return tmp_path
 
 
 def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(
@@ -42,62 +56,70 @@ def test_what_is_left_out_of_a_folder_is_logged_once(
         (tmp_path / name).write_bytes(ROW)
     for _ in range(2):
         assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
-    assert caplog.messages == [
-        f"left out of {tmp_path}: a.txt, c.csv; name them, or a glob, to read them too"
-    ]
+    assert len(caplog.messages) == 1 and f"{tmp_path}: a.txt, c.csv;" in caplog.messages[0]
     (tmp_path / "b.jsonl").unlink()
     assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
 
 
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ("{0}/notes.txt", "notes.txt"),
+        ("{0}/.hidden.jsonl", ".hidden.jsonl"),
+        ("{0}/**/*.ndjson", "deep/er/d.ndjson"),
+        ("{0}/f.* {0}/b.jsonl {0}/[a-c]*.jsonl file://{0}/b.jsonl", "f.parquet b.jsonl"),
+        ("~/b.jsonl ~/deep", "b.jsonl deep/c.jsonl.zst deep/er/d.ndjson"),
+    ],
+)
 def test_a_file_is_itself_and_a_glob_what_it_matches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patterns: str, names: str
 ) -> None:
-    for name in ("notes.txt", "[1] 文件?.jsonl", ".hidden.jsonl"):
-        assert expand(str(folder / name)) == [str(folder / name)]
     monkeypatch.setenv("HOME", str(folder))
-    for patterns, names in (
-        ([f"{folder}/*.jsonl"], ["[1] 文件?.jsonl", "b.jsonl"]),
-        ([f"{folder}/**/*.ndjson"], ["deep/er/d.ndjson"]),
-        (
-            [f"{folder}/f.*", f"{folder}/b.jsonl", f"{folder}/*.jsonl", f"file://{folder}/b.jsonl"],
-            ["f.parquet", "b.jsonl", "[1] 文件?.jsonl"],
-        ),
-        (["~/b.jsonl", "~/deep"], ["b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]),
-    ):
-        assert expand(*patterns) == [str(folder / name) for name in names]
+    expected = [str(folder / name) for name in names.split()]
+    assert expand(*patterns.format(folder).split()) == expected
 
 
-def test_what_is_not_there_is_said_with_setting_value_and_fix(
+def test_a_name_that_looks_like_a_glob_is_a_file_and_matches_globs(folder: Path) -> None:
+    assert expand(str(folder / DATA[0])) == [str(folder / DATA[0])]
+    assert expand(f"{folder}/*.jsonl") == [str(folder / DATA[0]), str(folder / "b.jsonl")]
+
+
+def test_a_missing_file_is_refused_with_setting_value_and_fix(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "none").mkdir()
     (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
-    for pattern, reason in (
-        (f"{folder}/nowhere.jsonl", "there is no such file; name a"),
-        (f"{folder}/a\0b", "there is no such file; name a"),
-        ("b.jsonl", f"there is no such file in {folder}/deep, where the command runs; "),
-        (f"{folder}/none", "no file in that folder ends in"),
-    ):
-        with pytest.raises(UsageError) as raised:
-            expand(str(folder / "b.jsonl"), pattern)
-        assert f"data.pretrain is '{pattern}' but {reason}" in str(raised.value)
+    for pattern in (f"{folder}/nowhere.jsonl", f"{folder}/a\0b"):
+        assert "no such file; name a" in reason_of(pattern)
+    assert f"no such file in {folder}/deep, where the command runs" in reason_of("b.jsonl")
+    assert "no file in that folder ends in" in reason_of(f"{folder}/none")
+
+
+# --- URLs
 
 
 @pytest.fixture
-def site(site: Site) -> Site:
-    """A server with files at several depths."""
+def data_url(site: Site) -> str:
+    """A folder of a server, with files at several depths."""
     names = ("b.jsonl", "deep/c.jsonl", "deep/er/d.parquet", "notes.txt", ".hidden.jsonl")
     site.files = {f"/data/{name}": ROW for name in names}
-    return site
+    return f"{site.url}/data"
 
 
-def test_a_url_is_a_file_or_a_glob_as_a_path_is(site: Site) -> None:
-    url = f"{site.url}/data"
-    assert expand(f"{url}/b.jsonl?token=1") == [f"{url}/b.jsonl?token=1"]
-    assert expand(f"{url}/*.jsonl") == [f"{url}/.hidden.jsonl", f"{url}/b.jsonl"]
-    assert expand(f"{url}/**/[cd].*") == [f"{url}/deep/c.jsonl", f"{url}/deep/er/d.parquet"]
-    assert expand(f"{url}/deep/*") == [f"{url}/deep/c.jsonl"]
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("b.jsonl?token=1", ["b.jsonl?token=1"]),
+        ("*.jsonl", [".hidden.jsonl", "b.jsonl"]),
+        ("**/[cd].*", ["deep/c.jsonl", "deep/er/d.parquet"]),
+        ("deep/*", ["deep/c.jsonl"]),
+    ],
+)
+def test_a_url_is_a_file_or_a_glob_as_a_path_is(
+    data_url: str, pattern: str, names: list[str]
+) -> None:
+    assert expand(f"{data_url}/{pattern}") == [f"{data_url}/{name}" for name in names]
 
 
 def test_a_folder_of_another_file_system_is_its_data_files() -> None:
@@ -107,76 +129,137 @@ def test_a_folder_of_another_file_system_is_its_data_files() -> None:
     assert expand("memory://set") == ["memory:///set/a.jsonl.gz", "memory:///set/deep/c.jsonl"]
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_and_not_less_data(site: Site) -> None:
+def test_what_a_server_does_not_give_is_an_error_and_not_less_data(
+    site: Site, data_url: str
+) -> None:
+    assert "404" in reason_of(f"{data_url}/nowhere.jsonl")
+    assert "no such file; name a" in reason_of(f"{data_url}/*.nothing")
+    assert "foo" in reason_of("foo://b.jsonl")
     site.failing = "/data/deep/er/"
-    with pytest.raises(UsageError, match=r"data\.pretrain is .* but it cannot be read: .*503"):
-        expand(f"{site.url}/data/**/*.jsonl")
+    assert "503" in reason_of(f"{data_url}/**/*.jsonl")
 
 
-def test_a_url_that_is_not_there_and_an_unknown_protocol_are_named(site: Site) -> None:
-    nowhere, none = f"{site.url}/data/nowhere.jsonl", f"{site.url}/data/*.nothing"
-    reasons = {nowhere: "404", none: "there is no such file; name a", "foo://b.jsonl": "foo"}
-    for pattern, reason in reasons.items():
-        with pytest.raises(
-            UsageError, match=rf"data\.pretrain is '{re.escape(pattern)}' but .*{reason}"
-        ):
-            expand(pattern)
-
-
-def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site) -> None:
+def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site, data_url: str) -> None:
     query = "?x=ab'first&y=a second"
     site.etags = False
-    for find, address in (
-        (expand, f"{site.url}/data/nowhere.jsonl"),
+    for function, address in (
+        (expand, f"{data_url}/nowhere.jsonl"),
         (expand, "foo://b.jsonl"),
         (locations.filesystem, "foo://b.jsonl"),
-        (locations.version, f"{site.url}/data/nowhere.jsonl"),
-        (locations.version, f"{site.url}/data/b.jsonl"),
+        (locations.version, f"{data_url}/nowhere.jsonl"),
+        (locations.version, f"{data_url}/b.jsonl"),
     ):
-        with pytest.raises(UsageError, match=re.escape(f"{address}?***")) as raised:
-            find(address + query)
-        assert "first" not in str(raised.value) and "second" not in str(raised.value)
+        with pytest.raises(UsageError, match=re.escape(f"{address}?***")) as refused:
+            function(address + query)
+        assert "first" not in str(refused.value) and "second" not in str(refused.value)
     site.files["/data/b.jsonl"] = b"[]\n[]\n"
-    (report,) = check([f"{site.url}/data/b.jsonl{query}"], Reading())
-    assert report.error and report.error.startswith(
-        f"{site.url}/data/b.jsonl?***: 2 of 2 rows are bad"
-    )
+    (report,) = check([f"{data_url}/b.jsonl{query}"], Reading())
+    assert report.error and report.error.startswith(f"{data_url}/b.jsonl?***: 2 of 2 rows")
     assert "second" not in report.error
 
 
-def version_of(url: str) -> str:
-    found = locations.version(url)
-    assert found
-    return found
-
-
-def test_a_version_changes_with_the_bytes_and_is_asked_for_anew_each_time(site: Site) -> None:
-    url = f"{site.url}/data/b.jsonl"
-    before = version_of(url)
-    assert version_of(url) == before
+def test_a_version_changes_with_the_bytes_and_is_requested_again_each_time(
+    site: Site, data_url: str
+) -> None:
+    url = f"{data_url}/b.jsonl"
+    before = locations.version(url)
+    assert before and locations.version(url) == before
     site.dates = True
-    assert version_of(url) == before, "the date counts only where there is no other mark"
+    assert locations.version(url) == before, "the date counts only where there is no other mark"
     assert not site.requests("GET"), "without reading the file"
-    assert before != version_of(f"{site.url}/data/deep/c.jsonl"), "although it has the same mark"
+    assert before != locations.version(f"{data_url}/deep/c.jsonl"), "although the mark is the same"
     site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
-    assert version_of(url) != before
-    site.etags, site.dates = False, True
-    before = version_of(url)
+    assert locations.version(url) != before
+    site.etags = False
+    before = locations.version(url)
     site.files["/data/b.jsonl"] = ROW * 2
-    assert version_of(url) != before
+    assert locations.version(url) != before
     site.dates = False
-    for statuses, reason in (
-        ([], f"{url}.*no ETag, checksum or date; download it"),
-        ([503] * 100, "503"),
-    ):
+    for statuses, reason in (([], rf"{url}.*ETag"), ([503] * 100, "503")):
         site.statuses = statuses
         with pytest.raises(UsageError, match=reason):
             locations.version(url)
 
 
-def test_a_protocol_whose_servers_run_code_is_refused() -> None:
-    for location in ("DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"):
-        with pytest.raises(
-            UsageError, match="dask:// is refused, since its servers may run code here"
-        ):
-            expand(location)
+@pytest.mark.parametrize(
+    "location", ["DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"]
+)
+def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
+    with pytest.raises(UsageError, match="dask://"):
+        expand(location)
+
+
+# --- the Hub
+
+
+@pytest.fixture
+def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A Hub that holds one data set with two commits, and a converted copy; an empty cache."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    locations.listing.cache_clear()
+    commits = {
+        OLD: {"only.jsonl.gz": b"old"},
+        NEW: {name: name.encode() + b"\n" for name in NAMES},
+        CONVERTED: {"default/train/0.parquet": b"p", "default/test/0.parquet": b"p"},
+    }
+    revisions = {"main": NEW, "v1": OLD, "refs/convert/parquet": CONVERTED}
+    with served_hub(FakeHub({"owner/some-set": revisions}, commits)) as opened:
+        use_hub(monkeypatch, opened.site.url, tmp_path)
+        yield opened
+
+
+def test_a_data_set_is_its_training_split_at_a_commit_that_is_requested_once(
+    online: FakeHub,
+) -> None:
+    assert expand("hf://owner/some-set") == expand("hf://datasets/owner/some-set") == TRAIN
+    assert [locations.version(location) for location in TRAIN] == TRAIN
+    online.repos["owner/some-set"]["main"] = OLD
+    requests = len(online.site.asked)
+    test = f"hf://owner/some-set@{NEW}/data/test.jsonl"
+    assert expand("hf://owner/some-set/data") == [test, *TRAIN]
+    assert len(online.site.asked) == requests, "one process sees one commit"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "commit", "names"),
+    [
+        ("/data/t*0*.jsonl", NEW, NAMES[1:3]),
+        ("@v1", OLD, ["only.jsonl.gz"]),
+        ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
+    ],
+)
+def test_files_of_a_data_set_are_named_by_path_or_glob(
+    online: FakeHub, pattern: str, commit: str, names: list[str]
+) -> None:
+    expected = [f"hf://owner/some-set@{commit}/{name}" for name in names]
+    assert expand(f"hf://owner/some-set{pattern}") == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("hf://owner/other", "no data set owner/other.*hf auth login"),
+        ("hf://owner/some-set@v9", "no data set owner/some-set@v9"),
+        ("hf://owner/some-set/nowhere", "owner/some-set holds .*README.md"),
+        ("hf://owner", "not the name of a data set.*hf://owner/name"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_refused_with_the_fix(
+    online: FakeHub, pattern: str, reason: str
+) -> None:
+    assert re.search(reason, reason_of(pattern))
+
+
+def test_a_file_is_fetched_once_and_read_from_the_cache_offline(
+    online: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
+    location = expand("hf://owner/some-set")[0]
+    assert read(location) == data
+    requests = len(online.site.asked)
+    assert read(location) == data
+    assert len(online.site.asked) == requests
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert read(location) == data
+    with pytest.raises(DataError, match=f"{TRAIN[1]}: .*offline"), streams.noting_faults(TRAIN[1]):
+        read(TRAIN[1])

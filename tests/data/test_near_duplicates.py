@@ -1,4 +1,4 @@
-"""Near-duplicates: found to the exact Jaccard, within a set and against earlier sets, the same however it is built."""
+"""Near-duplicates: matched by the exact Jaccard, within a set and against earlier sets."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from ttrain.data.shards import read_shard
 
 BAND_ROWS = near_duplicates.rows_of_bands(0.8)
 BLOCK = 16_384
+PINNED = [3029725062, 3324641135, 3708436563]
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
-ENGLISH = "the of and river stone bright walk under seven lamp over quickly memory garden paper small voice".split()  # noqa: SIM905
+ENGLISH = ["the", "of", "and", "river", "stone", "bright", "walk", "under", "seven", "lamp"]
+ENGLISH += ["over", "quickly", "memory", "garden", "paper", "small", "voice"]
 CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水"
 
 
@@ -36,38 +38,27 @@ def build(*arguments: Any, **options: Any) -> ShardSetResult:
 def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
     if chinese:
         return rng.choices(CHINESE, k=4 * words)
-    return [
-        f"{rng.choice(ENGLISH)}{rng.randrange(100) if rng.random() < 0.3 else ''}"
-        for _ in range(words)
-    ]
+    numbers = (rng.randrange(100) if rng.random() < 0.3 else "" for _ in range(words))
+    return [f"{rng.choice(ENGLISH)}{number}" for number in numbers]
 
 
 def edited(
-    rng: random.Random,
-    words: list[str],
-    share: float,
-    chinese: bool = False,
-    together: bool = False,
+    rng: random.Random, words: list[str], share: float, chinese: bool = False, together: bool = True
 ) -> list[str]:
-    """The text with this share of its words replaced: anywhere, or one after the other."""
+    """The text with this share of its words replaced: one after the other, or anywhere."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
     changed = [*words]
     for place in range(start, start + count) if together else rng.sample(range(len(words)), count):
-        changed[place] = (
-            rng.choice(CHINESE) if chinese else f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
-        )
+        word = f"{rng.choice(ENGLISH)}x{rng.randrange(1000)}"
+        changed[place] = rng.choice(CHINESE) if chinese else word
     return changed
 
 
 def shingles(text: str) -> set[bytes]:
     """One by one, for comparison."""
     letters, size = plain(text), near_duplicates.SHINGLE_BYTES
-    return (
-        {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))}
-        if letters
-        else set()
-    )
+    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} - {b""}
 
 
 def similarity(first: str, second: str) -> float:
@@ -76,20 +67,15 @@ def similarity(first: str, second: str) -> float:
 
 
 def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Texts in English and Chinese; of each an edited copy, with 1 to 20 % of its words replaced."""
+    """Texts in English and Chinese, and of each a copy with 1 to 20 % of its words replaced."""
     rng = random.Random(seed)
     originals, copies = [], []
     for number in range(count):
         chinese = number % 3 == 0
         separator = "" if chinese else " "
         words = text(rng, rng.randrange(30, 200), chinese)
-        copy = edited(
-            rng,
-            words,
-            rng.choice((0.01, 0.02, 0.05, 0.1, 0.2)),
-            chinese=chinese,
-            together=number % 2 == 0,
-        )
+        share = rng.choice((0.01, 0.02, 0.05, 0.1, 0.2))
+        copy = edited(rng, words, share, chinese, together=number % 2 == 0)
         originals.append(separator.join(words))
         copies.append(separator.join(copy))
     return originals, copies
@@ -104,29 +90,21 @@ def rows(texts: list[str]) -> list[dict[str, str]]:
 
 
 def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_version() -> None:
-    texts = [
-        plain(text)
-        for text in ("", "short", "x" * 24, "一二三四五六七八九十", *planted(20)[0], "y" * 100_000)
-    ]
+    odd = ("", "short", "x" * 24, "一二三四五六七八九十", "y" * 100_000)
+    texts = [*map(plain, (*odd, *planted(20)[0]))]
     together = near_duplicates.sketches_of(texts, BAND_ROWS)
     for number, letters in enumerate(texts):
         alone = near_duplicates.sketches_of([letters], BAND_ROWS)
         assert (alone[:, 0] == together[:, number]).all()
-    assert (
-        near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[
-            :3, 0
-        ].tolist()
-        == PINNED
-    ), "raise near_duplicates.FORMAT, since sketches in files have the old values"
-
-
-PINNED = [3029725062, 3324641135, 3708436563]
+    pinned = near_duplicates.sketches_of([b"thequickbrownfoxjumpsoverthelazydog"], BAND_ROWS)[:3, 0]
+    # If this fails, raise near_duplicates.FORMAT, since sketches in files have the old values.
+    assert pinned.tolist() == PINNED
 
 
 def test_planted_near_duplicates_are_found_to_the_exact_similarity(
     tmp_path: Path, recipe: BlockRecipe
 ) -> None:
-    """Recall and precision against the exact Jaccard of all planted pairs, in English and Chinese."""
+    """Recall and precision against the exact Jaccard of all planted pairs."""
     originals, copies = planted(250)
     expected = {
         n for n, pair in enumerate(zip(originals, copies, strict=True)) if similarity(*pair) >= 0.8
@@ -135,16 +113,13 @@ def test_planted_near_duplicates_are_found_to_the_exact_similarity(
     path = write_lines(tmp_path / "a.jsonl", rows([*originals, *copies]))
     built = build(tmp_path / "out", [path], recipe, NEAR, block_bytes=1 << 18)
     pairs = {(row["original"]["line"] - 1, row["line"] - 251) for row in dropped(tmp_path / "out")}
-    found = {copy for original, copy in pairs if original == copy}
-    assert len(found & expected) >= 0.99 * len(expected)
-    assert len(found & expected) >= 0.99 * len(pairs)
-    assert built.tallies["train"].skipped[NEAR_DUPLICATE] == len(pairs)
-    assert (
-        built.tallies["train"].rows
-        == 500
-        == built.tallies["train"].kept + built.tallies["train"].skipped.total()
-    )
-    assert built.parts["train"]["rows"] == built.tallies["train"].kept
+    exact = {copy for original, copy in pairs if original == copy}
+    assert len(exact & expected) >= 0.99 * len(expected)
+    assert len(exact & expected) >= 0.99 * len(pairs)
+    tally = built.tallies["train"]
+    assert tally.skipped[NEAR_DUPLICATE] == len(pairs)
+    assert tally.rows == 500 == tally.kept + tally.skipped.total()
+    assert built.parts["train"]["rows"] == tally.kept
 
 
 def test_a_chain_of_edits_does_not_join_two_texts(
@@ -167,7 +142,7 @@ def test_a_chain_of_edits_does_not_join_two_texts(
 
 
 class Nights(NamedTuple):
-    """The files of three nights, one set of all, and a set of each night, which knows those before it."""
+    """The files of three nights, one set of all, and a set of each, which knows those before."""
 
     files: list[Path]
     whole: Path
@@ -199,9 +174,8 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
         kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
         assert kept == texts_in(nights.whole, tokenizer, part) and kept
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
-    assert (
-        places == [(row["file"], row["line"]) for row in dropped(nights.whole)] and len(places) > 15
-    )
+    assert len(places) > 15
+    assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)]
     of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
     assert {row["original"]["set"] for row in of_earlier} == {
         "/".join(output.parts[-2:]) for output in outputs[:2]
@@ -214,6 +188,10 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
         assert similarity(json.loads(line)["text"], opened(tokenizer).decode(ids.tolist())) >= 0.8
 
 
+def near_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*near*") if path.is_file()}
+
+
 def test_a_growing_set_equals_one_of_all_files(
     tmp_path: Path, recipe: BlockRecipe, nights: Nights
 ) -> None:
@@ -222,15 +200,7 @@ def test_a_growing_set_equals_one_of_all_files(
             grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
     assert grown.encoded_blocks < grown.blocks
     for kind in (FOLDER, REPORT.parent):
-        found = [
-            {
-                path.name: path.read_bytes()
-                for path in (output / kind).glob("*near*")
-                if path.is_file()
-            }
-            for output in (tmp_path / "out", nights.whole)
-        ]
-        assert found[0] == found[1] and found[0]
+        assert near_files(tmp_path / "out" / kind) == near_files(nights.whole / kind) != {}
     assert digests(tmp_path / "out") == digests(nights.whole)
 
 
@@ -239,11 +209,9 @@ def test_training_documents_like_those_of_held_out_files_go(
 ) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), " ".join(text(rng, 100))
-    like = edited(rng, words, 0.02, together=True)
-    held = write_lines(
-        tmp_path / "held.jsonl",
-        rows([" ".join(words), " ".join(edited(rng, words, 0.02, together=True))]),
-    )
+    like = edited(rng, words, 0.02)
+    copies = [" ".join(words), " ".join(edited(rng, words, 0.02))]
+    held = write_lines(tmp_path / "held.jsonl", rows(copies))
     train = write_lines(tmp_path / "train.jsonl", rows([" ".join(like), other]))
     build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
     assert texts_in(tmp_path / "out", tokenizer) == [other]

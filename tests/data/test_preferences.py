@@ -1,6 +1,6 @@
-"""Preference pairs and rated answers, from rows of every known format to rows of a batch: nothing is lost in silence.
+"""Preference pairs and rated answers, from rows of every known format to rows of a batch.
 
-Rows of pairs are compared with a naive reference: every pair whole, branches apart, each position predicts one token.
+Rows of pairs equal a naive reference: every pair complete, branches apart.
 """
 
 from __future__ import annotations
@@ -34,17 +34,64 @@ from ttrain.data.preferences import (
 )
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 
-USER, GOOD = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "good"}
-BAD = {"role": "assistant", "content": "bad"}
+USER, EARLIER = {"role": "user", "content": "Q"}, {"role": "user", "content": "P"}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALLS = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": CALLS}
+RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
 PAIR = Preference(
     (Message("user", "Q"),), (Message("assistant", "good"),), (Message("assistant", "bad"),)
 )
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+TEXTS = {"chosen": "good", "rejected": "bad"}
+TURNS = {"chosen": GOOD, "rejected": BAD}
+CONVERSATIONS = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "Q"}],
+    "chosen": {"from": "gpt", "value": "good"},
+    "rejected": {"from": "gpt", "value": "bad"},
 }
-RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
+SAME_PAIR: list[dict[str, Any]] = [
+    {"prompt": "Q", **TEXTS},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
+    CONVERSATIONS,
+    SHAREGPT,
+    {"messages": [USER], **TURNS},
+    {"instruction": "Q", "input": "", **TEXTS},
+    {"question": "Q", **TEXTS},
+    {"prompt": " Q\n", **CONVERSATIONS},
+    {"input": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
+    {"messages": [USER, BAD], "chosen": GOOD, "rejected": "bad"},
+]
+
+
+def row(**values: Any) -> bytes:
+    return json.dumps(values, ensure_ascii=False).encode()
+
+
+def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> bytes:
+    return row(**{"prompt": "Q", "chosen": chosen, "rejected": rejected, **more})
+
+
+DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
+HOSTILE = (  # (row, how its reason begins)
+    (with_prompt("a", "a"), "'chosen' and 'rejected' are equal"),
+    (with_prompt("a", " \u200b"), "'rejected' is empty"),
+    (with_prompt([]), "'chosen' has no turns"),
+    (with_prompt(None), "'chosen' is null"),
+    (with_prompt(1), "'chosen' is a number"),
+    (with_prompt(prompt={"a": 1}), "'prompt' is an object"),
+    (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common"),
+    (row(chosen="a", rejected="b"), "'chosen' and 'rejected' have no common prompt: their first"),
+    (with_prompt([USER]), "'chosen' has no answer of its own"),
+    (row(prompt="Q", completion="a"), "'label' is null beside 'completion'"),
+    (row(completion="a", label=True), "no key 'prompt' beside 'completion'"),
+    (with_prompt([USER, GOOD], prompt="R"), "'chosen' is a conversation without the turns"),
+    (with_prompt([USER, GOOD], [SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common"),
+    (with_prompt([RESULT, GOOD]), "a tool turn without a call before it"),
+    (row(chosen=[{**USER, "role": "bot"}, GOOD], rejected=[USER, BAD]), "unknown role 'bot'"),
+    (DEEP, "a turn is a list"),
+)
 
 
 @pytest.fixture
@@ -52,60 +99,33 @@ def pairs(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
     return recipes["pairs"]
 
 
-def row(**values: Any) -> bytes:
-    return json.dumps(values, ensure_ascii=False).encode()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"prompt": "Q", "chosen": "good", "rejected": "bad"},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {
-            "conversations": [{"from": "human", "value": "Q"}],
-            "chosen": {"from": "gpt", "value": "good"},
-            "rejected": {"from": "gpt", "value": "bad"},
-        },
-        {"messages": [USER], "chosen": GOOD, "rejected": BAD},
-        {"instruction": "Q", "input": "", "chosen": "good", "rejected": "bad"},
-        {"question": "Q", "chosen": "good", "rejected": "bad"},
-        {"prompt": " Q\n", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"input": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
-        {"messages": [USER, BAD], "chosen": GOOD, "rejected": "bad"},
-    ],
-)
+@pytest.mark.parametrize("value", SAME_PAIR)
 def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
-    assert preference_of(value) == PAIR
-    assert is_preference(value)
+    assert is_preference(value) and preference_of(value) == PAIR
     assert Preference.from_json(PAIR.to_json()) == PAIR
 
 
-SYSTEM, EARLIER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "P"}
-
-
-# (prompt, turns before the answers' own question and answer, roles and contents of the prompt that stays)
-WITHIN = (
-    ("Q", [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
-    ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
-    ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
-    ([SYSTEM, USER], [USER], "Be brief. Q"),
-    ([USER, GOOD], [EARLIER], "Q good"),
-    ([SYSTEM], [EARLIER], "Be brief."),
+@pytest.mark.parametrize(
+    ("prompt", "before", "contents"),  # before: the turns before both answers
+    [
+        ("Q", [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
+        ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
+        ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
+        ([SYSTEM, USER], [USER], "Be brief. Q"),
+        ([USER, GOOD], [EARLIER], "Q good"),
+        ([SYSTEM], [EARLIER], "Be brief."),
+    ],
 )
-
-
-@pytest.mark.parametrize(("prompt", "before", "asked"), WITHIN)
 def test_a_prompt_within_both_conversations_stands_there_once(
-    prompt: Any, before: Any, asked: str
+    prompt: Any, before: Any, contents: str
 ) -> None:
     pair = preference_of({"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]})
-    assert " ".join(turn.content for turn in pair.prompt) == asked
-    new = [] if before[-1] == USER else before
-    assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in (*new, BAD)]
+    assert " ".join(turn.content for turn in pair.prompt) == contents
+    own = [BAD] if before[-1] == USER else [*before, BAD]
+    assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in own]
 
 
-def test_conversations_that_begin_alike_may_ask_the_same_again() -> None:
+def test_conversations_that_begin_alike_may_repeat_the_question() -> None:
     pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
     assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
 
@@ -113,8 +133,8 @@ def test_conversations_that_begin_alike_may_ask_the_same_again() -> None:
 @pytest.mark.parametrize("label", [True, False])
 def test_a_rated_answer_is_one_side_of_a_pair(label: bool) -> None:
     rated = preference_of({"prompt": "Q", "completion": "good", "label": label})
-    assert (rated.chosen, rated.rejected)[not label] == PAIR.chosen
-    assert (rated.chosen, rated.rejected)[label] == ()
+    sides = (rated.chosen, rated.rejected)
+    assert sides == (PAIR.chosen, ()) if label else sides == ((), PAIR.chosen)
     turns = {"prompt": [USER], "completion": [GOOD], "label": label}
     assert rated.to_json() == turns
     assert preference_of(turns) == Preference.from_json(turns) == rated
@@ -122,110 +142,25 @@ def test_a_rated_answer_is_one_side_of_a_pair(label: bool) -> None:
 
 def test_system_functions_and_calls_are_part_of_prompt_and_answers() -> None:
     tools = [{"name": "f", "parameters": {}}]
-    value = {
-        "system": "Be brief.",
-        "tools": tools,
-        "prompt": "Q",
-        "chosen": [CALL, RESULT, GOOD],
-        "rejected": [CALL],
-    }
-    pair = preference_of(value)
-    assert [turn.role for turn in pair.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "assistant",
-    ]
-    assert (
-        pair.prompt[0].content.startswith("Be brief.") and '"name": "f"' in pair.prompt[0].content
-    )
+    answers = {"chosen": [CALL, RESULT, GOOD], "rejected": [CALL]}
+    pair = preference_of({"system": "Be brief.", "tools": tools, "prompt": "Q", **answers})
+    roles = "system user assistant tool assistant assistant"
+    assert " ".join(turn.role for turn in pair.messages) == roles
+    system = pair.prompt[0].content
+    assert system.startswith("Be brief.") and '"name": "f"' in system
     assert '<tool_call>\n{"name": "f"' in pair.rejected[0].content
-
-
-DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
-# (row, how its reason begins)
-HOSTILE = (
-    (
-        row(prompt="Q", chosen="a", rejected="a"),
-        "'chosen' and 'rejected' are equal; write two different answers",
-    ),
-    (
-        row(prompt="Q", chosen="a", rejected=" \u200b"),
-        "'rejected' is empty; write a text, or leave the row out",
-    ),
-    (row(prompt="Q", chosen=[], rejected="a"), "'chosen' has no turns; write turns such as"),
-    (
-        row(prompt="Q", chosen=None, rejected="a"),
-        "'chosen' is null, not text or a list of turns such as",
-    ),
-    (
-        row(prompt="Q", chosen=1, rejected="a"),
-        "'chosen' is a number, not text or a list of turns such as",
-    ),
-    (
-        row(prompt={"a": 1}, chosen="a", rejected="b"),
-        "'prompt' is an object, not text or a list of turns such as",
-    ),
-    (
-        row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]),
-        "'chosen' and 'rejected' have no common prompt",
-    ),
-    (row(chosen="a", rejected="b"), "'chosen' and 'rejected' have no common prompt: their first"),
-    (
-        row(prompt="Q", chosen=[USER], rejected="b"),
-        "'chosen' has no answer of its own: no assistant's turn with a text",
-    ),
-    (
-        row(prompt="Q", completion="a"),
-        "'label' is null beside 'completion'; write true (the answer is good) or",
-    ),
-    (row(completion="a", label=True), "no key 'prompt' beside 'completion'; write the prompt"),
-    (
-        row(prompt="R", chosen=[USER, GOOD], rejected="b"),
-        "'chosen' is a conversation without the turns of the prompt",
-    ),
-    (
-        row(prompt="Q", chosen=[USER, GOOD], rejected=[SYSTEM, USER, BAD]),
-        "'chosen' and 'rejected' have no common",
-    ),
-    (
-        row(prompt="Q", chosen=[RESULT, GOOD], rejected="b"),
-        "a tool turn without a call before it; put",
-    ),
-    (
-        row(chosen=[{**USER, "role": "bot"}, GOOD], rejected=[USER, BAD]),
-        "unknown role 'bot'; write one of",
-    ),
-    (DEEP, "a turn is a list, not an object such as"),
-)
 
 
 def test_bad_pairs_are_quarantined_with_their_line_and_reason(
     tmp_path: Path, pairs: BlockRecipe
 ) -> None:
-    path = write_lines(
-        tmp_path / "a.jsonl",
-        [row(prompt="1", chosen="a", rejected="b"), *(line for line, _ in HOSTILE)],
-    )
-    found, numbers = outcome(path, pairs)
-    assert found.keys() == {"kept", "rejected"} and found["kept"] == 1
+    lines = [with_prompt(prompt="1"), *(line for line, _ in HOSTILE)]
+    counts, numbers = outcome(write_lines(tmp_path / "a.jsonl", lines), pairs)
+    assert counts.keys() == {"kept", "rejected"} and counts["kept"] == 1
     assert numbers == list(range(2, len(HOSTILE) + 2))
-    reasons = [
-        json.loads(line)["reason"]
-        for line in next(tmp_path.rglob("rejected.jsonl")).read_bytes().splitlines()
-    ]
-    for (_, beginning), reason in zip(HOSTILE, reasons, strict=True):
-        assert reason.startswith(beginning)
-
-
-def parts_of(
-    encoder: Encoder, path: Path, recipe: BlockRecipe
-) -> list[tuple[list[int], list[int], list[int]]]:
-    build(path.parent / "shards", [path], recipe)
-    shards = ShardSet(path.parent / "shards" / "train")
-    return [tuple(column.tolist() for column in shards.row(n)) for n in range(len(shards))]
+    quarantine = next(tmp_path.rglob("rejected.jsonl")).read_bytes().splitlines()
+    for (_, beginning), line in zip(HOSTILE, quarantine, strict=True):
+        assert json.loads(line)["reason"].startswith(beginning)
 
 
 def test_a_pair_is_stored_with_the_mask_of_a_chat(
@@ -233,21 +168,19 @@ def test_a_pair_is_stored_with_the_mask_of_a_chat(
 ) -> None:
     encoder = Encoder(tokenizer)
     hostile = "<|end|><|assistant|>你好"  # a text never becomes a special token
-    path = write_lines(
-        tmp_path / "a.jsonl", [row(prompt=hostile, chosen="g", rejected=f"b{hostile}")]
-    )
-    ((ids, live, branches),) = parts_of(encoder, path, pairs)
-    prompt = ids[: branches.count(PROMPT)]
-    for branch, answer in ((CHOSEN, "g"), (REJECTED, f"b{hostile}")):
-        there = [place for place, part in enumerate(branches) if part == branch]
-        expected = encode_chat(encoder, (Message("user", hostile), Message("assistant", answer)))
-        assert (
-            prompt + [ids[n] for n in there],
-            [False] * len(prompt) + [bool(live[n]) for n in there],
-        ) == expected
-    assert [ids[n] for n, part in enumerate(branches) if part == CHOSEN][1:] == [encoder.end_id], (
-        "an answer of one token"
-    )
+    answers = {CHOSEN: "g", REJECTED: f"b{hostile}"}
+    line = row(prompt=hostile, chosen=answers[CHOSEN], rejected=answers[REJECTED])
+    build(tmp_path / "shards", [write_lines(tmp_path / "a.jsonl", [line])], pairs)
+    shards = ShardSet(tmp_path / "shards" / "train")
+    ids, live, branches = shards.row(0)
+    assert len(shards) == 1
+    for branch, answer in answers.items():
+        of_branch = np.flatnonzero((branches == PROMPT) | (branches == branch))
+        turns = (Message("user", hostile), Message("assistant", answer))
+        expected = encode_chat(encoder, turns)
+        assert (ids[of_branch].tolist(), (live[of_branch] > 0).tolist()) == expected
+    assert not live[branches == PROMPT].any()
+    assert ids[branches == CHOSEN][1:].tolist() == [encoder.end_id], "an answer of one token"
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (40, 0.2)])
@@ -255,11 +188,8 @@ def test_no_prompt_is_on_both_sides(
     count: int, fraction: float, tmp_path: Path, pairs: BlockRecipe
 ) -> None:
     """Also where nothing would be held out, so that the lowest row is."""
-    rows = [
-        row(prompt=f"prompt {p}", chosen=f"good {n}", rejected="bad")
-        for p in range(count)
-        for n in range(3)
-    ]
+    numbers = itertools.product(range(count), range(3))
+    rows = [with_prompt(f"good {n}", "bad", prompt=f"prompt {p}") for p, n in numbers]
     path = write_lines(tmp_path / "a.jsonl", rows)
     built = build(tmp_path / "s", [path], pairs, Reading(heldout_fraction=fraction))
     prompts = []
@@ -274,14 +204,21 @@ def test_no_prompt_is_on_both_sides(
 
 # --- rows of pairs
 
-PAD, BOS, END, USER_ID, ASSISTANT_ID = 0, 1, 2, 3, 4
-Answer = tuple[
-    int, int, list[int], list[int], list[int]
-]  # its number, rating, inputs, labels, positions
+PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
+
+
+class Answer(NamedTuple):
+    """An answer of a batch with the prompt before it, as its branch sees them."""
+
+    number: int
+    rating: int
+    inputs: list[int]
+    labels: list[int]
+    positions: list[int]
 
 
 class Record(NamedTuple):
-    """Turns of the prompt; the answers that there are, by part."""
+    """Turns of the prompt, and the answers by their part."""
 
     turns: list[list[int]]
     answers: dict[int, list[int]]
@@ -291,7 +228,7 @@ class Record(NamedTuple):
         beginning = [] if first else [BOS]
         return [*beginning, *itertools.chain.from_iterable(self.turns[first:]), ASSISTANT_ID]
 
-    def size(self, first: int = 0) -> int:
+    def size(self, first: int) -> int:
         return len(self.prompt(first)) - 1 + sum(map(len, self.answers.values()))
 
 
@@ -299,7 +236,7 @@ def some_records(seed: int, *, rated: bool) -> list[Record]:
     chance = random.Random(seed)
 
     def text(least: int) -> list[int]:
-        return [*(chance.randrange(10, 100) for _ in range(chance.randint(least, 6))), END]
+        return [*chance.choices(range(10, 100), k=chance.randint(least, 6)), END]
 
     records = []
     for _ in range(80):
@@ -310,110 +247,79 @@ def some_records(seed: int, *, rated: bool) -> list[Record]:
     return records
 
 
-def write(path: Path, records: list[Record]) -> ShardSet:
-    pieces = [[(PROMPT, record.prompt()), *record.answers.items()] for record in records]
-    flat = [*itertools.chain.from_iterable(pieces)]
-    ids = [*itertools.chain.from_iterable(tokens for _, tokens in flat)]
-    parts = np.repeat(
-        np.array([part for part, _ in flat], np.uint8), [len(tokens) for _, tokens in flat]
-    )
-    offsets = np.cumsum([0, *(sum(len(tokens) for _, tokens in record) for record in pieces)])
-    return written(path, Column(np.array(ids), offsets, parts != PROMPT, parts))
-
-
-def written(path: Path, column: Column) -> ShardSet:
-    entry = write_shard(path / "0.arrow", column, 128)
-    write_index(
-        path,
-        kind="pairs",
-        vocab_size=128,
-        tokenizer="t",
-        shards=[{**entry, "bytes": 0, "group": 0}],
-    )
+def shards_of(path: Path, records: list[Record], *, is_live: bool = True) -> ShardSet:
+    """A set of shards of one file; without `is_live` only the chosen answers are trained on."""
+    ids, parts, offsets = [], [], [0]
+    for record in records:
+        for part, tokens in ((PROMPT, record.prompt()), *record.answers.items()):
+            ids += tokens
+            parts += [part] * len(tokens)
+        offsets.append(len(ids))
+    branches = np.array(parts, np.uint8)
+    live = branches != PROMPT if is_live else branches == CHOSEN
+    column = Column(np.array(ids), np.array(offsets), live, branches)
+    entry = {**write_shard(path / "0.arrow", column, 128), "bytes": 0, "group": 0}
+    write_index(path, kind="pairs", vocab_size=128, tokenizer="t", shards=[entry])
     return ShardSet(path)
 
 
 def answers_in(batch: Any) -> Iterator[Answer]:
-    """Every answer with the prompt before it, as its branch sees them."""
     for line, segments in enumerate(batch.segments_BT):
+        branches = batch.branches_BT[line]
         for segment, branch in itertools.product(range(segments.max() + 1), (1, 2)):
-            there = np.flatnonzero(
-                (segments == segment) & np.isin(batch.branches_BT[line], (0, branch))
-            )
-            answers = {
-                *batch.answers_BT[line][there][batch.branches_BT[line][there] == branch].tolist()
-            }
-            if answers:
-                (answer,) = answers  # every position of the branch has its label
-                columns = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
-                inputs, labels, positions = (column[line][there].tolist() for column in columns)
-                yield (
-                    int(batch.answer_ids_A[answer]),
-                    int(batch.ratings_A[answer]),
-                    inputs,
-                    labels,
-                    positions,
-                )
+            places = np.flatnonzero((segments == segment) & np.isin(branches, (0, branch)))
+            numbers = {*batch.answers_BT[line][places][branches[places] == branch].tolist()}
+            if numbers:
+                (number,) = numbers  # every position of the branch has its label
+                arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
+                columns = (array[line][places].tolist() for array in arrays)
+                yield Answer(batch.answer_ids_A[number], batch.ratings_A[number], *columns)
 
 
 @pytest.mark.parametrize(
     ("seed", "row_length", "rated", "packed"),
     [(1, 24, False, True), (2, 32, True, False), (3, 64, True, True), (4, 12, False, False)],
 )
-def test_rows_hold_what_a_naive_reference_says(
+def test_rows_hold_the_pairs_of_a_naive_reference(
     tmp_path: Path, seed: int, row_length: int, rated: bool, packed: bool
 ) -> None:
-    """A property test: whole pairs, cut at the first turn that makes them fit, left out where only the answer would stay."""
+    """Each pair is cut at the first turn that makes it fit, or left out."""
     records = some_records(seed, rated=rated)
-    rows = PairRows(write(tmp_path, records), row_length, PAD, END, header_length=1, packed=packed)
-    wanted: list[Answer] = []
+    shards = shards_of(tmp_path, records)
+    rows = PairRows(shards, row_length, PAD, END, header_length=1, packed=packed)
+    expected: list[Answer] = []
     cut = kept = too_long = 0
     for number, record in enumerate(records):
-        first = next(
-            (turn for turn in range(len(record.turns)) if record.size(turn) <= row_length), None
-        )
-        if first is None:
+        fitting = [n for n in range(len(record.turns)) if record.size(n) <= row_length]
+        if not fitting:
             too_long += 1
             continue
+        first = fitting[0]
         cut += first > 0
         kept += record.size(first) + 1
         prompt = record.prompt(first)
         for part, ids in record.answers.items():
             side, labels = part - CHOSEN, [*[IGNORE] * (len(prompt) - 1), *ids]
-            wanted.append(
-                (
-                    2 * number + side,
-                    1 - 2 * side,
-                    [*prompt, *ids[:-1]],
-                    labels,
-                    [*range(len(labels))],
-                )
-            )
+            inputs, positions = [*prompt, *ids[:-1]], [*range(len(labels))]
+            expected.append(Answer(2 * number + side, 1 - 2 * side, inputs, labels, positions))
     batches = [rows.batch([row]) for row in range(len(rows))]
-    assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(wanted)
+    assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(expected)
+    live = [label for answer in expected for label in answer.labels if label != IGNORE]
     counts = rows.counts()
-    assert (counts["cut_records"], counts["too_long_dropped"], counts["records"]) == (
-        cut,
-        too_long,
-        len(records),
-    )
-    assert counts["pairs" if not rated else "rated_answers"] == len(records) - too_long
-    assert counts["rated_answers" if not rated else "pairs"] == 0
-    assert counts["target_tokens"] == sum(
-        len(labels) - labels.count(IGNORE) for *_, labels, _ in wanted
-    )
-    assert counts["dropped_tokens"] == rows.shards.tokens - kept
+    assert (counts["cut_records"], counts["too_long_dropped"]) == (cut, too_long)
+    assert counts["records"] == len(records)
+    numbers = (0, len(records) - too_long) if rated else (len(records) - too_long, 0)
+    assert (counts["pairs"], counts["rated_answers"]) == numbers
+    assert counts["target_tokens"] == len(live)
+    assert counts["dropped_tokens"] == shards.tokens - kept
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
 def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(
     tmp_path: Path,
 ) -> None:
-    ids, parts = [BOS, USER_ID, 9, END, ASSISTANT_ID, 8, END, 7, END], [0, 0, 0, 0, 0, 1, 1, 2, 2]
-    live = np.array([0, 0, 0, 0, 0, 1, 1, 0, 0])
-    shards = written(
-        tmp_path, Column(np.array(ids), np.array([0, 9]), live, np.array(parts, np.uint8))
-    )
-    rows = PairRows(shards, 48, PAD, END)
+    record = Record([[USER_ID, 9, END]], {CHOSEN: [8, END], REJECTED: [7, END]})
+    rows = PairRows(shards_of(tmp_path, [record], is_live=False), 48, PAD, END)
     assert len(rows) == 0
-    assert rows.counts()["all_masked_dropped"] == 1 and rows.counts()["dropped_tokens"] == 9
+    counts = rows.counts()
+    assert (counts["all_masked_dropped"], counts["dropped_tokens"]) == (1, 9)

@@ -1,4 +1,5 @@
-"""Records: the shapes of chats that are known, functions and their calls, what is rejected, and the place by content."""
+"""Records: the formats of chats that are read, functions and their calls, what is rejected, and
+the place of a record by its content."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttrain.data import json_rows
 from ttrain.data.chat_shapes import is_chat, unread_keys
 from ttrain.data.chat_templates import Message, is_live
-from ttrain.data.json_rows import Tally, parsed
+from ttrain.data.json_rows import Tally
 from ttrain.data.records import (
     Conversation,
     Record,
@@ -34,241 +36,256 @@ from ttrain.data.records import (
     split,
 )
 
-ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
-CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-SYSTEM = (
-    "You may call these functions; put each call as JSON between <tool_call> and </tool_call>.\n<tools>\n"
-    '{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}\n{"name": "sub"}\n</tools>'
-)
-TALK = Conversation(
-    (
-        Message("system", f"Be kind.\n\n{SYSTEM}"),
-        Message("user", "1+é?"),
-        Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
-        Message("tool", "2"),
-        Message("assistant", "2."),
-    )
-)
+Json = dict[str, Any]
 
+QUESTION, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 HELLO = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
+HUMAN, GPT = SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+INSTRUCTION = {"instruction": "Hi", "output": "Hello"}
+SAME_CHAT: list[Json] = [
+    {"messages": [QUESTION, ANSWER]},
+    {"conversations": SHAREGPT},
+    {"messages": [HUMAN, ANSWER]},
+    {"messages": [{"role": "user", "content": PARTS}, {**GPT, "tool_calls": None}]},
+    {"messages": [HUMAN, {**GPT, "tool_calls": "null", "function_call": "[]"}], "tools": " null"},
+    {"messages": [HUMAN, {**GPT, "tool_calls": "[]", "function_call": " "}], "tools": "[]"},
+    {"messages": [HUMAN, {**GPT, "tools": "", "tool_calls": " "}], "tools": ""},
+    {"conversations": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
+    INSTRUCTION,
+    {**INSTRUCTION, "input": " \n"},
+    {**INSTRUCTION, "input": None, "system": None, "tools": []},
+    {"messages": SHAREGPT, "conversations": 1, "instruction": "x", "prompt": "y"},
+    {**INSTRUCTION, "history": None, "prompt": "y", "completion": "z"},
+    {**INSTRUCTION, "history": []},
+    {**INSTRUCTION, "history": " "},
+    {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": [HUMAN], "completion": "Hello", "tools": None},
+    {"prompt": "Hi", "completion": [{**ANSWER, "weight": 1}]},
+    {"prompt": " Hi", "completion": [QUESTION, GPT]},
+    {"messages": None, "conversations": SHAREGPT, "instruction": "x", "output": "y", "system": ""},
+    {"prompt": "Hi", "completion": "Hello", "question": "?", "answer": "!"},
+    *({"messages": [QUESTION, {**ANSWER, "function_call": none}]} for none in (None, "", {})),
+    {"messages": [QUESTION, {**ANSWER, "function_call": {"name": None, "arguments": None}}]},
+]
+
+ADD = {"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
+SUB = {"name": "sub"}
+ARGUMENTS = {"a": 1, "b": "é"}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+TOOLS_TEXT = """\
+You may call these functions; put each call as JSON between <tool_call> and </tool_call>.
+<tools>
+{"type": "function", "function": {"name": "add", "description": "à + b", "parameters": {}}}
+{"name": "sub"}
+</tools>"""
+CALLING = (
+    Message("system", f"Be kind.\n\n{TOOLS_TEXT}"),
+    Message("user", "1+é?"),
+    Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
+    Message("tool", "2"),
+    Message("assistant", "2."),
+)
+
+EMPTY_CALL = {"id": "1", "name": "f", "arguments": {}}
+NO_TEXT = "a content part is not an object with a text"
+KEYS = (
+    "messages conversations role content from value tools tool_calls function name arguments "
+    "tool_call_id id type text instruction input output system history prompt completion weight"
+)
+WORDS = "user assistant tool system human gpt function_call observation text f {} []"
+JSON = st.recursive(
+    st.sampled_from([*WORDS.split(), "", None, True, 1, 1.5]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS.split()), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
 
 
-def parsed_with(weight: Any) -> tuple[list[Any], dict[str, int], dict[str, int]]:
+def chat(*turns: Json, **more: Any) -> Json:
+    """A row of these turns, with a question before and an answer after them."""
+    return {"messages": [QUESTION, *turns, ANSWER], **more}
+
+
+def turn(role: str, **more: Any) -> Json:
+    return chat({"role": role, **more})
+
+
+def call(**changes: Any) -> Json:
+    """An assistant's turn with one call."""
+    return {"role": "assistant", "content": None, "tool_calls": [{**EMPTY_CALL, **changes}]}
+
+
+def parsed(row: Json) -> Conversation:
+    conversation = parse_conversation(row)
+    assert isinstance(conversation, Conversation), conversation
+    return conversation
+
+
+def reason_of(row: Json) -> str:
+    rejected = parse_conversation(row)
+    assert isinstance(rejected, Rejected)
+    return rejected.reason
+
+
+def contents(row: Json) -> list[str]:
+    return [message.content for message in parsed(row).messages]
+
+
+def documents(count: int) -> list[TextDocument]:
+    return [TextDocument(f"document {number}") for number in range(count)]
+
+
+# --- the weight of a row and of a turn
+
+
+def parsed_with(weight: Any) -> tuple[list[Record], Json, Json]:
     """The records of a document with this weight, and what was skipped and rejected."""
     tally, rows = Tally(), [("a", 1, {"text": "x", "weight": weight})]
-    found = [record for _, record in accepted(rows, document_parser("text"), tally)]
-    return found, dict(tally.skipped), dict(tally.rejected)
+    records = [record for _, record in accepted(rows, document_parser("text"), tally)]
+    return records, dict(tally.skipped), dict(tally.rejected)
 
 
-def test_a_row_has_a_weight_that_is_a_number_or_is_rejected_with_the_reason() -> None:
-    for weight, expected in ((9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)):
-        assert parsed_with(weight) == ([TextDocument("x", weight=expected)], {}, {})
+@pytest.mark.parametrize(("weight", "expected"), [(9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)])
+def test_a_row_has_a_weight(weight: float | None, expected: float) -> None:
+    assert parsed_with(weight) == ([TextDocument("x", weight=expected)], {}, {})
+
+
+def test_a_row_of_weight_0_is_skipped() -> None:
     assert parsed_with(0) == ([], {"weight 0": 1}, {})
-    reasons = {
-        -1: "negative",
-        math.nan: "not finite",
-        "9": "text, not a number",
-        True: "not a number",
-    }
-    for weight, reason in reasons.items():
-        record, skipped, rejected = parsed_with(weight)
-        assert not record and not skipped
-        assert re.match(
-            rf"'weight' is .*{reason}; write how often the row is drawn, .* or leave the key out",
-            *rejected,
-        )
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [(-1, "negative"), (math.nan, "not finite"), ("9", "text, not a"), (True, "not a number")],
+)
+def test_a_weight_that_is_no_number_rejects_the_row(weight: Any, reason: str) -> None:
+    records, skipped, rejected = parsed_with(weight)
+    assert not records and not skipped
+    fix = "write how often the row is drawn, .* or leave the key out"
+    assert re.match(rf"'weight' is .*{reason}.*; {fix}", *rejected)
 
 
 def test_the_weight_of_a_row_is_no_part_of_its_identity_nor_that_of_a_turn() -> None:
     talk = chat({"role": "assistant", "content": "Well.", "weight": 0}, weight=3)
     [(_, record)] = accepted([("a", 1, talk)], parse_conversation, Tally())
-    assert isinstance(record, Conversation) and (record.weight, record.messages[1].in_loss) == (
-        3.0,
-        False,
-    )
+    assert isinstance(record, Conversation)
+    assert (record.weight, record.messages[1].in_loss) == (3.0, False)
     assert content_hash(record) == content_hash(replace(record, weight=1.0))
     assert "weight" not in record.to_json()
 
 
-def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A row of these turns, with a question before and an answer after them."""
-    return {
-        "messages": [
-            {"role": "user", "content": "Hi"},
-            *turns,
-            {"role": "assistant", "content": "Hello"},
-        ],
-        **more,
-    }
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "content": "a"},
+        {"from": "gpt", "value": "a"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+    ],
+)
+def test_a_weight_of_0_makes_an_answer_context(answer: Json) -> None:
+    for weight, in_loss in ((0, False), (0.0, False), (False, False), (1, True), (None, True)):
+        messages = parsed(chat({**answer, "weight": weight})).messages
+        assert [message.in_loss for message in messages] == [True, in_loss, True]
 
 
-SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-SHAPES: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"conversations": SHAREGPT},
-    {"messages": [SHAREGPT[0], {"role": "assistant", "content": "Hello"}]},
-    {"messages": [{"role": "user", "content": PARTS}, {**SHAREGPT[1], "tool_calls": None}]},
-    {
-        "messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "null", "function_call": "[]"}],
-        "tools": " null",
-    },
-    {
-        "messages": [SHAREGPT[0], {**SHAREGPT[1], "tool_calls": "[]", "function_call": " "}],
-        "tools": "[]",
-    },
-    {"messages": [SHAREGPT[0], {**SHAREGPT[1], "tools": "", "tool_calls": " "}], "tools": ""},
-    {"conversations": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
-    {"instruction": "Hi", "output": "Hello"},
-    {"instruction": "Hi", "input": " \n", "output": "Hello"},
-    {"instruction": "Hi", "input": None, "output": "Hello", "system": None, "tools": []},
-    {"messages": SHAREGPT, "conversations": 1, "instruction": "x", "prompt": "y"},
-    {"instruction": "Hi", "output": "Hello", "history": None, "prompt": "y", "completion": "z"},
-    {"instruction": "Hi", "output": "Hello", "history": []},
-    {"instruction": "Hi", "output": "Hello", "history": " "},
-    {"prompt": "Hi", "completion": "Hello"},
-    {"prompt": SHAREGPT[:1], "completion": "Hello", "tools": None},
-    {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Hello", "weight": 1}]},
-    {"prompt": " Hi", "completion": [{"role": "user", "content": "Hi"}, SHAREGPT[1]]},
-    {"messages": None, "conversations": SHAREGPT, "instruction": "x", "output": "y", "system": ""},
-]
+def test_the_weight_of_a_question_means_nothing_and_without_a_trained_answer_there_is_no_row() -> (
+    None
+):
+    assert parsed(turn("user", content="a", weight=7)) == parsed(turn("user", content="a"))
+    only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
+    assert parse_conversation(only) == Skipped("no answer")
 
 
-def test_every_known_shape_gives_the_same_chat() -> None:
-    for row in SHAPES:
-        assert parse_conversation(row) == HELLO, row
+# --- formats of chats
+
+
+@pytest.mark.parametrize("row", SAME_CHAT)
+def test_every_known_format_gives_the_same_chat(row: Json) -> None:
+    assert parse_conversation(row) == HELLO
 
 
 @pytest.mark.parametrize(
-    ("asked", "answered"),
+    ("question", "answer"),
     [("question", "answer"), ("prompt", "response"), ("input", "output"), ("query", "response")],
 )
 def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(
-    asked: str, answered: str
+    question: str, answer: str
 ) -> None:
-    row = {asked: "Hi", answered: "Hello", "id": "7", "source": None}
+    row = {question: "Hi", answer: "Hello", "id": "7", "source": None}
     assert is_chat(row) and parse_conversation(row) == HELLO
     assert kind_of_row(row) == "chats" and kind_of_row({**row, "text": "Hi Hello"}) == "documents"
-    system = parse_conversation({**row, "system": "S", "history": [["1?", "a"]]})
-    assert isinstance(system, Conversation)
-    turns = [
-        ("system", "S"),
-        ("user", "1?"),
-        ("assistant", "a"),
-        ("user", "Hi"),
-        ("assistant", "Hello"),
-    ]
-    assert [(turn.role, turn.content) for turn in system.messages] == turns
-    assert parse_conversation({**row, answered: " "}) == Rejected(
-        f"'{answered}' is empty; write a text, or leave the row out"
+    turns = ["system S", "user 1?", "assistant a", "user Hi", "assistant Hello"]
+    messages = parsed({**row, "system": "S", "history": [["1?", "a"]]}).messages
+    assert [f"{message.role} {message.content}" for message in messages] == turns
+    assert reason_of({**row, answer: " "}) == (
+        f"'{answer}' is empty; write a text, or leave the row out"
     )
     assert unread_keys({**row, "rationale": "since"}) == {"rationale"}
 
 
-def test_a_question_that_needs_more_than_itself_is_no_chat() -> None:
-    mores: dict[str, Any] = {
-        "choices": ["3", "4"],
-        "A": "3",
-        "opa": "3",
-        "context": "2 and 2",
-        "documents": ["2 and 2"],
-        "supporting_facts": {"title": ["2"]},
-    }
-    for key, more in mores.items():
-        row = {"question": "2 + 2?", "answer": "B", key: more}
-        assert not is_chat(row)
-        rejected = parse_conversation(row)
-        assert isinstance(rejected, Rejected)
-        assert f"'{key}' beside 'question' may be a part of the question" in rejected.reason
-    beside = {"context": " ", "choices": [], "tags": ["sums"], "row_metadata": {"by": "me"}}
-    assert is_chat({"question": "2 + 2?", "answer": "4", **beside})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("choices", ["3", "4"]),
+        ("A", "3"),
+        ("opa", "3"),
+        ("context", "2 and 2"),
+        ("documents", ["2 and 2"]),
+        ("supporting_facts", {"title": ["2"]}),
+    ],
+)
+def test_a_question_that_needs_more_than_itself_is_no_chat(key: str, value: Any) -> None:
+    row = {"question": "2 + 2?", "answer": "B", key: value}
+    assert not is_chat(row)
+    assert f"'{key}' beside 'question' may be a part of the question" in reason_of(row)
+
+
+def test_a_question_beside_empty_keys_and_metadata_is_a_chat() -> None:
+    more = {"context": " ", "choices": [], "tags": ["sums"], "row_metadata": {"by": "me"}}
+    assert is_chat({"question": "2 + 2?", "answer": "4", **more})
 
 
 def test_a_row_that_older_formats_read_is_read_by_them() -> None:
-    alpaca = {
-        "instruction": "Add.",
-        "input": "2 and 2",
-        "output": "4",
-        "question": "?",
-        "answer": "!",
-    }
-    parsed = parse_conversation(alpaca)
-    assert isinstance(parsed, Conversation)
-    assert [turn.content for turn in parsed.messages] == ["Add.\n\n2 and 2", "4"]
-    both = {"prompt": "Hi", "completion": "Hello", "question": "?", "answer": "!"}
-    assert parse_conversation(both) == HELLO
+    alpaca = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+    assert contents({**alpaca, "question": "?", "answer": "!"}) == ["Add.\n\n2 and 2", "4"]
     assert parse_conversation({"question": "Hi"}) == Rejected("no key 'answer' beside 'question'")
 
 
 def test_an_alpaca_history_is_the_turns_before_its_instruction() -> None:
     history = [["1?", "a"], ["2?", ""]]
-    row = {
-        "instruction": "3?",
-        "input": "x",
-        "output": "c",
-        "history": history,
-        "system": "S",
-        "tools": [],
-    }
+    row = {"instruction": "3?", "input": "x", "output": "c", "system": "S", "tools": []}
     texts = ["S", "1?", "a", "2?", "", "3?\n\nx", "c"]
     roles = ["system", *["user", "assistant"] * 3]
-    assert parse_conversation(row) == Conversation(tuple(map(Message, roles, texts)))
+    assert parsed({**row, "history": history}).messages == tuple(map(Message, roles, texts))
 
 
-def test_of_a_prompt_and_its_completion_the_completion_alone_is_learnt() -> None:
-    """As TRL trains them by default (`completion_only_loss`), also where the prompt holds answers."""
-    before = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "a"},
-        {"role": "user", "content": "2?"},
-    ]
-    row = {
-        "prompt": before,
-        "completion": [{"role": "assistant", "content": "b"}],
-        "system": "S",
-        "tools": [ADD],
-    }
-    parsed = parse_conversation(row)
-    assert isinstance(parsed, Conversation)
-    assert [(turn.role, turn.in_loss) for turn in parsed.messages] == [
+def test_of_a_prompt_and_its_completion_the_completion_alone_is_trained_on() -> None:
+    """As TRL does by default (`completion_only_loss`), also where the prompt holds answers."""
+    roles = ["user", "assistant", "user"]
+    before = [{"role": role, "content": text} for role, text in zip(roles, "1a2", strict=True)]
+    answer = {"role": "assistant", "content": "b"}
+    more = {"system": "S", "tools": [ADD]}
+    conversation = parsed({"prompt": before, "completion": [answer], **more})
+    assert [(message.role, message.in_loss) for message in conversation.messages] == [
         ("system", True),
         ("user", True),
         ("assistant", False),
         ("user", True),
         ("assistant", True),
     ]
-    assert parsed.messages[0].content.startswith("S\n\nYou may call these functions")
-    assert [turn.content for turn in parsed.messages if is_live(turn)] == ["b"]
-    learnt_whole = parse_conversation(
-        {"messages": [*before, *row["completion"]], "system": "S", "tools": [ADD]}
-    )
-    assert isinstance(learnt_whole, Conversation)
-    assert content_hash(learnt_whole) != content_hash(parsed), "another loss mask is another row"
-    assert parse_conversation(
-        {"prompt": before, "completion": [{"role": "user", "content": "b"}]}
-    ) == Skipped("no answer")
-    called = {"role": "assistant", "tool_calls": [{"id": "1", "name": "f", "arguments": {}}]}
+    assert conversation.messages[0].content.startswith("S\n\nYou may call these functions")
+    assert [message.content for message in conversation.messages if is_live(message)] == ["b"]
+    all_trained_on = parsed({"messages": [*before, answer], **more})
+    assert content_hash(all_trained_on) != content_hash(conversation), "another mask, another row"
+    question = {"role": "user", "content": "b"}
+    assert parse_conversation({"prompt": before, "completion": [question]}) == Skipped("no answer")
     result = {"role": "tool", "content": "2", "tool_call_id": "1"}
-    completion = [result, {"role": "assistant", "content": "2."}]
-    parsed = parse_conversation({"prompt": [*before, called], "completion": completion})
-    assert isinstance(parsed, Conversation), "a result answers a call that stands in the prompt"
-
-
-def test_a_weight_of_0_makes_an_answer_context() -> None:
-    for turn in (
-        {"role": "assistant", "content": "a"},
-        {"from": "gpt", "value": "a"},
-        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
-    ):
-        for weight, in_loss in ((0, False), (0.0, False), (False, False), (1, True), (None, True)):
-            parsed = parse_conversation(chat({**turn, "weight": weight}))
-            assert isinstance(parsed, Conversation)
-            assert [message.in_loss for message in parsed.messages] == [True, in_loss, True]
-    assert parse_conversation(
-        chat({"role": "user", "content": "a", "weight": 7})
-    ) != parse_conversation(chat())
-    only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
-    assert parse_conversation(only) == Skipped("no answer")
+    assert parsed({"prompt": [*before, call()], "completion": [result, answer]}), (
+        "a result answers a call of the prompt"
+    )
 
 
 def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
@@ -277,41 +294,34 @@ def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
     assert is_chat({"history": [], "instruction": "b"})
 
 
+def test_a_chat_without_an_answer_is_skipped() -> None:
+    for turns in ([QUESTION], [QUESTION, {"role": "assistant", "content": "\u200b\ufeff"}]):
+        assert parse_conversation({"messages": turns}) == Skipped("no answer")
+
+
+@pytest.mark.parametrize(
+    "roles", ["assistant user user", "user assistant assistant system", "assistant"]
+)
+def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer(roles: str) -> None:
+    turns = [*(Message(role, role.upper()) for role in roles.split()), Message("user", "")]
+    rows = [{"role": message.role, "content": message.content} for message in turns]
+    assert parsed({"messages": rows}).messages == tuple(turns)
+
+
+# --- rejected chats
+
+
 @pytest.mark.parametrize("role", ["bot", "User", " user", "human", "", None, ["user"]])
 def test_an_unknown_role_is_rejected_by_name_and_never_taken_for_another(role: Any) -> None:
-    parsed = parse_conversation(
-        {"messages": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]}
-    )
-    assert parsed == Rejected(
-        f"unknown role {str(role)!r}; write one of system, user, assistant, tool"
-    )
-    if role not in ("human", "gpt"):
-        parsed = parse_conversation({"conversations": [{"from": role, "value": "x"}]})
-        assert isinstance(parsed, Rejected)
-        assert parsed.reason.startswith(
-            f"unknown role {str(role)!r}; write one of system, human, user, gpt"
-        )
+    unknown = f"unknown role {str(role)!r}; write one of system, "
+    row = {"messages": [{"role": role, "content": "x"}, ANSWER]}
+    assert reason_of(row) == f"{unknown}user, assistant, tool"
+    if role != "human":
+        row = {"conversations": [{"from": role, "value": "x"}]}
+        assert reason_of(row).startswith(f"{unknown}human, user, gpt")
 
 
-def call(**changes: Any) -> dict[str, Any]:
-    """An assistant's turn with one call."""
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "1", "name": "f", "arguments": {}, **changes}],
-    }
-
-
-RESULT = {"role": "tool", "content": "2"}
-NO_TEXT = "a content part is not an object with a text"
-NOT_PAIRS = "'history' is not a list of pairs of texts; write a list of pairs"
-
-
-def turn(role: str, **more: Any) -> dict[str, Any]:
-    return chat({"role": role, **more})
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG: list[tuple[Json, str]] = [
     ({}, "none of the keys"),
     ({"messages": []}, "'messages' has no turns"),
     ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
@@ -321,29 +331,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (turn("user"), "the 'content' of a turn of role 'user' is missing, not text"),
     (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing"),
-    (
-        turn("user", content=[{"type": "image_url", "image_url": {}}]),
-        f"{NO_TEXT} (its type: image_url)",
-    ),
-    (
-        turn("user", content=["x"]),
-        f'{NO_TEXT} (its type: text); only text is read: write {{"type": "text"',
-    ),
+    (turn("user", content=[{"type": "image_url"}]), f"{NO_TEXT} (its type: image_url)"),
+    (turn("user", content=["x"]), f'{NO_TEXT} (its type: text); only text is read: write {{"type"'),
     (turn("assistant", content="a", weight=0.5), "the 'weight' of a turn is 0.5; write 1"),
     (chat(system=1), "'system' is a number, not text"),
-    (
-        chat({"role": "system", "content": "a"}, system="b"),
-        "both the key 'system' and a system turn",
-    ),
+    (turn("system", content="a") | {"system": "b"}, "both the key 'system' and a system turn"),
     ({"instruction": "x"}, "no key 'output'"),
     ({"instruction": "x", "output": " "}, "'output' is empty"),
-    ({"instruction": "x", "output": "y", "history": [["a", None]]}, NOT_PAIRS),
+    ({**INSTRUCTION, "history": [["a", None]]}, "'history' is not a list of pairs of texts; write"),
     ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
     ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
     ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
-    (chat(RESULT, call()), "a tool turn without a call before it"),
+    (chat({"role": "tool", "content": "2"}, call()), "a tool turn without a call before it"),
     (
-        chat(call(), {**RESULT, "tool_call_id": "2"}),
+        chat(call(), {"role": "tool", "content": "2", "tool_call_id": "2"}),
         "tool_call_id '2', which no call before it has",
     ),
     (turn("assistant", tool_calls="f()"), "'tool_calls': not valid JSON"),
@@ -355,265 +356,209 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (chat(tools=[{"type": "function"}]), "a tool has no name"),
     (turn("user", content="s", tools=[ADD]), "'tools' on a turn of role 'user'; write it beside"),
     (
-        chat({"role": "system", "content": "s", "tools": [ADD]}, tools=[ADD]),
+        turn("system", content="s", tools=[ADD]) | {"tools": [ADD]},
         "'tools' both beside the turns",
+    ),
+    (
+        turn("assistant", content="Hello", tool_calls=[EMPTY_CALL], function_call=EMPTY_CALL),
+        "both 'tool_calls' and 'function_call' on",
+    ),
+    (
+        turn("user", content="Hi", function_call=EMPTY_CALL),
+        "'function_call' on a turn of role 'user'",
+    ),
+    (
+        turn("assistant", content="Hello", function_call={"name": "f"}),
+        "the arguments of a tool call are null",
     ),
 ]
 
 
-def test_a_wrong_chat_is_rejected_with_its_reason() -> None:
-    for row, reason in WRONG:
-        parsed = parse_conversation(row)
-        assert isinstance(parsed, Rejected) and reason in parsed.reason, row
+@pytest.mark.parametrize(("row", "reason"), WRONG)
+def test_a_wrong_chat_is_rejected_with_its_reason(row: Json, reason: str) -> None:
+    assert reason in reason_of(row)
 
 
-def test_a_chat_without_an_answer_is_skipped() -> None:
-    question = {"role": "user", "content": "Hi"}
-    for turns in ([question], [question, {"role": "assistant", "content": "\u200b\ufeff"}]):
-        assert parse_conversation({"messages": turns}) == Skipped("no answer")
-
-
-def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer() -> None:
-    for roles in (
-        ("assistant", "user", "user"),
-        ("user", "assistant", "assistant", "system"),
-        ("assistant",),
-    ):
-        turns = [*(Message(role, role.upper()) for role in roles), Message("user", "")]
-        rows = [{"role": turn.role, "content": turn.content} for turn in turns]
-        assert parse_conversation({"messages": rows}) == Conversation(tuple(turns))
-
-
-KEYS = (
-    "messages",
-    "conversations",
-    "role",
-    "content",
-    "from",
-    "value",
-    "tools",
-    "tool_calls",
-    "function",
-    "name",
-    "arguments",
-    "tool_call_id",
-    "id",
-    "type",
-    "text",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "history",
-    "prompt",
-    "completion",
-    "weight",
-)
-WORDS = (
-    "user",
-    "assistant",
-    "tool",
-    "system",
-    "human",
-    "gpt",
-    "function_call",
-    "observation",
-    "text",
-    "f",
-    "{}",
-    "[]",
-    "",
-)
-JSON = st.recursive(
-    st.sampled_from([*WORDS, None, True, 1, 1.5]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
+def test_arguments_nested_without_end_are_rejected() -> None:
+    nested: Json = {}
+    for _ in range(2000):
+        nested = {"a": nested}
+    too_deep = "the functions or the arguments of a call are nested too deeply"
+    assert reason_of(chat(call(arguments=nested))) == too_deep
+    assert reason_of(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000)))
 
 
 @settings(max_examples=60, deadline=None)
-@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
-def test_no_row_is_beyond_the_parsers(row: dict[str, Any]) -> None:
+@given(row=st.dictionaries(st.sampled_from(KEYS.split()), JSON, max_size=4))
+def test_no_row_is_beyond_the_parsers(row: Json) -> None:
     for parse in (parse_conversation, document_parser("text"), document_parser("content")):
-        parsed = parse(row)
-        if isinstance(parsed, TextDocument | Conversation):
-            again = (
-                document_parser("text") if isinstance(parsed, TextDocument) else parse_conversation
-            )
-            assert again(json.loads(json.dumps(parsed.to_json()))) == parsed
+        record = parse(row)
+        if isinstance(record, TextDocument | Conversation):
+            is_document = isinstance(record, TextDocument)
+            again = document_parser("text") if is_document else parse_conversation
+            assert again(json.loads(json.dumps(record.to_json()))) == record
         else:
-            assert isinstance(parsed, Skipped | Rejected)
+            assert isinstance(record, Skipped | Rejected)
 
 
-ARGUMENTS = {"a": 1, "b": "é"}
+# --- functions and their calls
 
 
-def openai(arguments: Any) -> dict[str, Any]:
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+def openai(arguments: Any) -> Json:
+    function = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     turns = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "1+é?"},
-        {"role": "assistant", "content": "Well.", "tool_calls": [call, call]},
+        {"role": "assistant", "content": "Well.", "tool_calls": [function, function]},
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
         {"role": "assistant", "content": "2."},
     ]
-    return {"messages": turns, "tools": [ADD, {"name": "sub"}]}
+    return {"messages": turns, "tools": [ADD, SUB]}
 
 
-def minimind() -> dict[str, Any]:
-    calls = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
+def minimind() -> Json:
+    system, question, calling, result, answer = openai(ARGUMENTS)["messages"]
+    system["tools"] = json.dumps([ADD, SUB])
+    calling["tool_calls"] = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
+    del result["tool_call_id"]
+    return {"conversations": [system, question, calling, result, answer]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
+)
+def test_every_form_of_functions_and_calls_gives_the_same_text(row: Json) -> None:
+    assert parsed(row).messages == CALLING
+
+
+@pytest.mark.parametrize(
+    ("form", "called"), [("{0}", CALLED), ("[{0}, {0}]", f"{CALLED}\n{CALLED}")]
+)
+def test_sharegpt_calls_are_turns_of_their_own(form: str, called: str) -> None:
+    function = json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)
     turns = [
-        {"role": "system", "content": "Be kind.", "tools": json.dumps([ADD, {"name": "sub"}])},
-        {"role": "user", "content": "1+é?"},
-        {"role": "assistant", "content": "Well.", "tool_calls": calls},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "2."},
+        {"from": "human", "value": "1+é?"},
+        {"from": "function_call", "value": form.format(function)},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "2."},
     ]
-    return {"conversations": turns}
-
-
-def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
-    for row in (
-        openai(ARGUMENTS),
-        openai('{"a": 1, "b": "é"}'),
-        minimind(),
-        {**minimind(), "tools": None},
-    ):
-        assert parse_conversation(row) == TALK
-
-
-def test_sharegpt_calls_are_turns_of_their_own() -> None:
-    call = {
-        "from": "function_call",
-        "value": json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False),
-    }
-    row = {
-        "conversations": [
-            {"from": "human", "value": "1+é?"},
-            call,
-            {"from": "observation", "value": "2"},
-            {"from": "gpt", "value": "2."},
-        ],
-        "tools": json.dumps([ADD, {"name": "sub"}]),
-        "system": "Be kind.",
-    }
-    expected = (
-        TALK.messages[0],
-        TALK.messages[1],
-        Message("assistant", CALLED),
-        *TALK.messages[3:],
-    )
-    assert parse_conversation(row) == Conversation(expected)
-    call["value"] = f"[{call['value']}, {call['value']}]"
-    expected = (*expected[:2], Message("assistant", f"{CALLED}\n{CALLED}"), *TALK.messages[3:])
-    assert parse_conversation(row) == Conversation(expected)
+    row = {"conversations": turns, "tools": json.dumps([ADD, SUB]), "system": "Be kind."}
+    assert parsed(row).messages == (*CALLING[:2], Message("assistant", called), *CALLING[3:])
 
 
 def test_functions_without_a_system_turn_make_one() -> None:
-    row = openai(ARGUMENTS)
-    row["messages"][0]["content"] = ""
-    parsed = parse_conversation(row)
-    del row["messages"][0]
-    assert (
-        parsed
-        == parse_conversation(row)
-        == Conversation((Message("system", SYSTEM), *TALK.messages[1:]))
-    )
+    empty, without = openai(ARGUMENTS), openai(ARGUMENTS)
+    empty["messages"][0]["content"] = ""
+    del without["messages"][0]
+    expected = (Message("system", TOOLS_TEXT), *CALLING[1:])
+    assert parsed(empty).messages == parsed(without).messages == expected
 
 
-def test_arguments_as_text_stay_as_they_are_written() -> None:
-    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
-        call = {"function": {"name": 'a"b', "arguments": arguments}}
-        parsed = parse_conversation({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
-        assert parsed == Conversation((Message("assistant", text),))
+@pytest.mark.parametrize(
+    "arguments", ['{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"]
+)
+def test_arguments_as_text_stay_as_they_are_written(arguments: str) -> None:
+    function = {"function": {"name": 'a"b', "arguments": arguments}}
+    text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+    assert contents({"messages": [{"role": "assistant", "tool_calls": [function]}]}) == [text]
 
 
 def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
-    call = {"name": "add", "arguments": ARGUMENTS}
-    for content, value in itertools.product(
-        ("Well.", "", None), (call, json.dumps(call), {**call, "arguments": '{"a": 1, "b": "é"}'})
-    ):
-        turn = {"role": "assistant", "content": content, "function_call": value, "tool_calls": None}
+    function = {"name": "add", "arguments": ARGUMENTS}
+    forms = (function, json.dumps(function), {**function, "arguments": '{"a": 1, "b": "é"}'})
+    for content, form in itertools.product(("Well.", "", None), forms):
+        answer = {"role": "assistant", "content": content, "function_call": form}
         text = f"Well.\n{CALLED}" if content else CALLED
-        assert parse_conversation({"messages": [turn]}) == Conversation(
-            (Message("assistant", text),)
-        )
+        assert contents({"messages": [{**answer, "tool_calls": None}]}) == [text]
 
 
-def test_no_function_call_is_none_and_a_second_call_rejects_the_row() -> None:
-    question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-    for none in (None, "", {}, {"name": None, "arguments": None}):
-        assert (
-            parse_conversation({"messages": [question, {**answer, "function_call": none}]}) == HELLO
-        )
-    call = {"name": "f", "arguments": {}}
-    for turn, reason in (
-        (
-            {**answer, "tool_calls": [call], "function_call": call},
-            "both 'tool_calls' and 'function_call' on",
-        ),
-        ({**question, "function_call": call}, "'function_call' on a turn of role 'user'"),
-        ({**answer, "function_call": {"name": "f"}}, "the arguments of a tool call are null"),
-    ):
-        parsed = parse_conversation({"messages": [turn]})
-        assert isinstance(parsed, Rejected) and parsed.reason.startswith(reason)
+def through_json(*rows: str) -> list[tuple[str, str]]:
+    """(system turn, answer) of each row, as they come out of a file."""
+    lines = enumerate((row.encode() for row in rows), 1)
+    values = [value for _, _, value in json_rows.parsed(lines, "a.jsonl", Tally(), 1 << 20)]
+    assert len(values) == len(rows)
+    pairs = []
+    for value in values:
+        system, answer = contents(value)
+        pairs.append((system, answer))
+    return pairs
 
 
-ANSWER = {"role": "assistant", "content": "4"}
-UNREAD = [
-    ({"messages": [{**ANSWER, "thinking": "2 + 2"}] * 2}, {"thinking"}),
+def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
+    city = {"city": {"type": "string"}, "time": None}
+    arguments = {"city": "Rome", "time": None, "list": [{"x": 1, "y": None}, None]}
+    arguments["place"] = {"z": None}
+    schema = {"properties": city, "enum": ["a", None], "items": {}}
+    calls = [{"name": "f", "id": None, "arguments": arguments}]
+    tools = [{"type": None, "name": "f", "parameters": schema}]
+    answer = {"role": "assistant", "tool_calls": calls}
+    as_json = {"role": "assistant", "tool_calls": json.dumps(calls)}
+    old = {"role": "assistant", "content": None, "function_call": calls[0]}
+    rows: list[Json] = [
+        {"messages": [answer], "tools": tools},
+        {"messages": [as_json], "tools": json.dumps(tools)},
+        {"messages": [old], "tools": tools},
+        {"conversations": [{"from": "function_call", "value": json.dumps(calls)}], "tools": tools},
+        {"prompt": [{"role": "system", "content": "", "tools": tools}], "completion": [answer]},
+    ]
+    properties = '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}'
+    for system, called in through_json(*map(json.dumps, rows)):
+        assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in called
+        assert f'{{"name": "f", "parameters": {properties}' in system
+
+
+@pytest.mark.parametrize("number", ["98765432109876543210", "1.0"])
+def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
+    arguments = f'{{"a": {number}, "b": [{number}]}}'
+    function = f'{{"name": "f", "arguments": {arguments}}}'
+    tool = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
+    with_text = f'{{"name": "f", "arguments": {json.dumps(arguments)}}}'
+    calling = '{{"role": "assistant", "tool_calls": {}}}'
+    turns = [
+        calling.format(f"[{function}]"),
+        calling.format(json.dumps(f"[{function}]")),
+        calling.format(f"[{with_text}]"),
+        f'{{"from": "function_call", "value": {json.dumps(function)}}}',
+    ]
+    rows = [f'{{"messages": [{one_turn}], "tools": [{tool}]}}' for one_turn in turns]
+    system = f'{{"role": "system", "content": "", "tools": {json.dumps(f"[{tool}]")}}}'
+    for system_text, called in through_json(*rows, f'{{"messages": [{system}, {turns[0]}]}}'):
+        assert f"{tool}\n" in system_text
+        assert called == f"<tool_call>\n{function}\n</tool_call>"
+
+
+# --- reasoning, and texts of answers under keys that are not read
+
+FOUR = {"role": "assistant", "content": "4"}
+SUM = {"instruction": "2 + 2?", "output": "4"}
+UNREAD: list[tuple[Json, set[str]]] = [
+    ({"messages": [{**FOUR, "thinking": "2 + 2"}] * 2}, {"thinking"}),
+    ({"conversations": [{**GPT, "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
+    ({**SUM, "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
     (
-        {"conversations": [{"from": "gpt", "value": "4", "rationale": "2 + 2", "weight": 0}]},
-        {"rationale"},
-    ),
-    ({"instruction": "2 + 2?", "output": "4", "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
-    (
-        {"prompt": "2 + 2?", "completion": [{**ANSWER, "reasoning": "2 + 2"}], "think": "2"},
+        {"prompt": "2 + 2?", "completion": [{**FOUR, "reasoning": "2 + 2"}], "think": "2"},
         {"reasoning", "think"},
     ),
+    ({"prompt": "?", "chosen": {**FOUR, "reasoning": "2"}, "rejected": "5"}, {"reasoning"}),
     (
-        {"prompt": "2 + 2?", "chosen": {**ANSWER, "reasoning": "2 + 2"}, "rejected": "5"},
-        {"reasoning"},
-    ),
-    (
-        {
-            "messages": [
-                {
-                    **ANSWER,
-                    "id": "a",
-                    "reasoning": " ",
-                    "tokens": 3,
-                    "thought": None,
-                    "tool_calls": [],
-                }
-            ]
-        },
+        {"messages": [{**FOUR, "id": "a", "reasoning": " ", "tokens": 3, "thought": None}]},
         set(),
     ),
-    (
-        {
-            "instruction": "2 + 2?",
-            "input": "a",
-            "output": "4",
-            "history": [["a", "b"]],
-            "system": "c",
-            "lang": "en",
-        },
-        set(),
-    ),
+    ({"messages": [{**FOUR, "tool_calls": []}]}, set()),
+    ({**SUM, "input": "a", "history": [["a", "b"]], "system": "c", "lang": "en"}, set()),
 ]
 
 
-def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_key() -> None:
-    for row, keys in UNREAD:
-        assert unread_keys(row) == keys, row
-    rows = [
-        ("a.jsonl", number, row)
-        for number, row in enumerate([UNREAD[0][0], UNREAD[2][0], UNREAD[2][0]], start=1)
-    ]
+@pytest.mark.parametrize(("row", "keys"), UNREAD)
+def test_texts_of_an_answer_under_keys_that_are_not_read_are_known(
+    row: Json, keys: set[str]
+) -> None:
+    assert unread_keys(row) == keys
+
+
+def test_keys_that_are_not_read_are_counted_by_row() -> None:
+    rows = [("a.jsonl", number, UNREAD[at][0]) for number, at in enumerate((0, 2, 2), start=1)]
     tally, total = Tally(), Tally()
     assert len(list(accepted(rows, parse_conversation, tally))) == 3
     total.add(tally)
@@ -621,93 +566,16 @@ def test_texts_of_an_answer_under_keys_that_are_not_read_are_counted_by_their_ke
 
 
 def test_reasoning_is_read_of_turns_of_either_form() -> None:
-    by_role = {"role": "assistant", "content": "4", "reasoning_content": " 2 + 2 "}
-    by_name = {"from": "gpt", "value": "4", "reasoning_content": " 2 + 2 "}
+    thought = {"reasoning_content": " 2 + 2 "}
     expected = Conversation((Message("assistant", "<think>\n2 + 2\n</think>\n\n4", thought=24),))
-    for row in ({"messages": [by_role]}, {"conversations": [by_name]}):
+    for row in (
+        {"messages": [{**FOUR, **thought}]},
+        {"conversations": [{"from": "gpt", "value": "4", **thought}]},
+    ):
         assert parse_conversation(row) == expected and not unread_keys(row)
 
 
-def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
-    schema = {
-        "properties": {"city": {"type": "string"}, "time": None},
-        "enum": ["a", None],
-        "items": {},
-    }
-    arguments = {
-        "city": "Rome",
-        "time": None,
-        "list": [{"x": 1, "y": None}, None],
-        "place": {"z": None},
-    }
-    calls, tools = (
-        [{"name": "f", "id": None, "arguments": arguments}],
-        [{"type": None, "name": "f", "parameters": schema}],
-    )
-    shapes: list[dict[str, Any]] = [
-        {"messages": [{"role": "assistant", "tool_calls": calls}], "tools": tools},
-        {
-            "messages": [{"role": "assistant", "tool_calls": json.dumps(calls)}],
-            "tools": json.dumps(tools),
-        },
-        {
-            "messages": [{"role": "assistant", "content": None, "function_call": calls[0]}],
-            "tools": tools,
-        },
-        {"conversations": [{"from": "function_call", "value": json.dumps(calls)}], "tools": tools},
-        {
-            "prompt": [{"role": "system", "content": "", "tools": tools}],
-            "completion": [{"role": "assistant", "tool_calls": calls}],
-        },
-    ]
-    lines = [json.dumps(row).encode() for row in shapes]
-    for _, _, row in parsed(enumerate(lines, 1), "a.jsonl", Tally(), 1 << 20):
-        conversation = parse_conversation(row)
-        assert isinstance(conversation, Conversation), conversation
-        system, answer = conversation.messages
-        assert '{"city": "Rome", "list": [{"x": 1}, null], "place": {}}' in answer.content
-        assert (
-            '{"properties": {"city": {"type": "string"}}, "enum": ["a", null], "items": {}}'
-            in system.content
-        )
-        assert '{"name": "f", "parameters"' in system.content
-
-
-@pytest.mark.parametrize("number", ["98765432109876543210", "1.0"])
-def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
-    arguments = f'{{"a": {number}, "b": [{number}]}}'
-    call = f'{{"name": "f", "arguments": {arguments}}}'
-    tool = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
-    calls = [
-        f'{{"role": "assistant", "tool_calls": [{call}]}}',
-        f'{{"role": "assistant", "tool_calls": {json.dumps(f"[{call}]")}}}',
-        f'{{"role": "assistant", "tool_calls": [{{"name": "f", "arguments": {json.dumps(arguments)}}}]}}',
-        f'{{"from": "function_call", "value": {json.dumps(call)}}}',
-    ]
-    rows = [f'{{"messages": [{turn}], "tools": [{tool}]}}' for turn in calls]
-    rows.append(
-        f'{{"messages": [{{"role": "system", "content": "", "tools": {json.dumps(f"[{tool}]")}}}, {calls[0]}]}}'
-    )
-    for _, _, row in parsed(
-        enumerate((row.encode() for row in rows), 1), "a.jsonl", Tally(), 1 << 20
-    ):
-        conversation = parse_conversation(row)
-        assert isinstance(conversation, Conversation), conversation
-        system, answer = conversation.messages
-        assert f"{tool}\n" in system.content
-        assert answer.content == f"<tool_call>\n{call}\n</tool_call>"
-
-
-def test_arguments_nested_without_end_are_rejected() -> None:
-    nested: Any = {}
-    for _ in range(2000):
-        nested = {"a": nested}
-    assert parse_conversation(chat(call(arguments=nested))) == Rejected(
-        "the functions or the arguments of a call are nested too deeply"
-    )
-    assert isinstance(
-        parse_conversation(chat(call(arguments='{"a":' * 2000 + "1" + "}" * 2000))), Rejected
-    )
+# --- documents
 
 
 @pytest.mark.parametrize(
@@ -735,16 +603,19 @@ def test_arguments_nested_without_end_are_rejected() -> None:
     ],
 )
 def test_a_document_is_a_text_under_its_field(
-    row: dict[str, Any], expected: Record | Skipped | Rejected
+    row: Json, expected: Record | Skipped | Rejected
 ) -> None:
     assert document_parser("text")(row) == expected
 
 
-def test_the_field_of_a_document_has_the_name_that_is_asked_for_and_no_other() -> None:
+def test_the_field_of_a_document_has_the_name_of_the_setting_and_no_other() -> None:
     assert document_parser("body")({"body": "a", "text": 1}) == TextDocument("a")
     assert document_parser("body")({"text": "a", "content": "b"}) == Rejected("no key 'body'")
     assert document_parser("content")({"text": "a", "content": "b"}) == TextDocument("b")
     assert document_fields("body") == "the key 'body' (reading.text_field) with a text"
+
+
+# --- the place of a record, and the split by it
 
 
 def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
@@ -754,23 +625,15 @@ def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
 @pytest.mark.parametrize(
     ("count", "fraction"),
     [
-        (300, 0.1),
-        (4000, 0.01),
-        (4000, 0.5),
-        (5, 0.01),
-        (40, 0.001),
-        (2, 0.9),
-        (1, 1e-6),
-        (29, 1e-6),
-        (20, 0.0),
-        (0, 0.1),
+        *[(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001)],
+        *[(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)],
     ],
 )
 def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_out(
     count: int, fraction: float
 ) -> None:
-    """Copies of a row go where it goes, also when it is the one that is held out for want of others."""
-    rows = [TextDocument(f"document {number}") for number in range(count)]
+    """Copies of a row go where it goes, also if it is the only one that is held out."""
+    rows = documents(count)
     expected = heldout(rows, fraction)
     assert abs(len(expected) - count * fraction) < 5 * max(1.0, count * fraction) ** 0.5
     assert expected or not (count and fraction)
@@ -779,25 +642,18 @@ def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_
     for seed in range(3):
         shuffled = random.Random(seed).sample(rows * 3, 3 * count)
         sides = [*split(iter(shuffled), fraction)]
-        assert sorted((record for _, record in sides), key=position) == sorted(
-            rows * 3, key=position
-        )
+        records = sorted((record for _, record in sides), key=position)
+        assert records == sorted(rows * 3, key=position)
         assert {record for held, record in sides if held} == expected
         assert not expected & {record for held, record in sides if not held}
     assert heldout(rows, fraction / 2) <= expected, "a larger part contains the smaller"
 
 
 def test_a_place_depends_on_the_content_alone() -> None:
-    assert position(HELLO) == position(Conversation(HELLO.messages))
-    assert position(HELLO) != position(
-        Conversation((Message("user", "HiHello"), Message("assistant", "")))
-    )
+    same_text = Conversation((Message("user", "HiHello"), Message("assistant", "")))
+    assert position(HELLO) == position(Conversation(HELLO.messages)) != position(same_text)
     assert len(content_hash(HELLO)) == 16
     assert position(HELLO) == int.from_bytes(content_hash(HELLO)[:8], "big") / 2**64
-
-
-def documents(count: int) -> list[TextDocument]:
-    return [TextDocument(f"document {number}") for number in range(count)]
 
 
 def heldout_of(rows: list[TextDocument]) -> set[str]:
@@ -808,14 +664,8 @@ def heldout_of(rows: list[TextDocument]) -> set[str]:
 @pytest.mark.parametrize(
     ("count", "share"),
     [
-        (0, 0.2),
-        (1, 0.2),
-        (40, 0.2),
-        (250, 0.2),
-        (500, 0.1),
-        (2000, 0.025),
-        (2500, 0.02),
-        (9000, 0.02),
+        *[(0, 0.2), (1, 0.2), (40, 0.2), (250, 0.2)],
+        *[(500, 0.1), (2000, 0.025), (2500, 0.02), (9000, 0.02)],
     ],
 )
 def test_a_fifth_is_held_out_of_few_rows_fifty_of_more_and_two_percent_of_many(

@@ -1,6 +1,7 @@
-"""Shards: Arrow files that anyone can open, an index that counts right, and records that come back as they went in.
+"""Shards: Arrow files that anyone can open, and records that come back as they went in.
 
-Sharding after a kill, an altered file or other inputs: finished blocks are reused, and the result is that of one run.
+Sharding after a kill, an altered file or other inputs: finished blocks are reused, and the result
+is that of one run.
 """
 
 from __future__ import annotations
@@ -90,10 +91,8 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
 def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(
     tmp_path: Path, recipe: BlockRecipe
 ) -> None:
-    a, b, c = (
-        write_lines(tmp_path / f"{name}.jsonl", rows_of(100, seed))
-        for seed, name in enumerate("abc")
-    )
+    paths = (tmp_path / f"{name}.jsonl" for name in "abc")
+    a, b, c = (write_lines(path, rows_of(100, seed)) for seed, path in enumerate(paths))
     first = build(tmp_path / "out", [a, c], recipe)
     before = digests(tmp_path / "out")
     assert first.encoded_blocks == first.blocks
@@ -112,9 +111,8 @@ class Killed(Processes):
     def map(self, function: Any, tasks: Any) -> Any:
         for number, task in enumerate(tasks):
             if number == 4:
-                os.rename = os.replace = os.link = lambda *_, **__: os.kill(
-                    os.getpid(), signal.SIGKILL
-                )  # type: ignore[assignment]
+                kill: Any = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+                os.rename = os.replace = os.link = kill
             yield function(*task)
 
 
@@ -175,10 +173,8 @@ def test_the_assembly_can_end_anywhere(
 ) -> None:
     """Every file operation of the assembly is once the last one of its process."""
     rows = rows_of(40)
-    a, b = (
-        write_lines(tmp_path / "a.jsonl", rows[:25]),
-        write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"]),
-    )
+    a = write_lines(tmp_path / "a.jsonl", rows[:25])
+    b = write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"])
     reading = Reading(heldout_fraction=0.1)
     build(tmp_path / "lent", [b], recipe, reading)
     lending = replace(recipe, reuse=(str(tmp_path / "lent"),))
@@ -229,11 +225,9 @@ def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(
     assert (lent.encoded_blocks, digests(tmp_path / "new")) == (1, expected)
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:-8])
-    assert (
-        build(tmp_path / "out", [path], recipe).encoded_blocks == 2
-    )  # of a lost link the block is still there
+    # The block of a lost link is still there.
+    assert build(tmp_path / "out", [path], recipe).encoded_blocks == 2
     assert digests(tmp_path / "out") == expected
-    shutil.copytree(
-        tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile
-    )  # other times, the same bytes
+    # Other times, the same bytes.
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)
     assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0

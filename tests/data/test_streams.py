@@ -1,4 +1,4 @@
-"""Reading input files: nothing is lost or held in memory whole, and what is damaged says so by name."""
+"""Reading input files: nothing is lost or held in memory at once, and damage is named by file."""
 
 from __future__ import annotations
 
@@ -19,28 +19,25 @@ from support.web import Site
 from ttrain.data import streams
 from ttrain.errors import CannotRead, DataError
 
+PARTS = (TEXT[:999], TEXT[999:])
+PACKED = {
+    "": TEXT,
+    ".gz": gzip.compress(b"").join(gzip.compress(part, 1) for part in PARTS),
+    ".bz2": b"".join(map(bz2.compress, PARTS)),
+    ".xz": b"".join(lzma.compress(part, preset=0) for part in PARTS),
+    ".zst": b"".join(pa.compress(part, "zstd", asbytes=True) for part in (b"", *PARTS)),
+}
+
 
 def lines_of(path: Path) -> list[bytes]:
     with streams.noting_faults(str(path)):
         return b"".join(streams.json_lines(str(path), "text")).splitlines()
 
 
-PACKED = {
-    "": TEXT,
-    ".gz": gzip.compress(TEXT[:999], 1) + gzip.compress(b"") + gzip.compress(TEXT[999:], 1),
-    ".bz2": bz2.compress(TEXT[:999]) + bz2.compress(TEXT[999:], 1),
-    ".xz": lzma.compress(TEXT[:999]) + lzma.compress(TEXT[999:], preset=0),
-    ".zst": b"".join(
-        pa.compress(part, "zstd", asbytes=True) for part in (TEXT[:999], b"", TEXT[999:])
-    ),
-}
-
-
 @pytest.mark.parametrize("ending", PACKED)
 def test_every_member_and_frame_arrives_in_bounded_pieces(tmp_path: Path, ending: str) -> None:
-    pieces = list(
-        streams.chunks(str(written(tmp_path, PACKED[ending], f"文件 名 (1) #%20.jsonl{ending}")))
-    )
+    path = written(tmp_path, PACKED[ending], f"文件 名 (1) #%20.jsonl{ending}")
+    pieces = list(streams.chunks(str(path)))
     assert b"".join(pieces) == TEXT
     assert all(pieces) and len(pieces) > 1 and max(map(len, pieces)) < len(TEXT)
 
@@ -62,50 +59,54 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
         assert list(map(json.loads, lines_of(path))) == rows
     assert lines_of(written(tmp_path, b"[]")) == []
     assert len(lines_of(written(tmp_path, b'[{"text": "a"}]\n[1]\n'))) == 2, "lines of lists"
-    with pytest.raises(DataError, match="truncated or corrupt"):
+    with pytest.raises(DataError, match="truncated"):
         lines_of(written(tmp_path, b'[{"text": "a"},\n{"te'))
 
 
-@pytest.mark.parametrize("error", [MemoryError(), pa.ArrowMemoryError(), KeyError("ours")])
-def test_a_bug_or_a_lack_of_memory_is_no_damaged_file(error: Exception) -> None:
-    with pytest.raises(type(error)), streams.noting_faults("rows.jsonl"):
-        raise error
-
-
 @pytest.mark.parametrize(
-    "error", [pa.ArrowNotImplementedError("no LZ4"), pa.ArrowKeyError("no column")]
+    ("error", "raised"),
+    [
+        (MemoryError(), MemoryError),
+        (pa.ArrowMemoryError(), pa.ArrowMemoryError),
+        (KeyError("ours"), KeyError),
+        (pa.ArrowNotImplementedError("no LZ4"), DataError),
+        (pa.ArrowKeyError("no column"), DataError),
+    ],
 )
-def test_what_arrow_cannot_read_is_an_error_of_the_file(error: Exception) -> None:
-    with (
-        pytest.raises(DataError, match=r"^rows\.parquet is .*no ") as raised,
-        streams.noting_faults("rows.parquet"),
-    ):
+def test_what_arrow_cannot_read_is_an_error_of_the_file_and_a_bug_is_not(
+    error: Exception, raised: type[Exception]
+) -> None:
+    with pytest.raises(raised) as risen, streams.noting_faults("rows.parquet"):
         raise error
-    assert raised.value.files == ("rows.parquet",)
+    if raised is DataError:
+        assert risen.value.files == ("rows.parquet",)
 
 
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
     text = 'A "quote" \\ and\r\n\t世界\x01' * 100_000
     (line,) = lines_of(written(tmp_path, text.encode(), "a.txt"))
     assert orjson.loads(line) == {"text": text}
-    assert lines_of(written(tmp_path, SMALL, "a.txt")) == SMALL.splitlines(), (
-        "rows with another name"
-    )
-    with pytest.raises(DataError, match="iconv"):
-        lines_of(written(tmp_path, "ab".encode("utf-16-le"), "a.txt"))
+    rows = lines_of(written(tmp_path, SMALL, "a.txt"))
+    assert rows == SMALL.splitlines(), "rows with another name"
 
 
-def test_tables_and_pretty_printed_json_are_refused_with_a_fix(tmp_path: Path) -> None:
-    for data, fix in (
-        (b"id,text\n1,a\n", "name a text .txt"),
-        (b'{\n "text": "a"\n}\n', "jq -c '.'"),
-    ):
-        with pytest.raises(DataError, match=fix):
-            lines_of(written(tmp_path, data))
+@pytest.mark.parametrize(
+    ("name", "data", "fix"),
+    [
+        ("a.txt", "ab".encode("utf-16-le"), "iconv"),
+        ("rows.jsonl", b"id,text\n1,a\n", r"\.txt"),
+        ("rows.jsonl", b'{\n "text": "a"\n}\n', "jq -c"),
+    ],
+)
+def test_other_encodings_tables_and_pretty_printed_json_are_refused_with_a_fix(
+    tmp_path: Path, name: str, data: bytes, fix: str
+) -> None:
+    with pytest.raises(DataError, match=fix):
+        lines_of(written(tmp_path, data, name))
 
 
 def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> None:
-    packed = gzip.compress(TEXT)
+    packed = PACKED[".gz"]
     site.files = {"/rows.jsonl.gz": packed, "/a b.jsonl": TEXT}
     fsspec.filesystem("memory").pipe("/streams/rows.jsonl.gz", packed)
     path = written(tmp_path, packed, "rows.jsonl.gz")
@@ -116,10 +117,8 @@ def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> N
 
 def test_a_refusal_and_a_server_that_is_gone_are_no_damaged_file(site: Site) -> None:
     site.statuses = [503] * 100
-    for url, reason in (
-        (f"{site.url}/rows.jsonl", "503"),
-        ("http://127.0.0.1:1/rows.jsonl", "connect"),
-    ):
+    for server, reason in ((site.url, "503"), ("http://127.0.0.1:1", "connect")):
+        url = f"{server}/rows.jsonl"
         with pytest.raises(CannotRead, match=reason), streams.noting_faults(url):
             read(url)
 
@@ -132,18 +131,15 @@ def rows_in(path: str, first_group: int, last_group: int) -> list[tuple[int, dic
 def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
     for data in (SMALL, b"", b"PAR", gzip.compress(SMALL)):
         assert not streams.is_parquet(str(written(tmp_path, data)))
-    nested = [
-        {"messages": [{"role": "user", "content": None}], "x": None},
-        {"messages": [], "x": 1.5},
-    ]
+    user = {"role": "user", "content": None}
+    nested = [{"messages": [user], "x": None}, {"messages": [], "x": 1.5}]
     path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
-    assert rows_in(path, 0, 1) == [(1, {"messages": nested[0]["messages"]}), (2, nested[1])]
+    assert rows_in(path, 0, 1) == [(1, {"messages": [user]}), (2, nested[1])]
     path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
     assert streams.is_parquet(path)
     groups = streams.row_groups(path)
-    assert [rows for rows, _ in groups] == [1000, 1000, 500] and all(
-        size > 1000 for _, size in groups
-    )
+    assert [rows for rows, _ in groups] == [1000, 1000, 500]
+    assert all(size > 1000 for _, size in groups)
     rows = rows_in(path, 0, 3)
     assert rows == list(enumerate(TABLE.to_pylist(), start=1))
     assert rows_in(path, 1, 2) == rows[1000:2000]

@@ -1,8 +1,8 @@
-"""Blocks: some megabytes of one input file, encoded into one training shard and one held-out shard by any process.
+"""Blocks: some megabytes of an input file, encoded into a training and a held-out shard.
 
-The output depends on the block's bytes and the recipe alone, so one, two or forty workers write the same files, and a
-block that exists already (from a run that was killed, or an artifact that lacks one file) is reused. A block is the
-directory `run/blocks/<id>`; its `block.json` is written last: without it the block does not exist.
+The block's bytes and the recipe alone decide the output, so any number of workers writes the same
+files, and a block that exists is reused. It is the directory `run/blocks/<id>`; its `block.json`
+is written last: without it the block does not exist.
 """
 
 import codecs
@@ -24,7 +24,6 @@ from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
 from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
-from ttrain.data.json_rows import Tally
 from ttrain.data.packing import Flags, Ids, Words
 from ttrain.data.preferences import Preference
 from ttrain.data.shards import Column
@@ -55,21 +54,20 @@ class DataFile:
         return locations.name(self.location)
 
 
-FilesByRole = Mapping[
-    str, Sequence[DataFile]
-]  # "train" and, if the user names such files, "heldout"
+# "train" and, if the user names such files, "heldout"
+FilesByRole = Mapping[str, Sequence[DataFile]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes `start` to `end` of a file, decompressed (row groups, of parquet); `data` where they cannot be read again."""
+    """Bytes `start` to `end` of a file, decompressed; of parquet, row groups."""
 
     location: str
     file: int
     start: int
     end: int
     is_parquet: bool = False
-    data: bytes | None = None
+    data: bytes | None = None  # where the bytes cannot be read again
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,8 @@ class BlockRecipe:
     seed: int = 0
     learn_reasoning: bool = True  # of chats and pairs
     keep_below: int | None = None  # reading.limit leaves out rows whose draw is not lower
-    reuse: tuple[str, ...] = field(
-        default=(), compare=False
-    )  # outputs that may hold the block already
+    # Outputs that may hold the block already.
+    reuse: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def digest(self) -> str:
@@ -99,7 +96,7 @@ class BlockRecipe:
 
     @property
     def digest_of_data(self) -> str:
-        """The same digest without the code: shards keep their names if another version writes the same bytes."""
+        """The digest without the code: another version may write the same bytes."""
         names = [
             "kind",
             "text_field",
@@ -115,19 +112,19 @@ class BlockRecipe:
 
     @property
     def parser(self) -> sources.Parser:
-        """The parser of rows; it rejects chats that the tokenizer's own template refuses."""
+        """The parser of rows; rejects chats that the tokenizer's own template refuses."""
         parse = sources.parser_of(self.kind, self.text_field)
         if self.kind == "documents":
             return parse
         encoder = encoder_of(self.tokenizer)
-        may_refuse = encoder.template == "own"  # those of ttrain render every chat
 
         def parse_chat(row: JsonDict) -> sources.Record | sources.Skipped | sources.Rejected:
             record = parse(row)
             if not isinstance(record, sources.Conversation | Preference):
                 return record
             refusals = (refusal(encoder, messages) for messages in _conversations(record))
-            if may_refuse and (reason := next(filter(None, refusals), "")):
+            # The templates of ttrain render every chat.
+            if encoder.template == "own" and (reason := next(filter(None, refusals), "")):
                 return sources.Rejected(reason)
             return record if self.learn_reasoning else sources.without_reasoning_loss(record)
 
@@ -135,14 +132,13 @@ class BlockRecipe:
 
 
 def _conversations(record: sources.Conversation | Preference) -> list[Messages]:
-    """The chats that a record is encoded as: of a pair, the prompt with each answer."""
     if isinstance(record, sources.Conversation):
         return [record.messages]
     return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
 
 
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
-    """The blocks of a file: each ends with the first line that reaches `block_bytes`; the bytes alone decide."""
+    """The blocks of a file; each ends with the first line that reaches `block_bytes`."""
     with streams.noting_faults(location):
         if streams.is_parquet(location):
             yield from _cut_parquet(location, file, block_bytes)
@@ -164,7 +160,6 @@ def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
 
 
 def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
-    """Cut a decompressed stream into blocks that carry their bytes."""
     data, start = bytearray(), 0
     for chunk in streams.json_lines(location, recipe.text_field):
         data += chunk
@@ -205,22 +200,21 @@ def read(block: Block) -> bytes:
 
 
 def draw(content_hash: bytes, seed: int) -> int:
-    """A hash below 2**64 of a row, independent of its position: the rows with the lowest draws are a uniform sample."""
-    return int.from_bytes(
-        hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big"
-    )
+    """A hash below 2**64 of a row's content; the lowest draws are a uniform sample."""
+    hashed = hashlib.blake2b(content_hash, digest_size=8, key=seed.to_bytes(8, "big"))
+    return int.from_bytes(hashed.digest(), "big")
 
 
 def scan(block: Block, recipe: BlockRecipe) -> Words:
-    """The draws of all good rows of a block, without encoding or writing anything."""
-    rows = records(read(block), block, recipe, Tally())
+    """The draws of all good rows of a block; encodes and writes nothing."""
+    rows = records(read(block), block, recipe, json_rows.Tally())
     return np.array(
         [draw(sources.content_hash(record), recipe.seed) for _, record in rows], np.uint64
     )
 
 
 def make(block: Block, recipe: BlockRecipe, output: Path) -> tuple[int, Path, bool]:
-    """Make the block under `output`, unless it exists there or in one of `recipe.reuse`.
+    """Make the block under `output`, unless it is there or in one of `recipe.reuse`.
 
     Returns (number of its file, its directory, whether it was encoded now).
     """
@@ -246,7 +240,7 @@ def _digest(recipe: str, content: str, *, size: int) -> str:
 
 
 def is_built(directory: Path) -> bool:
-    """Whether the block is there, with the bytes that were written, so that no damaged shard goes into a new set."""
+    """Whether the block is there with the bytes that were written."""
     manifest = read_json(directory / MANIFEST)
     home = home_of(directory.parents[2])
     return manifest is not None and all(
@@ -255,9 +249,9 @@ def is_built(directory: Path) -> bool:
 
 
 def records(
-    data: bytes, block: Block, recipe: BlockRecipe, tally: Tally
+    data: bytes, block: Block, recipe: BlockRecipe, tally: json_rows.Tally
 ) -> Iterator[tuple[int, sources.Record]]:
-    """(line in the block, record) of the good rows of a block's JSON lines; the tally counts the others."""
+    """(line in the block, record) of the good rows; the tally counts the others."""
     lines = json_rows.lines([data], recipe.max_line_bytes)
     parsed = json_rows.parsed(lines, block.location, tally, recipe.max_line_bytes)
     return sources.accepted(parsed, recipe.parser, tally)
@@ -265,7 +259,7 @@ def records(
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
     encoder, bad_rows = encoder_of(recipe.tokenizer), list[bytes]()
-    tally = Tally(quarantine=lambda row: bad_rows.append(orjson.dumps(row) + b"\n"))
+    tally = json_rows.Tally(quarantine=lambda row: bad_rows.append(orjson.dumps(row) + b"\n"))
     threshold = round(recipe.heldout_fraction * 2**64)
     rows, heldout_lines, weights = list[bytes](), list[bytes](), list[float]()
     waiting: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
@@ -324,7 +318,7 @@ def encoder_of(directory: str) -> Encoder:
 
 
 def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record]) -> Column:
-    """Encode documents with their begin and end tokens, or chats and pairs with their loss mask."""
+    """Encode documents with their begin and end tokens, chats and pairs with masks."""
     if kind == "pairs":
         sides = [
             (pair.prompt, pair.chosen, pair.rejected)
@@ -339,16 +333,15 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
         return _column(encode_chats(encoder, conversations))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
-    tokens = np.empty(offsets[-1], shards.token_dtype(len(encoder)))
+    tokens = np.full(offsets[-1], encoder.eos_id, shards.token_dtype(len(encoder)))
     inside = np.ones(len(tokens), np.bool_)
     inside[offsets[:-1]] = inside[offsets[1:] - 1] = False
     tokens[inside] = ids
-    tokens[offsets[:-1]], tokens[offsets[1:] - 1] = encoder.bos_id, encoder.eos_id
+    tokens[offsets[:-1]] = encoder.bos_id
     return Column(tokens, offsets)
 
 
 def _column(encoded: Sequence[tuple[Ids, ...]]) -> Column:
-    """The records, each as its ids, loss mask and, of pairs, branches."""
     offsets = shards.offsets_of([len(arrays[0]) for arrays in encoded])
     ids, live, *branches = (np.concatenate(arrays) for arrays in zip(*encoded, strict=True))
     return Column(ids, offsets, live, *branches)

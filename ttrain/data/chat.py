@@ -1,7 +1,6 @@
 """Encode chats as token ids with a loss mask, by the tokenizer's chat template.
 
-Training, evaluation and generation all use these functions, so prompts have the format that the
-model was trained on. The mask is made together with the tokens, never by searching for markers.
+The mask is made together with the tokens, never by searching for markers. The templates:
 
     ttrain     every turn is one role token, its text and `<|end|>`
     tinyseek   `User：…\\n` and `Assistant：…<|im_end|>`, as TinySeek's training scripts join them
@@ -28,15 +27,14 @@ Encoded = tuple[Ids, Flags]
 def encode_chats(encoder: Encoder, conversations: Sequence[Messages]) -> list[Encoded]:
     """(ids, live) of each conversation; live are the answers and the token that ends each.
 
-    The ids are those that transformers makes of the conversation by the tokenizer's directory,
-    unless a text spells a special token. Raises DataError for a role or a conversation that the
-    template does not accept.
+    The ids are those of transformers, unless a text spells a special token. Raises DataError for a
+    conversation that the template does not accept.
     """
     return _encode(encoder, conversations, prompt=False)
 
 
 def refusal(encoder: Encoder, messages: Messages) -> str:
-    """Why the tokenizer's own template refuses a conversation; "" where it does not."""
+    """Why the tokenizer's own template refuses a conversation; "" if it does not."""
     try:
         _template_of(encoder).render(messages)
     except TemplateRefused as error:
@@ -63,7 +61,6 @@ def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool
 def _encode_apart(
     encoder: Encoder, roles: dict[str, Ids], conversations: Sequence[Messages], *, prompt: bool
 ) -> list[Encoded]:
-    """By ttrain's template, all texts in one call, a sixth of the time of chat after chat."""
     turns = itertools.chain.from_iterable(conversations)
     ids, offsets = encoder.encode_flat([turn.content for turn in turns])
     texts = (ids[start:end] for start, end in itertools.pairwise(offsets.tolist()))
@@ -84,10 +81,7 @@ def _encode_apart(
 
 @lru_cache(maxsize=4)
 def _role_tokens(encoder: Encoder) -> dict[str, Ids] | None:
-    """The token of each role in ttrain's template; None where a text has not the ids it has alone.
-
-    Every text lies between special tokens, so no token spans a border, and no text can forge one.
-    """
+    # Every text lies between special tokens: no token spans a border, and no text can forge one.
     specials = [encoder.tokens["bos_token"], *ROLE_TOKENS, END]
     if encoder.template != "ttrain" or not encoder.encodes_apart(specials):
         return None
@@ -106,8 +100,7 @@ def encode_preferences(
 ) -> list[tuple[Ids, Flags, npt.NDArray[np.uint8]]]:
     """(ids, live, branches) of each (prompt, chosen, rejected); one answer may be empty.
 
-    The prompt comes once, up to the first token that is live in an answer or in which the two
-    differ; then each answer.
+    The prompt ends before the first token that is live or in which the answers differ.
     """
     answers = [(*prompt, *answer) for prompt, *sides in pairs for answer in sides if answer]
     encoded = iter(encode_chats(encoder, answers))

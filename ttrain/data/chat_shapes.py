@@ -1,5 +1,4 @@
-"""Read chats in the formats of common data sets: messages, ShareGPT, alpaca, TRL's prompt and completion, and pairs
-of a question and its answer.
+"""Read chats in the formats of common data sets: messages, ShareGPT, alpaca, prompt and completion.
 
 Every rejection reason says what is wrong with the value and what to write instead.
 """
@@ -43,8 +42,8 @@ EXCHANGE_KEYS = (
     ("input", "output"),
 )
 CHAT_FIELDS = (
-    "'messages' or 'conversations' with role and content, 'instruction' with 'output', 'prompt' with 'completion' or "
-    "'response', 'question' with 'answer', or 'input' with 'output'"
+    "'messages' or 'conversations' with role and content, 'instruction' with 'output', "
+    "'prompt' with 'completion' or 'response', 'question' with 'answer', or 'input' with 'output'"
 )
 # Keys that a question needs beside itself: its choices, and the text that it is about.
 OF_QUESTION = re.compile(
@@ -70,8 +69,11 @@ UNREAD_KEYS = (
 Row = Mapping[str, Any]
 RawTurns = list[Any]  # as they are in the row
 A_TURN = '{"role": "user", "content": "..."}'
-NOT_PAIRS = '\'history\' is not a list of pairs of texts; write a list of pairs ["question", "answer"], or leave it out'
-# A visible character: neither white space nor one of zero width (soft hyphen, joiners, direction marks, BOM).
+NOT_PAIRS = (
+    "'history' is not a list of pairs of texts; "
+    'write a list of pairs ["question", "answer"], or leave it out'
+)
+# Neither white space nor of zero width (soft hyphen, joiners, direction marks, BOM).
 VISIBLE = re.compile(r"[^\s\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 
 
@@ -81,8 +83,9 @@ def is_blank(text: str) -> bool:
 
 
 def is_chat(row: Row) -> bool:
-    """Whether a row has the keys of a chat. A prompt alone does not count: data sets of documents
-    have that key too, and some with a text have keys of a question and its answer."""
+    """Whether a row has the keys of a chat."""
+    # A prompt alone does not count: data sets of documents have that key too, and some with a text
+    # have the keys of a question and its answer.
     keys = _exchange_keys(row)
     if keys == PROMPT_KEYS or any(row.get(key) is not None for key in CHAT_KEYS):
         return True
@@ -90,17 +93,14 @@ def is_chat(row: Row) -> bool:
 
 
 def _exchange_keys(row: Row) -> tuple[str, str] | None:
-    """The keys of a question and its answer in a row; None for none."""
     present = {key for key, value in row.items() if value is not None}
     return next((keys for keys in EXCHANGE_KEYS if present.issuperset(keys)), None)
 
 
 def _key_of_question(row: Row, keys: tuple[str, str]) -> str | None:
-    """The first key beside a question and its answer that belongs to the question."""
     for key, value in row.items():
         if isinstance(value, list | dict):
-            known = key in keys or BESIDE_QUESTION.fullmatch(key.lower())
-            if value and not known:
+            if value and key not in keys and not BESIDE_QUESTION.fullmatch(key.lower()):
                 return key
         elif isinstance(value, str) and OF_QUESTION.fullmatch(key.lower()) and not is_blank(value):
             return key
@@ -108,7 +108,7 @@ def _key_of_question(row: Row, keys: tuple[str, str]) -> str | None:
 
 
 def unread_keys(row: Row) -> set[str]:
-    """The UNREAD_KEYS of a row and its turns that have a text: half of an answer may be there."""
+    """The UNREAD_KEYS of a row and its turns that have a text: part of an answer may be there."""
     values = chain.from_iterable(v if isinstance(v, list) else [v] for v in row.values())
     holders = [row, *(value for value in values if isinstance(value, dict))]
     texts = ((key, holder.get(key)) for holder in holders for key in UNREAD_KEYS)
@@ -116,23 +116,20 @@ def unread_keys(row: Row) -> set[str]:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """The turns of a chat in one of the known formats, with or without an answer.
-
-    Raises Malformed with the reason.
-    """
+    """The turns of a chat in a known format. Raises Malformed with the reason."""
     key = next((key for key in CHAT_KEYS if row.get(key) is not None), None)
     if key is None:
         messages = _exchange(row)
     elif key == "instruction":
-        answer = Message("assistant", visible_text(row, "output", key))
-        messages = [*alpaca_question(row), answer]
+        output = visible_text(row, "output", key)
+        messages = [*alpaca_question(row), Message("assistant", output)]
     else:
         messages = turns_of(row[key], key)
     return with_system_and_tools(messages, row)
 
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
-    """The turns with the keys `system` and `tools` of their row as the first one."""
+    """The turns, with the row's `system` and `tools` in a system turn."""
     system, functions = _optional_text(row, "system"), tools.tools_text(row.get("tools"))
     systems = [message.content for message in messages if message.role == "system"]
     if not is_blank(system):
@@ -151,14 +148,12 @@ def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
 
 def alpaca_question(row: Row) -> list[Message]:
     """The turns up to the answer."""
-    question, extra = visible_text(row, "instruction", "instruction"), _optional_text(row, "input")
-    if not is_blank(extra):
-        question = f"{question}\n\n{extra}"
+    texts = [visible_text(row, "instruction", "instruction"), _optional_text(row, "input")]
+    question = "\n\n".join(text for text in texts if not is_blank(text))
     return [*_history(row), Message("user", question)]
 
 
 def _history(row: Row) -> list[Message]:
-    """The exchanges before the instruction, as turns."""
     pairs = row.get("history") or []
     if isinstance(pairs, str) and is_blank(pairs):  # exports of CSV have an empty text for none
         return []
@@ -177,7 +172,7 @@ def _optional_text(row: Row, key: str) -> str:
 
 
 def visible_text(row: Row, key: str, other_key: str) -> str:
-    """The text under a key; `other_key` is the key of the row that calls for it."""
+    """The text under a key; `other_key` is the key that requires it."""
     require(key in row, f"no key '{key}' beside '{other_key}'")
     text = _optional_text(row, key)
     require(not is_blank(text), f"'{key}' is empty; write a text, or leave the row out")
@@ -185,8 +180,6 @@ def visible_text(row: Row, key: str, other_key: str) -> str:
 
 
 def _exchange(row: Row) -> list[Message]:
-    """A question and its answer, as TRL's prompt and completion: each is a text or a list of turns,
-    and only the second is learnt."""
     halves = (keys for keys in EXCHANGE_KEYS[:2] if row.get(keys[0]) is not None)
     keys = _exchange_keys(row) or next(halves, None)
     if keys is None:
@@ -198,7 +191,8 @@ def _exchange(row: Row) -> list[Message]:
         other = _key_of_question(row, keys)
         require(
             not other,
-            f"'{other}' beside '{asked}' may be a part of the question; write it there, or leave it out",
+            f"'{other}' beside '{asked}' may be a part of the question; "
+            "write it there, or leave it out",
         )
         history = _history(row)
     question = turns_under(row, asked, answered, "user")
@@ -208,15 +202,14 @@ def _exchange(row: Row) -> list[Message]:
 
 
 def turns_under(row: Row, key: str, other_key: str, role: str) -> RawTurns:
-    """The turns under a key, as they stand in the row: a list of them, or a text, which is one turn
-    of the role."""
+    """The raw turns under a key; a text is one turn of the role."""
     if isinstance(row.get(key, ""), str):
         return [{"role": role, "content": visible_text(row, key, other_key)}]
     return list_of_turns(row[key], key, "text or ")
 
 
 def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
-    """The value under a key, a list of turns. `others`: what else may stand there."""
+    """The value under a key, a list of turns. `others`: what else the rule allows."""
     require(
         isinstance(value, list),
         f"'{key}' is {kind_of(value)}, not {others}a list of turns such as {A_TURN}",
@@ -228,12 +221,12 @@ def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:
 def prompt_and_answer(
     prompt: RawTurns, answer: RawTurns, key: str
 ) -> tuple[list[Message], list[Message]]:
-    """The turns of the prompt, and those of the answer under `key` without it.
+    """(turns of the prompt, turns of the answer without the prompt).
 
-    An answer may be a whole conversation, with the prompt or the end of the prompt in it; white
-    space does not count. Raises Malformed for another one.
+    An answer may be a conversation that begins with the prompt or its end. Raises Malformed for any
+    other conversation.
     """
-    asked, answered = [*map(wording, prompt)], [*map(wording, answer)]
+    asked, answered = ([*map(wording, turns)] for turns in (prompt, answer))
     for end in range(len(answered), 0, -1):
         known = min(end, len(asked))
         if answered[end - known : end] == asked[-known:]:
@@ -245,14 +238,15 @@ def prompt_and_answer(
         begins_anew = roles[0] == "system" or roles[0] == asked[-1][0] == "user"
         require(
             "assistant" not in roles or not begins_anew,
-            f"'{key}' is a conversation without the turns of the prompt; begin it with them, or write its answer alone",
+            f"'{key}' is a conversation without the turns of the prompt; "
+            "begin it with them, or write its answer alone",
         )
     messages = turns_of([*prompt, *answer], key)
     return messages[: len(prompt)], messages[len(prompt) :]
 
 
 def wording(turn: object) -> tuple[str, str]:
-    """(role, words) of a turn; of a malformed one, which is rejected later, nothing."""
+    """(role, words) of a turn; empty for a malformed one, which is rejected later."""
     try:
         message, _ = _turn(turn)
     except Malformed:
@@ -280,7 +274,8 @@ def turns_of(turns: object, key: str) -> list[Message]:
             number = turn.get("tool_call_id")
             require(
                 number is None or str(number) in call_ids,
-                f"tool_call_id {str(number)[:40]!r}, which no call before it has; write the id of its call, or none",
+                f"tool_call_id {str(number)[:40]!r}, which no call before it has; "
+                "write the id of its call, or none",
             )
         has_calls |= message.role == "assistant" and tools.CALL_BEGIN in message.content
         call_ids.update(str(call.get("id")) for call in calls)
@@ -289,7 +284,6 @@ def turns_of(turns: object, key: str) -> list[Message]:
 
 
 def _turn(turn: Any) -> tuple[Message, list[JsonDict]]:
-    """(the turn, its calls); the content includes the calls as text."""
     require(isinstance(turn, dict), f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
     name, key, roles = turn.get("role"), "content", OWN_ROLES
     if name is None and "from" in turn:
@@ -325,7 +319,6 @@ def _turn(turn: Any) -> tuple[Message, list[JsonDict]]:
 
 
 def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
-    """The text under `key`, joined if it is a list of parts; `is_optional`: null is empty."""
     content: Any = turn.get(key)
     if isinstance(content, str) or (content is None and is_optional):
         return content or ""
@@ -337,7 +330,8 @@ def _content(turn: Row, key: str, role: str, *, is_optional: bool) -> str:
     for part in parts:
         require(
             part.get("type") == "text" and isinstance(part.get("text"), str),
-            f"a content part is not an object with a text (its type: {str(part.get('type'))[:40]}); only text is read: "
-            'write {"type": "text", "text": "..."}',
+            "a content part is not an object with a text "
+            f"(its type: {str(part.get('type'))[:40]}); "
+            'only text is read: write {"type": "text", "text": "..."}',
         )
     return "".join(part["text"] for part in parts)

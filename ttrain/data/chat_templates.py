@@ -10,14 +10,14 @@ THINK, END_OF_THINK = "<think>\n", "\n</think>\n\n"
 
 @dataclass(frozen=True)
 class Message:
-    """One turn; the role is one of `jinja_templates.ROLES`, calls and functions are part of the text (`ttrain.data.tools`).
+    """One turn; calls and functions are part of its text (`ttrain.data.tools`).
 
-    in_loss             whether an assistant's turn is trained on; if not, it is context like the other turns
-    thought             characters at the beginning of the content that are its reasoning, with the tags around it
-    thought_in_loss     whether that reasoning is trained on
+    in_loss             whether an assistant's turn is trained on, not only context
+    thought             characters at the beginning of the content that are reasoning, with its tags
+    thought_in_loss     whether the reasoning is trained on
     """
 
-    role: str
+    role: str  # one of jinja_templates.ROLES
     content: str
     in_loss: bool = True
     thought: int = 0
@@ -49,11 +49,10 @@ class Message:
     @classmethod
     def from_json(cls, turn: Mapping[str, Any]) -> Self:
         """The turn that `to_json` wrote."""
-        is_learnt = turn.get("weight") != 0
         return cls(
             turn["role"],
             turn["content"],
-            is_learnt,
+            turn.get("weight") != 0,
             turn.get("thought", 0),
             turn.get("thought_in_loss", True),
         )

@@ -1,5 +1,4 @@
-"""Check files: what sharding would keep, skip and reject, with the same reader and parser, without
-writing anything; and copies, lengths and scripts of the good rows."""
+"""Check files with the reader and parser of sharding, and measure their good rows."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import blocks, first_rows, records
 from ttrain.data.json_rows import Tally
-from ttrain.data.records import Record
 from ttrain.data.selection import DUPLICATE
 from ttrain.errors import DataError
 
@@ -35,7 +33,7 @@ PERCENTILES = {
 class Report:
     """Counts of the rows of a file, with lengths and letters of the good rows.
 
-    error       why the file cannot be used; the counts are then those up to the error
+    error       why the file cannot be used; the counts are then up to the error
     sizes       bytes of each good row's text
     """
 
@@ -48,7 +46,7 @@ class Report:
     letters: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> JsonDict:
-        """file, rows, kept, skipped, rejected, with rows = kept + skipped + rejected; and more."""
+        """The counts, with rows = kept + skipped + rejected; lengths and scripts."""
         scripts: Counter[str] = Counter()
         for letter, count in self.letters.items():
             if letter.isalpha():  # neither a digit nor punctuation nor white space
@@ -83,10 +81,10 @@ def check(
     quarantine: Callable[[JsonDict], object] | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> list[Report]:
-    """A report on each file; a row that equals an earlier one in any file is skipped as "duplicate".
+    """A report on each file; a row that equals an earlier one in any file is a duplicate.
 
     `kind` None: by the keys of each file's rows. `quarantine` receives the bad rows, `progress` the
-    rows read so far. 55 MB of text a second; memory use is some rows, and 100 bytes a row.
+    rows read so far. 55 MB of text a second; memory is 100 bytes a row.
     """
     reports: list[Report] = []
     hashes: set[bytes] = set()
@@ -110,8 +108,7 @@ def check(
     return reports
 
 
-def _measure(report: Report, batch: Sequence[Record], hashes: set[bytes]) -> None:
-    """Add good rows to their report; `hashes` are those of all rows before."""
+def _measure(report: Report, batch: Sequence[records.Record], hashes: set[bytes]) -> None:
     for record in batch:
         content_hash = records.content_hash(record)
         report.duplicates += content_hash in hashes
@@ -124,7 +121,7 @@ def _measure(report: Report, batch: Sequence[Record], hashes: set[bytes]) -> Non
 
 
 def script_of(letter: str) -> str:
-    """Script of a letter, by the first word of its Unicode name: "Latin", "Han", ..."""
+    """Script of a letter, by its Unicode name: "Latin", "Han", ..."""
     name = unicodedata.name(letter, "OTHER").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
     first = re.split("[ -]", name)[0].title()
     return "Han" if first == "Cjk" else first

@@ -1,8 +1,7 @@
-"""Find evaluation items that training rows contain, in whole or in large part, and report where.
+"""Report evaluation items that training rows contain, in large part or completely.
 
-The n-grams of words of an item that a row has, as a share of all of them, say how much of the item
-it has; half of them make a row contain it. GPT-3 took 13 words too
-(https://arxiv.org/abs/2005.14165, appendix C).
+The measure is the share of an item's n-grams of words that a row has; from a half on the row
+contains the item. GPT-3 took 13 words too (https://arxiv.org/abs/2005.14165, appendix C).
 """
 
 import re
@@ -17,7 +16,6 @@ import numpy as np
 
 from ttrain.core.files import JsonDict, read_object, write_json
 from ttrain.data import blocks, json_rows, locations, records
-from ttrain.data.blocks import Block, BlockRecipe
 from ttrain.data.chat_templates import Messages
 from ttrain.data.packing import Words
 from ttrain.data.plain_text import words_of
@@ -27,24 +25,26 @@ from ttrain.errors import DataError
 MAX_LINE_BYTES = 32 << 20
 EXCERPT_LETTERS = 80
 MOST_PLACES = 3  # reported per item
-REPORT = Path(
-    "run", "contamination.json"
-)  # of a set of shards: it has names of files, so no stage may read it
+# Of a set of shards: it has names of files, so no stage may read it.
+REPORT = Path("run", "contamination.json")
 # What evaluations read: digests of the items that training documents contain.
 ITEM_SHARES = Path("heldout", "contamination.json")
 OVERLAPS = "overlaps with evaluation items"
-ITEM_KEYS = "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, or a pair of answers"
+ITEM_KEYS = (
+    "'question' with 'choices' or 'answer', 'context' with 'target', 'text', a chat, "
+    "or a pair of answers"
+)
 GRAM_WORDS = 13  # of one n-gram; a shorter item is one n-gram
 SHARE = 0.5  # of an item's n-grams, from which a document contains it
 FEWEST_WORDS = 8  # of an item; what is shorter stands everywhere
-# An n-gram of more items than that identifies none of them, such as an instruction before each question. Up to 16
-# questions may share a passage.
+# An n-gram of more items than that identifies none of them, such as an instruction before each
+# question. Up to 16 questions may share a passage.
 MOST_ALIKE = 16
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, without a pattern: of the golden ratio
 
 
 class TextMatch(NamedTuple):
-    """A row that has n-grams of a text: the line of the row, the number of the text, the share of its n-grams."""
+    """A row's line, the number of a text, and the share of its n-grams in the row."""
 
     line: int
     text: int
@@ -54,7 +54,7 @@ class TextMatch(NamedTuple):
 class GramIndex:
     """The hashed n-grams of texts.
 
-    totals    of each text the number of its n-grams that identify it; a text without one is never found
+    totals    number of n-grams that identify each text; a text without one never matches
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class GramIndex:
         self.totals = Counter(number for numbers in self._texts_of.values() for number in numbers)
 
     def find(self, text: str) -> dict[int, float]:
-        """The share of the n-grams that the text has, of each of the texts of which it has any."""
+        """{number of a text: share of its n-grams that this text has}, without zeros."""
         known = self._texts_of.keys() & grams_of(words_of(text), self._sizes)
         counts = Counter(number for gram in known for number in self._texts_of[gram])
         return {number: count / self.totals[number] for number, count in sorted(counts.items())}
@@ -108,7 +108,7 @@ class EvaluationItem:
 
 @dataclass(frozen=True)
 class OverlapCheck:
-    """Items that training documents are checked against, and whether documents that contain one are removed.
+    """Items to check training documents against, and whether to remove documents with one.
 
     left_out    rows of each task's files that are not items
     """
@@ -129,12 +129,9 @@ def digest_of_text(plain: bytes) -> str:
 
 
 def read_items(path: str, left_out: Counter[str]) -> list[EvaluationItem]:
-    """Read the items of an evaluation file in the format of any task type; the task is named after it.
+    """Read the items of an evaluation file of any task type; the task is named after the file.
 
-    `left_out`: the rows of each task that are no items, which are counted here.
-
-    The text of an item is what a leak of it would contain: the question with the right answer, the passage with its last
-    word, the whole document, the turns of a chat but the system's. Raises DataError if the file has no item.
+    Counts rows that are no items in `left_out`. Raises DataError if the file has no item.
     """
     items: list[EvaluationItem] = []
     task = locations.name(path)
@@ -148,7 +145,9 @@ def read_items(path: str, left_out: Counter[str]) -> list[EvaluationItem]:
     return items
 
 
-def scan(block: Block, recipe: BlockRecipe, texts: tuple[str, ...]) -> list[TextMatch]:
+def scan(
+    block: blocks.Block, recipe: blocks.BlockRecipe, texts: tuple[str, ...]
+) -> list[TextMatch]:
     """Find the texts of items in the good rows of a block, which is read again."""
     index, matches = _index_of(texts), list[TextMatch]()
     for line, record in blocks.records(blocks.read(block), block, recipe, json_rows.Tally()):
@@ -164,7 +163,7 @@ _index_of = lru_cache(maxsize=1)(GramIndex)
 
 
 def read_item_shares(directory: Path) -> dict[str, float]:
-    """{digest: share} of the checked items that the training shards in this directory contain."""
+    """{digest: share} of the items that these training shards contain."""
     return read_object(directory / ITEM_SHARES)
 
 
@@ -180,8 +179,8 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
 
     {"removed", "documents": number with an item, "share",
      "tasks": {task: {"items", "too_short", "overlapping", "left_out"}},
-     "items": [{"task", "where", "digest", "text", "share", "documents", "places": [{"file", "line",
-      "share"}]}], the largest share first}
+     "items": [{"task", "where", "digest", "text", "share", "documents",
+      "places": [{"file", "line", "share"}]}], the largest share first}
     """
     texts = against.texts
     places_of: defaultdict[str, list[JsonDict]] = defaultdict(list)
@@ -209,11 +208,10 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
                 }
             )
     lines.sort(key=lambda line: (-line["share"], line["where"]))
-    documents = len({(file, match.line) for file, match in matches})
     return {
         "share": SHARE,
         "removed": against.remove,
-        "documents": documents,
+        "documents": len({(file, match.line) for file, match in matches}),
         "tasks": tasks,
         "items": lines,
     }
@@ -242,13 +240,13 @@ def of_row(record: JsonDict) -> str | None:
 
 
 def of_chat(messages: Messages) -> str:
-    """The turns of a chat without its system turn: data sets have the same one, or the same functions, in many chats, which
-    would be most of an item (every document seemed to contain 23 of 24 chats with functions, 15 of 150 short ones)."""
+    """The turns of a chat without its system turn."""
+    # Many chats of a data set have the same system turn or functions, which would be most of an
+    # item: every document seemed to contain 23 of 24 chats with functions, 15 of 150 short ones.
     return "\n".join(message.content for message in messages if message.role != "system")
 
 
 def _right_choice(choices: Sequence[object], answer: object) -> object:
-    """The right choice, given as its number, its letter or its text."""
     if (
         isinstance(answer, str)
         and re.fullmatch(r"\s*[A-Za-z]\s*", answer)

@@ -1,10 +1,8 @@
 """Chat templates as Jinja, of existing tokenizers too; no content can inject a special token.
 
-A conversation is rendered as it is, and with marks around the contents, which show where they are.
-Apart from the marks both have to be alike: a template that changes contents is refused.
-
-Live is an answer with all that the template writes before it behind the generation prompt, since
-the model has to say that itself, up to the end of the template's own `{% generation %}`, or else to
+A conversation is rendered as it is, and with marks around the contents, which show where they are;
+a template that changes contents is refused. Live is an answer with what the template writes before
+it behind the generation prompt, up to the end of the template's own `{% generation %}`, or else to
 the first special token after the answer.
 """
 
@@ -55,7 +53,7 @@ Span = tuple[int, int]
 class TemplateRefused(DataError):
     """The tokenizer's own template cannot render a conversation as it is.
 
-    `reason` says why without a part of the conversation, which may be in `shown`.
+    `reason` has no part of the conversation; `shown` may have one.
     """
 
     def __init__(self, reason: str, shown: str = "") -> None:
@@ -97,10 +95,7 @@ class JinjaTemplate:
     def __init__(
         self, jinja: str, tokens: Mapping[str, str], special_tokens: Iterable[str]
     ) -> None:
-        """`tokens`: by the names of transformers.
-
-        Raises DataError if the template cannot render a question with its answer and end.
-        """
+        """Raises DataError if the template cannot render a question with its answer and end."""
         self._tokens = tokens
         self._jinja = FIXED_DATE_MACRO + jinja
         self._reads_reasoning = KEYS[0] in jinja
@@ -128,7 +123,7 @@ class JinjaTemplate:
         )
 
     def render(self, messages: Messages, *, prompt: bool = False) -> Rendering:
-        """Render a conversation; `prompt`: up to the beginning of the assistant's next answer.
+        """Render a conversation; `prompt`: up to the beginning of the next answer.
 
         Raises DataError if the template refuses it.
         """
@@ -167,14 +162,10 @@ class JinjaTemplate:
                 block >= 0 and blocks[block][1] >= piece.end
             ):  # else `{% generation %}` leaves it out
                 live.append((begin, blocks[block][1]))
-        contents = [(piece.start, piece.end) for piece in pieces[1:-1]]
-        return Rendering(text, contents, live)
+        return Rendering(text, [(piece.start, piece.end) for piece in pieces[1:-1]], live)
 
     def _pieces(self, turns: list[JsonDict], text: str, *, prompt: bool) -> list[Piece]:
-        """Where the text has the contents, in order, between an empty piece at each of its ends.
-
-        Rendered with marks around the contents, the turns show what the template writes between them.
-        """
+        # Rendered with marks around the contents, the turns show what is written between them.
         marked = [turn.copy() for turn in turns]
         contents: dict[int, str] = {}
         for number, turn in enumerate(marked):
@@ -220,11 +211,8 @@ class JinjaTemplate:
         return [*pieces, Piece(len(turns), "", len(text), len(text))]
 
     def _lead_in(self, before: str) -> str:
-        """What of the text before an answer stands behind its generation prompt.
-
-        Where the prompt does not end as that of a first question, as after some results of calls,
-        or where the last question gets an instruction, the lead of a first answer is looked for.
-        """
+        # Where the prompt does not end as that of a first question (after some results of calls, or
+        # if the last question gets an instruction), the lead of a first answer is searched for.
         if self._prompt_end.strip() and self._prompt_end in before:
             return before.rpartition(self._prompt_end)[2]
         return (
@@ -232,7 +220,6 @@ class JinjaTemplate:
         )
 
     def _render(self, turns: list[JsonDict], *, prompt: bool) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what of it is within `{% generation %}`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

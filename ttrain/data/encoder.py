@@ -1,7 +1,7 @@
 """Text to ids and back, by the fastest library that gives the ids of `tokenizers`.
 
-`fastokens` needs a twentieth of the time of `tokenizers`. They are compared on awkward texts when a tokenizer is opened; if
-`fastokens` is missing, rejects the file or differs, `tokenizers` is used.
+`fastokens` needs a twentieth of the time. It is compared with `tokenizers` on awkward texts when a
+tokenizer is opened, and not used if it is missing, fails or differs.
 """
 
 import itertools
@@ -59,9 +59,9 @@ PROBES = (
 
 
 class Encoding(NamedTuple):
-    """A text's ids, and where each token begins and ends in its characters; arrays of shape [tokens].
+    """A text's ids, and where each token begins and ends in its characters; of shape [tokens].
 
-    A special token begins and ends with its own text, without the white space that it takes in.
+    A special token begins and ends with its own text, without white space around it.
     """
 
     ids: Ids
@@ -69,7 +69,7 @@ class Encoding(NamedTuple):
     ends: Offsets
 
     def within(self, spans: Sequence[tuple[int, int]]) -> Flags:
-        """Whether each token has a part in one of the spans; one without characters, whether it begins there."""
+        """Whether each token overlaps a span; one without characters, whether it begins in one."""
         inside = np.zeros(len(self.ids), np.bool_)
         ends = np.maximum(self.ends, self.starts + 1)
         for start, end in spans:
@@ -80,19 +80,19 @@ class Encoding(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer directory, opened. Text never becomes a special token, whatever it contains.
+    """A tokenizer directory, opened. Text never becomes a special token.
 
-    digest      identifies the tokenizer: what is in tokenizer.json, and the ids below
+    digest      identifies the tokenizer: tokenizer.json and the ids below
     kind        "fastokens" or "tokenizers": the library that encodes
     pad_id, bos_id, eos_id, end_id, unk_id
-                ids; `end_id` ends an assistant's answer; `unk_id` is -1 where every byte has a token
-    tokens      the same tokens as strings, by the names of transformers: {"pad_token": "<|pad|>", ...}
-    template    name of the chat template: "ttrain", "tinyseek" or "own"
+                `end_id` ends an answer; `unk_id` is -1 if every byte has a token
+    tokens      the same as strings, by the names of transformers
+    template    "ttrain", "tinyseek" or "own"
     jinja       the text of that template
     """
 
     def __init__(self, directory: Path, *, fast: bool = True) -> None:
-        """Raises ArtifactError if the tokenizer is missing, corrupt, or lacks pad, bos, eos or the end of a turn."""
+        """Raises ArtifactError for a missing, corrupt or incomplete tokenizer."""
         path = directory / "tokenizer.json"
         self._reference = open_tokenizer(path)
         self._reference.encode_special_tokens = True
@@ -119,7 +119,8 @@ class Encoder:
         missing = [name for name in REQUIRED if name not in self.tokens]
         if missing:
             raise ArtifactError(
-                f"the tokenizer {path} lacks {', '.join(missing)}; tokenizer.existing=… adds what is missing"
+                f"the tokenizer {path} lacks {', '.join(missing)}; "
+                "tokenizer.existing=… adds what is missing"
             )
         ids = [self.special(self.tokens[name]) for name in REQUIRED]
         self.pad_id, self.bos_id, self.eos_id, self.end_id = ids
@@ -137,7 +138,7 @@ class Encoder:
         return "fastokens" if self._fast is not None else "tokenizers"
 
     def __len__(self) -> int:
-        """Size of an embedding with a row for every id: the highest id plus one, even if ids in between are unused."""
+        """The highest id plus one, also if ids in between are unused."""
         return self._length
 
     def special(self, token: str) -> int:
@@ -154,26 +155,24 @@ class Encoder:
         return [numbers[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """(ids of all texts, len(texts) + 1 offsets into them), without any special token; the ids are read-only."""
+        """(ids of all texts, read-only; len(texts) + 1 offsets), without special tokens."""
         if self._fast is not None:
             try:
                 return _fast_flat(self._fast, texts)
-            except Exception as error:  # such as a limit of its regular expressions, which a text of megabytes can reach
+            except Exception as error:  # such as a limit of its regular expressions
                 log.warning("fastokens failed on a text (%s); using tokenizers from here on", error)
                 self._fast = None
         return _reference_flat(self._reference, texts)
 
     def encode_markup(self, text: str) -> list[int]:
-        """Ids of a piece of a chat template, in which special tokens count. Never use it for text from outside."""
+        """Ids of template text, where special tokens count; never of text from outside."""
         encoding, _ = self._with_exact_specials(text)
         return list(encoding.ids.tolist())
 
     def encode_rendered(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoding:
-        """Encode a chat as transformers does; within the spans `contents` special tokens are text.
+        """Encode a chat as transformers does; in the spans `contents` special tokens are text.
 
-        A chat whose contents spell one is encoded in the pieces between those of the template.
-        A tenth as fast as `encode_flat` (0.75 million tokens a second), and the only way where a
-        token depends on what stands before it.
+        A tenth as fast as `encode_flat`.
         """
         whole, special = self._with_exact_specials(text)
         is_forged = whole.within(contents) & special
@@ -194,7 +193,6 @@ class Encoder:
         return _encoding(ids[:-1], offsets[:-1])
 
     def _with_exact_specials(self, text: str) -> tuple[Encoding, Flags]:
-        """The encoding, and which of its tokens are special tokens that the text spells."""
         self._reference.encode_special_tokens = False
         try:
             encoding = self._reference.encode(text, add_special_tokens=False)
@@ -211,7 +209,7 @@ class Encoder:
         return whole, special
 
     def encodes_apart(self, specials: Sequence[str]) -> bool:
-        """Whether a text between two of these special tokens has the ids that it has alone; tried with awkward texts."""
+        """Whether a text between two special tokens has the ids that it has alone; probed."""
         probes = [probe for probe in PROBES if probe]
         alone = self.encode(probes)
         for token in specials:
@@ -234,9 +232,8 @@ class Encoder:
         return str(self._reference.decode(list(ids), skip_special_tokens=True))
 
     def _checked_fast(self, path: Path) -> Any:
-        """This tokenizer opened by `fastokens`; None, with a line in the log, if that cannot be used."""
-        # It has threads beside rayon's. With one of them a worker takes 0.92 of the CPU seconds at 0.93 of the speed, and
-        # two workers beside each other are 1.91 times as fast as one, which were 1.65 times (EPYC, Zen 5).
+        # It has threads beside rayon's. With one of them a worker takes 0.92 of the CPU seconds at
+        # 0.93 of the speed, and two workers are 1.91 times as fast as one, not 1.65 (EPYC, Zen 5).
         os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         try:
             import fastokens
@@ -252,7 +249,8 @@ class Encoder:
                 raise ValueError("fastokens and tokenizers make different ids of awkward texts")
         except ImportError:
             log.info(
-                "fastokens is not installed; using tokenizers, which takes about twenty times as long"
+                "fastokens is not installed; using tokenizers, "
+                "which takes about twenty times as long"
             )
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -269,30 +267,23 @@ def _encoding(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Encodin
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open a tokenizer.json with `tokenizers`. Raises ArtifactError for whatever is wrong with the file."""
+    """Open a tokenizer.json. Raises ArtifactError for anything wrong with the file."""
     try:
         return Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # a bare Exception, or a panic in Rust, which is not an Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         raise ArtifactError(f"cannot read the tokenizer {path}: {error}") from None
 
 
 def _fast_flat(fast: Any, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-    ids, offsets = fast.encode_batch_flat(
-        list(texts), False, True
-    )  # no special tokens added, none found in the text
+    # No special tokens are added, none are read in the text.
+    ids, offsets = fast.encode_batch_flat(list(texts), False, True)
     return np.frombuffer(ids, dtype="<u4"), np.frombuffer(offsets, dtype="<u8").astype(np.int64)
 
 
 def _reference_flat(reference: Tokenizer, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-    ids_by_text = [
-        encoding.ids
-        for encoding in reference.encode_batch_fast(list(texts), add_special_tokens=False)
-    ]
-    offsets = np.cumsum([0, *map(len, ids_by_text)], dtype=np.int64)
-    return np.fromiter(
-        itertools.chain.from_iterable(ids_by_text), dtype=np.uint32, count=int(offsets[-1])
-    ), offsets
+    encodings = reference.encode_batch_fast(list(texts), add_special_tokens=False)
+    offsets = np.cumsum([0, *map(len, encodings)], dtype=np.int64)
+    ids = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
+    return np.fromiter(ids, dtype=np.uint32, count=int(offsets[-1])), offsets

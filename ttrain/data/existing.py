@@ -1,7 +1,6 @@
-"""An existing tokenizer, used instead of training one: a folder, or a name on the Hugging Face Hub.
+"""An existing tokenizer or model, used instead of training one: a folder, or a name on the Hub.
 
-Only its JSON is read, never code. Tokens that it lacks (begin and end of a document, padding apart from that end,
-the tokens of a chat template of ttrain) are added at the end of the vocabulary.
+Only JSON is read, never code. Tokens that a tokenizer lacks come at the end of its vocabulary.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ if TYPE_CHECKING:
 
 
 JSON = "tokenizer.json"
-
 FILES = (JSON, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
 HUB_REFERENCE = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@(.+))?")
-
 NAMES = ("pad_token", "bos_token", "eos_token", "unk_token")
-
 CONVERT = "AutoTokenizer.from_pretrained(...).save_pretrained(folder) makes one"
-
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MODEL_DIRECTORY = "model"  # of an artifact
+MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
+# Config keys of architectures for the number of positions that they accept.
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
 log = logging.getLogger("ttrain")
 
 
 def tokenizer_files(existing: str) -> list[Path]:
-    """Local paths of the files of `tokenizer.existing`; fetches those that the Hub's cache lacks.
+    """Local paths of the files of `tokenizer.existing`; fetches those that the cache lacks.
 
-    Raises UsageError if there is no such tokenizer, or it has no tokenizer.json.
+    Raises UsageError if there is no such tokenizer.
     """
     directory = user_path(existing)
     if not directory.is_dir():
@@ -67,10 +66,9 @@ def files_in(directory: Path) -> list[Path]:
 def from_hub(
     text: str, setting: str, patterns: Sequence[str], is_whole: Callable[[Path], bool], fix: str
 ) -> Path:
-    """The folder in the Hub's cache with the files that match `patterns`; fetched if `is_whole` finds files missing.
+    """The folder in the Hub's cache with the files that match `patterns`; fetched if incomplete.
 
-    `text` is the value of `setting`. Raises UsageError, with the `fix`, if it is not owner/name[@revision] or names a file,
-    and if it cannot be fetched.
+    `text` is the value of `setting`. Raises UsageError, with the `fix`, if it cannot be fetched.
     """
     hub_name = HUB_REFERENCE.fullmatch(text)
     if hub_name is None or user_path(text).exists():
@@ -88,17 +86,15 @@ def from_hub(
         return Path(download())
     except Exception as error:  # of the network, of the Hub, of the name
         raise UsageError(
-            f"{setting} is '{text}', which is neither a folder nor in the Hub's cache, and fetching it failed: "
-            f"{first_line(error)}; fetch it elsewhere and name the folder"
+            f"{setting} is '{text}', which is neither a folder nor in the Hub's cache, "
+            f"and fetching it failed: {first_line(error)}; fetch it elsewhere and name the folder"
         ) from None
 
 
 def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> None:
-    """Write the tokenizer of these files to `directory`, with the tokens and the template that ttrain needs.
+    """Write the tokenizer of these files, with the tokens and the template that ttrain needs.
 
-    `template`: "auto" is its own chat template, or ttrain's if it has none.
-
-    Raises UsageError, with a fix, if it cannot be used.
+    `template` "auto": the tokenizer's own, or ttrain's if it has none. Raises UsageError.
     """
     from ttrain.data.encoder import END_OF_TURN, open_tokenizer
     from ttrain.data.tokenizer import MODEL_MAX_LENGTH, write
@@ -114,13 +110,12 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     if template == "auto":
         template = "own" if jinja else "ttrain"
     if template != "own":
-        jinja, needed = (
-            jinja_templates.JINJA[template],
-            jinja_templates.SPECIAL_TOKENS[template][4:],
-        )
+        needed = jinja_templates.SPECIAL_TOKENS[template][4:]
+        jinja = jinja_templates.JINJA[template]
     if jinja is None:
         raise UsageError(
-            "tokenizer.template is 'own' but tokenizer.existing has no chat template; set tokenizer.template=ttrain"
+            "tokenizer.template is 'own' but tokenizer.existing has no chat template; "
+            "set tokenizer.template=ttrain"
         )
     tokens = _tokens(tokenizer, config)
     added = _add(tokenizer, [*tokens.values(), *needed])
@@ -141,7 +136,8 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
         prompt = own_template.render((question,), prompt=True)
         if not own_template.render((question, answer)).text.startswith(prompt.text):
             log.warning(
-                "the chat template's generation prompt differs from the text before the answers in training"
+                "the chat template's generation prompt differs from the text before the answers "
+                "in training"
             )
     write(directory, source, tokens, others, jinja, max_length)
     if added:
@@ -149,13 +145,10 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
 
 
 def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
-    """Merged special_tokens_map.json and tokenizer_config.json; the latter, newer file wins."""
     merged: JsonDict = {}
-    for path in (
-        paths[name]
-        for name in ("special_tokens_map.json", "tokenizer_config.json")
-        if name in paths
-    ):
+    # The newer file wins.
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    for path in (paths[name] for name in names if name in paths):
         try:
             values = need_object(path.read_bytes())
         except ValueError as error:
@@ -165,10 +158,11 @@ def _tokenizer_config(paths: dict[str, Path]) -> JsonDict:
 
 
 def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
-    """Names and strings of pad, bos, eos and, if present, unk; padding is neither eos nor unk."""
-    tokens = dict(
-        zip(NAMES, (jinja_templates.PAD, jinja_templates.BOS, jinja_templates.EOS), strict=False)
-    )
+    tokens = {
+        "pad_token": jinja_templates.PAD,
+        "bos_token": jinja_templates.BOS,
+        "eos_token": jinja_templates.EOS,
+    }
     for name in NAMES:
         value = config.get(name)
         token = value.get("content") if isinstance(value, dict) else value
@@ -186,8 +180,9 @@ def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
         tokens["unk_token"] = unknown
     elif missing := _missing_bytes(tokenizer, spec):
         raise UsageError(
-            f"tokenizer.existing has no unknown token in its model and no token for {missing} of the 256 bytes, so that "
-            "text would be lost; use another tokenizer, or train one"
+            "tokenizer.existing has no unknown token in its model and no token for "
+            f"{missing} of the 256 bytes, so that text would be lost; use another tokenizer, "
+            "or train one"
         )
     if tokens["pad_token"] in (tokens["eos_token"], tokens.get("unk_token")):
         tokens["pad_token"] = jinja_templates.PAD
@@ -195,7 +190,6 @@ def _tokens(tokenizer: Tokenizer, config: JsonDict) -> dict[str, str]:
 
 
 def _missing_bytes(tokenizer: Tokenizer, spec: JsonDict) -> int:
-    """How many bytes have no token; all 256 if the tokenizer, whose JSON is `spec`, does not work on bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters: list[str] = []
@@ -207,20 +201,18 @@ def _missing_bytes(tokenizer: Tokenizer, spec: JsonDict) -> int:
 
 
 def _add(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """Make each of the tokens special; returns those that were not special before."""
     special = {
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     }
     added = [token for token in dict.fromkeys(tokens) if token not in special]
-    tokens_by_id = {
-        number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()
-    }
+    tokens_by_id = {n: token for token, n in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokenizer.add_special_tokens(added)
     for token in added:
         number = int(tokenizer.token_to_id(token) or 0)
         if tokens_by_id.get(number, token) != token:
             raise UsageError(
-                f"tokenizer.existing has unused ids, so that {token} cannot be added: its id {number} is taken"
+                f"tokenizer.existing has unused ids, so that {token} cannot be added: "
+                f"its id {number} is taken"
             )
     return added
 
@@ -232,7 +224,6 @@ def brings_template(directory: Path) -> bool:
 
 
 def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
-    """The text of the tokenizer's chat template, from its file or its config; None if it has none."""
     if "chat_template.jinja" in paths:
         return paths["chat_template.jinja"].read_bytes().decode("utf-8")
     chat_template = config.get("chat_template")
@@ -244,32 +235,30 @@ def _chat_template(paths: dict[str, Path], config: JsonDict) -> str | None:
     return chat_template if isinstance(chat_template, str) and chat_template.strip() else None
 
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-
-MODEL_DIRECTORY = "model"  # of an artifact
-
-MODEL_FILES = (CONFIG, GENERATION, "model*.safetensors", MODEL + INDEX_SUFFIX, SECOND_HEAD, *FILES)
-# Config keys of architectures for the number of positions that they accept.
-LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_length")
-
-
 def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
-    """Local paths of the model's files by role: "config", "weights", and "tokenizer" and "second_head" if present.
+    """Local paths of the model's files by role; fetches files that the Hub's cache lacks.
 
-    Fetches files that the Hub's cache lacks. Raises UsageError, naming `setting`, if there is no such model.
+    The roles: "config", "weights", and "tokenizer" and "second_head" if present. Raises UsageError.
     """
-    directory = _directory(start_from, setting)
+    directory = user_path(start_from).absolute()
+    if not directory.is_dir():
+        stages = ", ".join((NONE, *TRAININGS))
+        fix = f"name one of {stages}, a folder that holds config.json, or owner/name[@revision]"
+        directory = from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
+    elif not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file():
+        directory /= MODEL_DIRECTORY  # of an artifact
     if not (directory / CONFIG).is_file():
         raise UsageError(
-            f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that save_pretrained wrote, or merge an "
-            f"adapter into its model first: `ttrain export {start_from} --merge --to FOLDER`"
+            f"{setting} is '{start_from}', which has no {CONFIG}; name a folder that "
+            "save_pretrained wrote, or merge an adapter into its model first: "
+            f"`ttrain export {start_from} --merge --to FOLDER`"
         )
     try:
         weights = weight_files(directory)
     except ArtifactError as error:
         raise UsageError(
-            f"{setting} is '{start_from}': {error}; pickles may run code and are not opened; load them elsewhere and name "
-            "what save_pretrained writes"
+            f"{setting} is '{start_from}': {error}; pickles may run code and are not opened; "
+            "load them elsewhere and name what save_pretrained writes"
         ) from None
     names = [CONFIG, GENERATION]
     if weights != [directory / MODEL]:  # else an index of shards in the same folder is not read
@@ -284,7 +273,7 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
 
 
 def max_length(path: Path) -> int | None:
-    """Positions that the model with this config accepts, in tokens; None if the config has no such key.
+    """Positions that the model with this config accepts, in tokens; None if not in the config.
 
     Raises UsageError if it is not a JSON object.
     """
@@ -294,18 +283,6 @@ def max_length(path: Path) -> int | None:
         raise UsageError(f"cannot read {path}: {error}") from None
     lengths = [config.get(name) for name in LENGTHS]
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
-
-
-def _directory(start_from: str, setting: str) -> Path:
-    directory = user_path(start_from).absolute()
-    if directory.is_dir():
-        is_artifact = (
-            not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file()
-        )
-        return directory / MODEL_DIRECTORY if is_artifact else directory
-    stages = ", ".join((NONE, *TRAININGS))
-    fix = f"name one of {stages}, a folder that holds config.json, or owner/name[@revision]"
-    return from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
 
 
 def _is_whole(directory: Path) -> bool:

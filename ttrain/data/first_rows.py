@@ -9,7 +9,6 @@ from ttrain.config.data import Reading
 from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
 from ttrain.data import json_rows, locations, records, streams
-from ttrain.data.json_rows import Row, Tally
 from ttrain.data.records import Kind, Rejected
 from ttrain.errors import CannotRead, DataError, UsageError
 
@@ -20,10 +19,10 @@ NAMES = {"documents": "a document", "chats": "a chat", "pairs": "a pair of answe
 DATASETS = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
 
-def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
+def read(location: str, reading: Reading, tally: json_rows.Tally) -> list[json_rows.Row]:
     """The JSON objects among the first rows of a file; the tally counts the others.
 
-    A `.txt` file is one row, without its text. Raises DataError for a file of another format.
+    A `.txt` file is one row, without its text. Raises DataError for another format.
     """
     if locations.is_text(location):
         tally.rows += 1
@@ -36,24 +35,24 @@ def read(location: str, reading: Reading, tally: Tally) -> list[Row]:
         return list(json_rows.parsed(lines, location, tally, limit))
 
 
-def kind_of(rows: Sequence[Row]) -> Kind | None:
+def kind_of(rows: Sequence[json_rows.Row]) -> Kind | None:
     """What most of the rows are, by their keys."""
     kinds = Counter(records.kind_of_row(values) for _, _, values in rows)
     return kinds.most_common(1)[0][0] if kinds else None
 
 
 def kind_of_file(location: str, reading: Reading) -> Kind | None:
-    """What most of the first rows of a file are. Raises DataError for a file that cannot be read."""
-    return kind_of(read(location, reading, Tally()))
+    """What most of the first rows of a file are. Raises DataError for an unreadable file."""
+    return kind_of(read(location, reading, json_rows.Tally()))
 
 
 def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> None:
     """Raise UsageError for files that cannot be what their setting needs.
 
-    That is a file of another format, one whose first rows all have keys of something else, and a
-    few rows that are mostly bad, or none: hours may pass until their stage counts them.
+    They have another format, only rows of something else, or a few rows, mostly bad or none.
     """
-    tally, parse = Tally(), records.parser_of(kind, reading.text_field)
+    # Hours may pass until the stage counts its rows.
+    tally, parse = json_rows.Tally(), records.parser_of(kind, reading.text_field)
     local = [location for location in files if not locations.is_remote(location)][:FILES]
     for location in local:
         try:
@@ -79,14 +78,13 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
 
 
 def _may_be(row: JsonDict, kind: Kind, text_field: str) -> bool:
-    """Whether a row is of this kind, or a bad row with its keys, which is counted where it is read."""
     if kind == "documents":
         return any(key in row for key in records.document_keys(text_field))
     is_bad_pair = kind == "pairs" and not row.keys().isdisjoint(("chosen", "rejected", "label"))
     return is_bad_pair or records.kind_of_row(row) == kind or not why_bad(row, kind, text_field)
 
 
-def _problem(setting: str, kind: Kind, rows: Sequence[Row], text_field: str) -> str:
+def _problem(setting: str, kind: Kind, rows: Sequence[json_rows.Row], text_field: str) -> str:
     location, line, first = rows[0]
     keys = first_of(first, SHOWN_KEYS) or "no keys"
     found = kind_of(rows)
@@ -101,7 +99,7 @@ def _problem(setting: str, kind: Kind, rows: Sequence[Row], text_field: str) -> 
     fix = f"write rows with {records.expected_fields(kind, text_field)}"
     texts = {key: len(value) for key, value in first.items() if isinstance(value, str)}
     if kind == "documents" and texts:
-        fix = f"set reading.text_field={shlex.quote(max(texts, key=lambda key: texts[key]))}, or {fix}"
+        fix = f"set reading.text_field={shlex.quote(max(texts, key=texts.__getitem__))}, or {fix}"
     return f"{location}:{line} is none: {why_bad(first, kind, text_field)} (keys: {keys}); {fix}"
 
 

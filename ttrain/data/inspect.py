@@ -1,4 +1,4 @@
-"""Show shards and tokenizers in readable form: ids as pieces of text, with whether the loss counts each."""
+"""Show shards and tokenizers: ids as pieces of text, with whether the loss counts each."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ from ttrain.store.artifacts import ArtifactStore
 class TokenView:
     """A row or a record, token by token; all lists have the same length.
 
-    segments    which record of the row a token belongs to, from 0; prompt and answers of a pair count as several
-    pieces      the text that each token completes; a character of several tokens is in the piece of the last one
+    segments    which record of the row, from 0; prompt and answers of a pair are several
+    pieces      the text that each token completes
     headings    what each segment is, of pairs
     """
 
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 def shards_at(path: Path) -> Path:
-    """The set of shards at a path: the directory itself, or `train` in it. Raises UsageError if there is none."""
+    """The shards at a path: the directory, or `train` in it. Raises UsageError."""
     for directory in (path, path / "train"):
         if (directory / INDEX).is_file():
             return directory
@@ -55,7 +55,7 @@ def shards_at(path: Path) -> Path:
 
 
 def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
-    """The tokenizer of a set of shards: the artifact with the digest in the index. Raises UsageError if it is gone."""
+    """The tokenizer of a set of shards, by its digest. Raises UsageError if it is gone."""
     digest = shards.index["tokenizer"]
     for artifact in store.artifacts("tokenizer"):
         with contextlib.suppress(ArtifactError):  # not a tokenizer
@@ -75,7 +75,7 @@ def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
 
 
 def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
-    """The tokens of a packed row, and the target after the last one. Padding is left out."""
+    """The tokens of a packed row, and the target after the last one, without padding."""
     batch = rows.batch([number])
     shown = TokenView(number, [], [], [], [])
     for segment, (start, end) in enumerate(batch.spans(0)):
@@ -102,10 +102,7 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """One piece of text per id, also if the tokenizer's decoder depends on the preceding tokens.
-
-    Joined, they are the decoded text with its special tokens.
-    """
+    """One piece of text per id; joined, they are the decoded text with its special tokens."""
     stream = DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer, number) or "" for number in ids]
     if pieces and not pieces[-1]:  # the ids end within a character

@@ -1,4 +1,4 @@
-"""The chat templates of ttrain as Jinja, which transformers renders, with their roles and special tokens."""
+"""The chat templates of ttrain as Jinja, with their roles and special tokens."""
 
 import string
 
@@ -18,7 +18,7 @@ PAD, UNK, BOS, EOS, END, IM_END = (
 ROLE_TOKENS = tuple(f"<|{role}|>" for role in ROLES)
 
 
-# Special tokens of a tokenizer that is trained, in the order of their ids, and the one that ends an answer.
+# Special tokens of a trained tokenizer, in the order of their ids, and the one that ends an answer.
 SPECIAL_TOKENS = {
     "ttrain": (PAD, UNK, BOS, EOS, *ROLE_TOKENS, END),
     "tinyseek": (PAD, UNK, BOS, EOS, IM_END),
@@ -27,8 +27,8 @@ SPECIAL_TOKENS = {
 END_TOKENS = {"ttrain": END, "tinyseek": IM_END}
 
 
-# What transformers renders. `turn.text` is gathered as `ttrain.data.tools` does it: the functions on the first turn, the
-# calls after the words of the assistant.
+# What transformers renders. `turn.text` is built as in `ttrain.data.tools`: the functions on the
+# first turn, the calls after the words of the assistant.
 _JINJA = """\
 $begin
 {%- set functions = namespace(text='') -%}

@@ -1,4 +1,4 @@
-"""Read the rows of files, which are JSON objects, and count them by what becomes of them."""
+"""Read the rows of files, which are JSON objects, and count them by outcome."""
 
 import contextlib
 from codecs import BOM_UTF8
@@ -12,17 +12,14 @@ import orjson
 from ttrain.core import redact
 from ttrain.core.files import JsonDict
 from ttrain.data import streams, tools
-from ttrain.data.tools import kind_of
 from ttrain.errors import DataError
 
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
 TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"
 KEYS_LOOKED_AT, KEYS_OF_A_ROW, KEY_CHARACTERS = 1000, 100, 40
-MOST_NAMES, OTHERS = (
-    100,
-    "others",
-)  # distinct reasons and keys at most, since one may quote a value of its row
+# Distinct reasons and keys at most, since one may quote a value of its row.
+MOST_NAMES, OTHERS = 100, "others"
 FIRST_REJECTED = 5
 COUNTS = (
     "rows",
@@ -46,12 +43,12 @@ Row = tuple[str, int, JsonDict]  # path, number of the line, JSON object
 
 @dataclass
 class Tally:
-    """Counts of rows by outcome: rows = kept + skipped + rejected, those two by rule or reason.
+    """Counts of rows: rows = kept + skipped (by rule) + rejected (by reason).
 
-    keys_seen         of the first KEYS_LOOKED_AT rows, the first KEYS_OF_A_ROW of each, cut to KEY_CHARACTERS
+    keys_seen         of the first KEYS_LOOKED_AT rows, cut to KEY_CHARACTERS
     lines             rows and blank lines
     bad_rows          by location
-    unread_keys       kept rows with text of an answer under a key that is not read, by the key
+    unread_keys       kept rows with text of an answer under a key that is not read, by key
     with_reasoning    kept rows with the reasoning of an answer
     """
 
@@ -78,7 +75,7 @@ class Tally:
         self.list_rejected(path, bad_row)
 
     def list_rejected(self, path: str, bad_row: JsonDict) -> None:
-        """Keep the place of a bad row, which is counted already, and pass it to the quarantine."""
+        """Keep the place of a bad row that is counted already, and quarantine it."""
         self.bad_rows[path] += 1
         if len(self.first_rejected) < FIRST_REJECTED:
             self.first_rejected.append("{file}:{line}: {reason}".format(**bad_row))
@@ -132,15 +129,15 @@ class Tally:
         *,
         may_be_empty: bool = False,
     ) -> None:
-        """Raise DataError if more than the share `limit` of the rows is bad, or no row was kept.
+        """Raise DataError if more than the fraction `limit` of the rows is bad, or none was kept.
 
-        `prefix` comes before the name of the setting of `limit`. Files whose own bad rows are too
-        many are at fault.
+        `prefix` comes before the name of the setting of `limit`.
         """
         bad = self.rejected.total()
         if bad > limit * self.rows:
             raise DataError(
-                f"{setting}: {bad} of {self.rows} rows are bad, more than {prefix}rejected_fraction={limit}; "
+                f"{setting}: {bad} of {self.rows} rows are bad, "
+                f"more than {prefix}rejected_fraction={limit}; "
                 f"the first is {self.first_rejected[0]}. {self._looked_for(expected_fields)}",
                 [location for location, rows in self.bad_rows.items() if rows > limit * self.rows],
             )
@@ -171,9 +168,8 @@ def read(
 ) -> Iterator[Row]:
     """(path, line number from 1, JSON object) of every good line of every file.
 
-    Blank lines do not count as rows. Each element of a JSON array is a line; a `.txt` file is one
-    line, with its text under `text_field`. Raises DataError for a file that is truncated, corrupt,
-    unreadable, in another encoding or of another format.
+    Each element of a JSON array is a line; a `.txt` file is one line. Raises DataError for a file
+    that is truncated, corrupt, unreadable or of another format.
     """
     for path in paths:
         with streams.noting_faults(path):
@@ -195,12 +191,11 @@ def parsed(
     max_line_bytes: int,
 ) -> Iterator[Row]:
     """(path, line number, JSON object) of the good lines."""
-    loads, number = orjson.loads, 0
+    number = 0
     for number, line in numbered:
         # Seen before an error of the parser, which takes six times as long as the rest.
-        is_too_long = (
-            len(line) > max_line_bytes
-        )  # and cut: a blank beginning says nothing of the line
+        # And cut: a blank beginning does not make it a blank line.
+        is_too_long = len(line) > max_line_bytes
         if not is_too_long and not line.strip():
             continue
         tally.rows += 1
@@ -208,12 +203,12 @@ def parsed(
             tally.reject(path, number, TOO_LONG.format(max_line_bytes), line[:1000])
             continue
         try:
-            value = loads(line)
+            value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             tally.reject(path, number, _reason(line, str(error)), line)
             continue
         if not isinstance(value, dict):
-            tally.reject(path, number, f"not a JSON object but {kind_of(value)}", line)
+            tally.reject(path, number, f"not a JSON object but {tools.kind_of(value)}", line)
             continue
         # JSON of these becomes text. The search takes a chat 1 us a kB, and a document nothing.
         has_calls = not TURN_KEYS.isdisjoint(value) and (b"_call" in line or b'"tools"' in line)
@@ -231,10 +226,7 @@ def parsed(
 
 
 def lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end).
-
-    A line that is too long is cut to max_line_bytes + 1 bytes, which shows it.
-    """
+    """(number from 1, line without its end), cut to max_line_bytes + 1 bytes."""
     number = 1
     pending = b""
     for chunk in chunks:

@@ -10,7 +10,7 @@ from ttrain.data.packing import Array, Rows
 
 
 class BatchSource(Protocol):
-    """Rows that can be read by number, in batches that `without_targets` copies so that the loss does not count them."""
+    """Rows to read by number, in batches that have `without_targets`."""
 
     def __len__(self) -> int: ...
 
@@ -19,7 +19,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`number` counts the step's micro-batches over all ranks: it seeds dropout, so the rank does not matter."""
+    """A batch; `number` counts a step's micro-batches over all ranks and seeds dropout."""
 
     number: int
     batch: Any
@@ -27,10 +27,9 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class Loader:
-    """The same global micro-batches for any number of ranks: rank r of W takes numbers r, r+W, r+2W, ...
+    """The same global micro-batches for any number of ranks: rank r of W takes r, r+W, r+2W, ...
 
-    A rank that would have one less than the others gets one without targets, since all take part in the collective.
-    `consumed` is the number of steps returned so far, not counting prefetched ones; the next iteration continues there.
+    `consumed` counts the steps returned, not prefetched ones; the next iteration continues there.
     """
 
     rows: BatchSource
@@ -42,12 +41,13 @@ class Loader:
     _running: Generator[list[MicroBatch], None, None] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
-        """Micro-batches of this rank in a step; any step can be asked for."""
+        """Micro-batches of this rank in any step."""
         parts = self.parts(step)
         mine = [
             MicroBatch(number, self.rows.batch(parts[number]))
             for number in range(self.rank, len(parts), self.world)
         ]
+        # All ranks take part in the collective: one that would have fewer gets one without targets.
         if len(mine) < -(-len(parts) // self.world):
             mine.append(
                 MicroBatch(len(parts) + self.rank, self.rows.batch(parts[0]).without_targets())
@@ -70,8 +70,9 @@ class Loader:
         return self._running
 
     def close(self) -> None:
-        """End the iteration and its thread. The garbage collector must not be left to do it: it may run while another
-        thread starts, with the lock that waiting for this one's end needs, and the process then stands still."""
+        """End the iteration and its thread."""
+        # The garbage collector must not do it: it may run while another thread starts, which holds
+        # the lock that waiting for this thread's end needs, and the process hangs.
         if self._running is not None:
             self._running.close()
         self._running = None
@@ -81,7 +82,7 @@ class Loader:
         return {"consumed_steps": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the steps that another loader of the same rows and order, on any number of ranks, has consumed."""
+        """Continue after the steps that another loader of the same rows and order consumed."""
         self.consumed = state["consumed_steps"]
 
     def parts(self, step: int) -> list[Array]:
@@ -91,11 +92,12 @@ class Loader:
 
 
 def pad_fraction(rows: Rows, loader: Loader, steps: int = 100) -> float:
-    """Share of padding positions in the micro-batches of the first steps over all ranks; reads no row."""
+    """Fraction of padding positions in the first steps over all ranks; reads no row."""
     lengths = rows.lengths()
     padded = width = 0
     for step in range(min(steps, loader.order.steps)):
         for row_numbers in loader.parts(step):
             positions = len(row_numbers) * rows.width(row_numbers)
-            width, padded = width + positions, padded + positions - int(lengths[row_numbers].sum())
+            width += positions
+            padded += positions - int(lengths[row_numbers].sum())
     return padded / max(1, width)

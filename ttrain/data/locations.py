@@ -1,6 +1,6 @@
-"""Resolve the inputs that a setting names: local files, URLs that fsspec opens, data sets on the Hub.
+"""Resolve the inputs that a setting names: local files, URLs, data sets on the Hub.
 
-The planner uses this module, so fsspec and the Hub are imported only when such a location is named.
+The planner imports this module, so fsspec and the Hub are imported only when needed.
 """
 
 import glob
@@ -21,11 +21,8 @@ from ttrain.errors import UsageError
 
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-ROWS = (
-    *LINES,
-    *(kind + packed for kind in LINES for packed in PACKED),
-    ".parquet",
-)  # of many records
+# Of many records.
+ROWS = (*LINES, *(kind + packed for kind in LINES for packed in PACKED), ".parquet")
 TEXTS = (".txt", *(".txt" + packed for packed in PACKED))  # of one document each
 TABLES = (".json", ".csv", ".tsv")  # read only if they are named explicitly
 LOCAL = ("file://", "local://")
@@ -53,7 +50,7 @@ log = logging.getLogger("ttrain")
 
 
 def is_remote(location: str) -> bool:
-    """Whether the location is a URL or on the Hub, not on this machine."""
+    """Whether the location is a URL or on the Hub."""
     return bool(_URL.match(location)) and not location.startswith(LOCAL)
 
 
@@ -84,9 +81,7 @@ def _is_http(location: str) -> bool:
 def version(location: str) -> str | None:
     """An identifier of the bytes behind a URL, without reading them; None for a local file.
 
-    Takes a location that `expand` returned. The location is part of it, without a signature that is
-    renewed, since an ETag is unique there only (nginx makes it from time and size). Raises UsageError
-    if the server gives nothing that would show a change.
+    Takes what `expand` returned. Raises UsageError if the server gives nothing that shows a change.
     """
     if not is_remote(location):
         return None
@@ -100,23 +95,23 @@ def version(location: str) -> str | None:
         raise UsageError(f"cannot read {redact.url(location)}: {reason(error)}") from None
     # One mark: an object that is only touched has the ETag that it had, with a new date.
     names = {name.lower(): name for name, value in details.items() if value}
-    marks = (names[name] for mark in MARKS for name in names if re.search(mark, name))
-    mark = next(marks, None)
+    mark = next((names[n] for mark in MARKS for n in names if re.search(mark, n)), None)
     if mark is None:
         raise UsageError(
-            f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum or date; "
-            "download it and name the file"
+            f"cannot detect changes of {redact.url(location)}: its server gives no ETag, checksum "
+            "or date; download it and name the file"
         )
+    # The location counts too, without a signature that is renewed: an ETag is unique there only
+    # (nginx makes it from time and size).
     place = redact.without_signature(location)
     return digest_of([place, mark, str(details[mark]), details.get("size")])
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
-    """Files that the patterns name, each once: a file, a glob, or a folder, in sorted order.
+    """Files that the patterns name, each once, in sorted order: a file, a glob, a folder or a URL.
 
-    A folder means its files that end as in `ROWS`; if it has none, those that end as in `TEXTS`, so
-    that a licence or a note beside the data is not read as a document. A pattern may be a URL, or
-    `hf://owner/name[@revision][/path or glob]`: without a path the training split, always pinned to
+    A folder means its files that end as in `ROWS`, or, if it has none, as in `TEXTS`.
+    `hf://owner/name[@revision][/path or glob]` means, without a path, the training split, pinned to
     a commit. Raises UsageError if a pattern matches nothing, or a file that cannot be read.
     """
     paths: dict[str, None] = {}
@@ -124,8 +119,9 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
         shown = redact.url(pattern)
         if redact.is_hidden(pattern):
             raise UsageError(
-                f"{setting} is '{shown}', a URL as runs record it, without its secrets; give it in full, with "
-                f"{setting}=URL, or TTRAIN__{setting.upper().replace('.', '__')} in the environment"
+                f"{setting} is '{shown}', a URL as runs record it, without its secrets; "
+                f"give it in full, with {setting}=URL, or "
+                f"TTRAIN__{setting.upper().replace('.', '__')} in the environment"
             )
         try:
             if not is_remote(pattern):
@@ -136,8 +132,8 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 matches = _remote_files(pattern)
             if not matches:
                 raise UsageError(
-                    f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a folder "
-                    "(commas separate several)"
+                    f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
+                    "folder (commas separate several)"
                 )
         except UsageError as error:
             raise UsageError(f"{setting} is '{shown}' but {error}") from None
@@ -146,7 +142,6 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
 
 
 def _missing(pattern: str) -> str:
-    """Why a pattern matches nothing."""
     if is_remote(pattern):
         return "there is no such file"
     path = local_path(pattern)
@@ -158,7 +153,7 @@ def _missing(pattern: str) -> str:
 
 
 def local_matches(path: Path) -> list[str]:
-    """What a path or glob of this machine names, in sorted order, among it what cannot be read."""
+    """What a local path or glob names, in sorted order, also files that cannot be read."""
     if os.path.lexists(path) and not path.is_dir():
         return [str(path)]
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
@@ -169,13 +164,9 @@ def local_matches(path: Path) -> list[str]:
 
 
 def _data_files(paths: Sequence[str], folder: str) -> list[str]:
-    """The data files of a folder: files of rows, or, if there are none, texts.
-
-    What else looks like data is logged.
-    """
-    data = [path for path in paths if path.endswith(ROWS)] or [
-        path for path in paths if path.endswith(TEXTS)
-    ]
+    # A licence or a note beside rows is not read as a document.
+    rows = [path for path in paths if path.endswith(ROWS)]
+    data = rows or [path for path in paths if path.endswith(TEXTS)]
     read = set(data)
     left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in read]
     if left_out:
@@ -220,14 +211,13 @@ def _remote_files(pattern: str) -> list[str]:
     try:
         files.invalidate_cache()
         if re.search(r"[*[]" if _is_http(pattern) else r"[*?[]", path):
-            found = files.glob(
-                path, detail=True, on_error="raise"
-            )  # else a folder that fails is passed over
-            matches = [match for match, details in found.items() if details["type"] == "file"]
+            # Without on_error a folder that fails is passed over.
+            details = files.glob(path, detail=True, on_error="raise")
+            matches = [match for match, info in details.items() if info["type"] == "file"]
         elif files.info(path)["type"] == "directory":
             root = path.rstrip("/") + "/"
-            found = files.find(root, on_error="raise")
-            shown = [match for match in found if not _is_hidden(match.removeprefix(root))]
+            paths = files.find(root, on_error="raise")
+            shown = [match for match in paths if not _is_hidden(match.removeprefix(root))]
             matches = _data_files(shown, pattern.rstrip("/"))
         else:
             return [pattern]
@@ -237,28 +227,23 @@ def _remote_files(pattern: str) -> list[str]:
 
 
 def reason(error: BaseException) -> str:
-    """A one-line message for the error.
-
-    fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
-    """
+    """A one-line message for the error."""
+    # fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
     if cause is None:
         return "there is no such file"
-    return first_line(cause).partition(", url=")[
-        0
-    ]  # aiohttp's ends in the location, with its secrets
+    return first_line(cause).partition(", url=")[0]  # aiohttp's has the secrets of the URL
 
 
 # --- data sets on the Hub
 
 
 def _hub_parts(location: str) -> tuple[str, str | None, str]:
-    """(data set, revision, path): no revision is the main branch, no path the whole data set."""
     match = _HUB.fullmatch(location)
     if match is None:
         raise UsageError(
-            "it is not the name of a data set on the Hub; write hf://owner/name, hf://owner/name@revision or "
-            "hf://owner/name/path, where the path may be a glob"
+            "it is not the name of a data set on the Hub; write hf://owner/name, "
+            "hf://owner/name@revision or hf://owner/name/path, where the path may be a glob"
         )
     repo, revision, path = match.groups()
     return repo, unquote(revision) if revision else None, (path or "").strip("/")
@@ -266,18 +251,18 @@ def _hub_parts(location: str) -> tuple[str, str | None, str]:
 
 @cache
 def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
-    """(commit, paths of all its files), requested once per process, so that a run has one commit."""
+    """(commit, paths of all its files), requested once per process."""
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().dataset_info(repo, revision=revision)
+        info = HfApi().dataset_info(repo, revision=revision)
     except Exception as error:  # of the network, of the Hub, of the name
         raise UsageError(
-            f"the Hub shows no data set {repo}{f'@{revision}' if revision else ''}: {reason(error)}; correct it, "
-            f"log in with `hf auth login`, or fetch it elsewhere with `hf download --repo-type dataset {repo}` "
-            "and name the folder"
+            f"the Hub shows no data set {repo}{f'@{revision}' if revision else ''}: "
+            f"{reason(error)}; correct it, log in with `hf auth login`, or fetch it elsewhere with "
+            f"`hf download --repo-type dataset {repo}` and name the folder"
         ) from None
-    return str(found.sha), tuple(file.rfilename for file in found.siblings or ())
+    return str(info.sha), tuple(file.rfilename for file in info.siblings or ())
 
 
 def _hub_files(pattern: str) -> list[str]:
@@ -299,8 +284,9 @@ def _hub_files(pattern: str) -> list[str]:
         matches = [file for file in rows if _TRAIN.search(file)] or rows
     if not matches:
         raise UsageError(
-            f"there is no such file: {repo} holds {first_of(sorted(files), 5) or 'nothing'}; name some that end in "
-            f"{', '.join(LINES)} (packed or not) or .parquet, or try hf://{repo}@refs/convert/parquet"
+            f"there is no such file: {repo} holds {first_of(sorted(files), 5) or 'nothing'}; "
+            f"name some that end in {', '.join(LINES)} (packed or not) or .parquet, "
+            f"or try hf://{repo}@refs/convert/parquet"
         )
     return [f"{HUB}{repo}@{commit}/{match}" for match in sorted(matches)]
 

@@ -1,14 +1,12 @@
-"""Near-duplicate documents: MinHash proposes pairs, the exact Jaccard of their shingles decides, the earlier one stays.
+"""Near-duplicate documents: MinHash proposes pairs, the exact Jaccard of their shingles decides.
 
-A shingle is SHINGLE_BYTES of plain text (`plain_text.plain`) at any byte, so that one rule serves
-texts with and without spaces. A document shorter than that is one shingle; one without letters has
-none and is never a near-duplicate. A document is dropped for one that is kept and stands before it,
-never for one that was dropped, so that no chain of small edits joins two different texts.
+A document is dropped for one that is kept and precedes it, never for one that was dropped, so that
+a chain of small edits does not join two different texts. A shingle is SHINGLE_BYTES of plain text
+at any byte, with or without spaces; a shorter document is one shingle, one without letters none.
 
 The sketch of a document is a number for each band of its MinHash values, as in
 https://arxiv.org/abs/2107.06499, appendix A: 84 bytes at a threshold of 0.8. The sketches of a
-shard are a file in `run/near`, named by the digests of shard, tokenizer and rule, so that a night
-reads those of old documents, and of the documents themselves only the few that they propose.
+shard are a file in `run/near`, named by the digests of shard, tokenizer and rule, and reused.
 """
 
 import hashlib
@@ -35,22 +33,23 @@ NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
 FOLDER, REPORT = Path("run", "near"), Path("run", "near_duplicates.jsonl")
 SHINGLE_BYTES = 24  # eight Chinese characters, or four to five English words
 WORD_BYTES = 8
-# Odd numbers without a pattern: of the golden ratio, and of splitmix64 (https://doi.org/10.1145/2660193.2660195).
+# Odd numbers without a pattern: of the golden ratio, and of splitmix64
+# (https://doi.org/10.1145/2660193.2660195).
 FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 FORMAT = 3  # of sketches: another one where the values of a text change
 VALUES = 128  # MinHash values of a document
 MOST_MISSED = 0.002  # of the pairs that are exactly as similar as the threshold
-MOST_IN_BAND = 64  # kept documents of a band to compare with: ten thousand that are alike must not cost their square
-MOST_COMPARED = (
-    16  # documents that one is compared with exactly, those with most bands in common first
-)
+# Kept documents of a band to compare with: ten thousand alike must not cost their square.
+MOST_IN_BAND = 64
+# Documents that one is compared with exactly, those with most bands in common first.
+MOST_COMPARED = 16
 SLICE = 1 << 9  # shingles hashed at a time: all their values stay in the cache
 
 Values = npt.NDArray[np.uint32]
 
 
 class SketchedShard(NamedTuple):
-    """A shard, its digest, and the ascending positions of its documents in the order of all."""
+    """A shard, and the ascending positions of its documents in the order of all."""
 
     path: Path
     sha256: str
@@ -58,7 +57,7 @@ class SketchedShard(NamedTuple):
 
 
 class NearDuplicate(NamedTuple):
-    """A document that is dropped, the one that stays for it, and their similarity; both by position in one order."""
+    """A dropped document, the one that stays for it (both by position), and their Jaccard."""
 
     position: int
     original: int
@@ -66,7 +65,6 @@ class NearDuplicate(NamedTuple):
 
 
 def _hashes(text: bytes) -> Words:
-    """The hash of the shingle at each byte of a plain text: a sum of three products."""
     padded = text and text.ljust(SHINGLE_BYTES, b"\0")
     words: Words = np.ndarray(max(0, len(padded) - WORD_BYTES + 1), "<u8", padded, strides=(1,))
     hashes = words[: -2 * WORD_BYTES] * np.uint64(FACTORS[0])
@@ -76,7 +74,7 @@ def _hashes(text: bytes) -> Words:
 
 
 def rows_of_bands(threshold: float) -> int:
-    """MinHash values of a band: the most with which at most MOST_MISSED of the pairs at the threshold share no band."""
+    """MinHash values of a band: the most at which MOST_MISSED of the pairs are missed."""
     fitting = (
         rows
         for rows in range(16, 1, -1)
@@ -86,7 +84,7 @@ def rows_of_bands(threshold: float) -> int:
 
 
 def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
-    """The key of each band, of so many rows, of each plain text, of shape [bands, texts]."""
+    """The keys of the bands of plain texts, of shape [bands, texts]."""
     drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
     columns = drawn.astype(np.uint32)[:, None]
     factors, summands = columns[:VALUES] | np.uint32(1), columns[VALUES:]  # factors are odd
@@ -106,21 +104,18 @@ def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
 
 
 def sketches_of_shard(shard: Path, tokenizer: str, rows: int, files: Sequence[Path]) -> Values:
-    """The sketches of a shard: from the first of these files that has them, else made and written to the first."""
+    """The sketches of a shard, read from the first file that has them, or made and written."""
     column = shards.read_shard(shard)
     shape = (VALUES // rows, len(column))
     for file in files:
         if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
             return np.fromfile(file, "<u4").reshape(shape)
-    sketches = sketches_of(
-        [_plain(column, record, tokenizer) for record in range(len(column))], rows
-    )
+    sketches = sketches_of([_plain(column, n, tokenizer) for n in range(len(column))], rows)
     shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
     return sketches
 
 
 def _plain(column: shards.Column, record: int, tokenizer: str) -> bytes:
-    """The plain text of a record of a shard."""
     ids = column.tokens[column.offsets[record] : column.offsets[record + 1]]
     return plain(encoder_of(tokenizer).decode(ids.tolist()))
 
@@ -132,22 +127,16 @@ def near_duplicates(
     shingles: Callable[[int], Words],
     threshold: float,
 ) -> list[NearDuplicate]:
-    """Compare documents that share a band exactly with those kept before them, in order; return those that are dropped."""
+    """Compare documents that share a band with those kept before; return those dropped."""
     shared = _shared_bands(sketches, present, droppable)
     kept: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by number and key of a band
     dropped: list[NearDuplicate] = []
     for position in np.flatnonzero(shared.any(axis=0)).tolist():
         numbers = np.flatnonzero(shared[:, position])
         bands = list(zip(numbers.tolist(), sketches[numbers, position].tolist(), strict=True))
-        alike = (
-            Counter(original for band in bands for original in kept[band])
-            if droppable[position]
-            else Counter()
-        )
+        alike = Counter(n for band in bands if droppable[position] for n in kept[band])
         hashes = shingles(position) if alike else np.zeros(0, np.uint64)
-        for original in sorted(alike, key=lambda original: (-alike[original], original))[
-            :MOST_COMPARED
-        ]:
+        for _, original in sorted((-n, other) for other, n in alike.items())[:MOST_COMPARED]:
             others = shingles(original)
             common = len(np.intersect1d(hashes, others, assume_unique=True))
             jaccard = common / max(1, len(hashes) + len(others) - common)
@@ -162,7 +151,6 @@ def near_duplicates(
 
 
 def _shared_bands(sketches: Values, present: Flags, droppable: Flags) -> Flags:
-    """Whether a document shares a band with another, where one of both may be dropped, of shape [bands, documents]."""
     shared = np.zeros(sketches.shape, np.bool_)
     eligible = np.flatnonzero(present)
     for number, keys in enumerate(sketches[:, eligible]):
@@ -173,7 +161,7 @@ def _shared_bands(sketches: Values, present: Flags, droppable: Flags) -> Flags:
 
 
 class NearDuplicateSearch:
-    """Finds near-duplicates among the documents of earlier sets and of blocks, in this order."""
+    """Finds near-duplicates among earlier sets and then blocks."""
 
     def __init__(
         self,
@@ -184,13 +172,9 @@ class NearDuplicateSearch:
         earlier: Sequence[Path],
         pool: Pool,
     ) -> None:
-        """Make the sketches that are missing of all blocks and of the sets before, in any process; reuse the others."""
-        self.output, self.built_blocks, self.recipe, self.threshold = (
-            output,
-            built_blocks,
-            recipe,
-            threshold,
-        )
+        """Make the missing sketches of all shards, in any process."""
+        self.output, self.built_blocks = output, built_blocks
+        self.recipe, self.threshold = recipe, threshold
         self.shards: list[SketchedShard] = []
         rows = 0
         for directory in (origin / part_name for origin in earlier for part_name in PARTS):
@@ -218,12 +202,7 @@ class NearDuplicateSearch:
         kind = [FORMAT, recipe.tokenizer_digest, bands, band_rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (
-                shard.path,
-                recipe.tokenizer,
-                band_rows,
-                [folder / FOLDER / name for folder in folders],
-            )
+            (shard.path, recipe.tokenizer, band_rows, [f / FOLDER / name for f in folders])
             for shard, name in zip(self.shards, names, strict=True)
         )
         for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
@@ -235,10 +214,9 @@ class NearDuplicateSearch:
                 path.unlink()
 
     def find(self, present: Flags, droppable: Flags) -> tuple[Flags, JsonDict]:
-        """(a flag per row of the blocks: whether it is a near-duplicate, the figures); reports each one's original.
+        """(whether each row of the blocks is a near-duplicate, counts); writes REPORT.
 
-        Only `present` rows are originals, and only `droppable` ones of these near-duplicates: held-out files that the user
-        names stay as they are, but training documents like theirs are left out.
+        Only `present` rows are originals, and of near-duplicates only `droppable` ones are dropped.
         """
         old = np.ones(self.old_rows, np.bool_)
         present, droppable = np.append(old, present), np.append(~old, droppable)
@@ -260,17 +238,14 @@ class NearDuplicateSearch:
         }
 
     def _shingles(self, position: int) -> Words:
-        """Sorted distinct hashes of the shingles of a document."""
         shard, record = self._stored(position)
         return np.unique(_hashes(_plain(self._column(shard.path), record, self.recipe.tokenizer)))
 
     def _stored(self, position: int) -> tuple[SketchedShard, int]:
-        """(the shard of a document, its record there)."""
         shard = self.shards[self.shard_of[position]]
         return shard, int(shard.positions.searchsorted(position))
 
     def _place(self, position: int) -> JsonDict:
-        """Where a document stands: its set, shard and row, or its file and line."""
         if position < self.old_rows:
             shard, record = self._stored(position)
             *_, stage, key, part_name, file = shard.path.parts

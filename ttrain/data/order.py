@@ -1,6 +1,6 @@
-"""The order in which rows are trained on: a keyed permutation of (seed, epoch), the same for every number of ranks.
+"""The order in which rows are trained on: a keyed permutation of (seed, epoch).
 
-It is computed, not stored: any place of it in O(1), so that resuming costs nothing.
+It is the same for every number of ranks, and computed, not stored: any place of it in O(1).
 """
 
 from abc import ABC, abstractmethod
@@ -15,16 +15,16 @@ from ttrain.data.packing import Array, Ids, Words
 from ttrain.errors import DataError
 
 U64 = np.uint64
-STEP, FACTORS = (
-    U64(0x9E3779B97F4A7C15),
-    (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)),
-)  # of SplitMix64
+# Of SplitMix64.
+STEP = U64(0x9E3779B97F4A7C15)
+FACTORS = (U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))
 SHIFTS = (U64(30), U64(27), U64(31))
-FEISTEL_ROUNDS = 6  # 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988); 2 to spare
-DRAWS_PER_CYCLE = (
-    10_000  # shares of a weighted order are exact in each cycle, to one in this number
-)
-GROUPED_STEPS = 50  # rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed
+# 4 make a pseudo-random permutation of independent round functions (Luby and Rackoff 1988).
+FEISTEL_ROUNDS = 6
+# Fractions of a weighted order are exact in each cycle, to one in this number.
+DRAWS_PER_CYCLE = 10_000
+# Rows are sorted by length within this many steps: enough to be alike, few enough to stay mixed.
+GROUPED_STEPS = 50
 COUNTED_TOGETHER = 1 << 16  # rows whose tokens are counted at once for a budget
 CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
 
@@ -32,8 +32,8 @@ CACHED_PARTS = 4  # a step uses at most two; prefetched steps may use the next
 def permute(index: Ids, size: int, seed: int, epoch: int) -> Array:
     """Image of `index` under the permutation of [0, size) that belongs to (seed, epoch).
 
-    A Feistel network on the next even power of two, walked until the image lies inside (Black and Rogaway 2002): under four
-    rounds of walking on average.
+    A Feistel network on the next even power of two, walked until the image lies inside (Black and
+    Rogaway 2002): under four rounds of walking on average.
     """
     assert size > 0, "an empty set has no order"
     half = max(1, (int(size - 1).bit_length() + 1) // 2)
@@ -47,7 +47,7 @@ def permute(index: Ids, size: int, seed: int, epoch: int) -> Array:
 
 
 def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words:
-    """Permute the values by a Feistel network, whose keys are of the seed and the epoch."""
+    """Permute the values by a Feistel network with keys of the seed and the epoch."""
     high_bits, low_bits = values >> half, values & mask
     for key in _keys(seed, epoch):
         high_bits, low_bits = low_bits, high_bits ^ (mix(low_bits ^ key) & mask)
@@ -56,14 +56,8 @@ def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> list[U64]:
-    """Keys of the Feistel rounds."""
-    return list(
-        mix(
-            np.array(
-                [(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)], dtype=U64
-            )
-        )
-    )
+    keys = [(seed << 32) ^ (epoch << 8) ^ turn for turn in range(FEISTEL_ROUNDS)]
+    return list(mix(np.array(keys, dtype=U64)))
 
 
 def mix(values: Words) -> Words:
@@ -85,7 +79,7 @@ def derived_seed(seed: int, number: int) -> int:
 
 @dataclass(eq=False)
 class Order(ABC):
-    """Maps steps to rows. `total_rows` ends the run, also in the middle of a step or an epoch."""
+    """Maps steps to rows. `total_rows` ends the run, also within a step or an epoch."""
 
     rows: int
     rows_per_step: int
@@ -104,11 +98,10 @@ class Order(ABC):
         return self.rows_at(np.arange(start, min(start + self.rows_per_step, self.total_rows)))
 
     def epoch_ends(self, every: int | None) -> frozenset[int]:
-        """The steps that end every so many epochs, each with the epoch's last row; None: none."""
-        epoch_rows = self.rows * (every or 1 + self.total_rows)
+        """The steps that end every so many epochs with the epoch's last row; None: none."""
+        rows = self.rows * (every or 1 + self.total_rows)
         return frozenset(
-            -(-end // self.rows_per_step)
-            for end in range(epoch_rows, self.total_rows + 1, epoch_rows)
+            -(-n // self.rows_per_step) for n in range(rows, self.total_rows + 1, rows)
         )
 
     def step_tokens(self, step: int) -> int:
@@ -124,12 +117,11 @@ class Order(ABC):
         return float(np.mean(self.row_tokens))
 
     def steps_to_read(self, tokens: int) -> int:
-        """The fewest steps whose rows have so many tokens, counted in the order in which they are read."""
+        """The fewest steps whose rows have so many tokens."""
         places = 0
         lengths = np.broadcast_to(self.row_tokens, self.rows)
         while True:
-            row_numbers = self.rows_at(np.arange(places, places + COUNTED_TOGETHER))
-            ends = lengths[row_numbers].cumsum()
+            ends = lengths[self.rows_at(np.arange(places, places + COUNTED_TOGETHER))].cumsum()
             if ends[-1] >= tokens:
                 places += int(np.searchsorted(ends, tokens)) + 1
                 return -(-places // self.rows_per_step)
@@ -153,9 +145,8 @@ def shuffled(places: Array, size: int, seed: int) -> Array:
     """The numbers below `size` at these places of one permutation after another."""
     numbers = np.empty_like(places)
     epochs = places // size
-    for epoch in sorted(
-        set(epochs.tolist())
-    ):  # np.unique would import numpy.ma, 7 ms of the first batch
+    # np.unique would import numpy.ma, 7 ms of the first batch.
+    for epoch in sorted(set(epochs.tolist())):
         in_epoch = epochs == epoch
         numbers[in_epoch] = permute(places[in_epoch] % size, size, seed, epoch)
     return numbers
@@ -163,11 +154,10 @@ def shuffled(places: Array, size: int, seed: int) -> Array:
 
 @final
 class WeightedOrder(Order):
-    """Groups of rows by weight, each shuffled on its own: a small group with a large weight is repeated more often.
+    """Groups of rows by weight, each shuffled on its own; a group may be repeated.
 
-    Draws come in cycles, each with a fixed quota per group in keyed order, so shares are exact, not random. Draw
-    number k of a group is row k modulo its size in its pass k // size, so that a pass holds each of its rows once. Memory
-    and a skip cost one cycle.
+    Draws come in cycles with a fixed quota per group in keyed order, so fractions are exact. Draw k
+    of a group is row k modulo its size in its pass k // size. Memory and a skip cost one cycle.
     """
 
     def __init__(
@@ -180,38 +170,36 @@ class WeightedOrder(Order):
         *,
         draws: int = DRAWS_PER_CYCLE,
     ) -> None:
-        """`draws`: of a cycle. Raises DataError if a group has no row, or a weight so small that it would never be drawn."""
+        """`draws`: of a cycle. Raises DataError for a group that would never be drawn."""
         super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
-        self.group_rows, self.draws, self.quotas = list(group_rows), draws, quotas(weights, draws)
-        for group, (rows, quota, weight) in enumerate(
-            zip(group_rows, self.quotas, weights, strict=True)
+        self.group_rows, self.draws, self.quotas = group_rows, draws, quotas(weights, draws)
+        for number, (rows, quota, weight) in enumerate(
+            zip(group_rows, self.quotas, weights, strict=True), start=1
         ):
             if rows == 0 or quota == 0:
-                why = (
-                    "gave no row to learn from" if rows == 0 else f"would get none of {draws} draws"
-                )
+                why = f"would get none of {draws} draws" if rows else "gave no row to learn from"
                 raise DataError(
-                    f"source {group + 1} has the weight {weight} but {why}; fix it or leave it out"
+                    f"source {number} has the weight {weight} but {why}; fix it or leave it out"
                 )
         self._firsts = np.cumsum([0, *group_rows])
         self._cycle = lru_cache(CACHED_PARTS)(self._groups_of_cycle)
 
     def rows_at(self, places: Array) -> Array:
-        groups, draws = np.empty_like(places), np.empty_like(places)
+        groups, draws = np.empty((2, *places.shape), places.dtype)
         for cycle in np.unique(places // self.draws):
             mask = places // self.draws == cycle
-            groups[mask], draws[mask] = (
-                column[places[mask] % self.draws] for column in self._cycle(int(cycle))
-            )
+            in_cycle = places[mask] % self.draws
+            groups[mask], draws[mask] = (column[in_cycle] for column in self._cycle(int(cycle)))
         row_numbers = np.empty_like(places)
         for group in np.unique(groups):
             mine = groups == group
-            size, seed = self.group_rows[group], derived_seed(self.seed, int(group) + 1)
-            row_numbers[mine] = self._firsts[group] + shuffled(draws[mine], size, seed)
+            seed = derived_seed(self.seed, int(group) + 1)
+            row_numbers[mine] = self._firsts[group] + shuffled(
+                draws[mine], self.group_rows[group], seed
+            )
         return row_numbers
 
     def _groups_of_cycle(self, cycle: int) -> tuple[Array, Array]:
-        """(group, how many draws of that group came before) of each draw of a cycle."""
         slots = permute(np.arange(self.draws), self.draws, derived_seed(self.seed, 0), cycle)
         groups = np.searchsorted(np.cumsum(self.quotas), slots, side="right")
         draws = np.empty_like(groups)
@@ -222,11 +210,11 @@ class WeightedOrder(Order):
 
 @final
 class LengthGroupedOrder(Order):
-    """Every row once an epoch, the rows of a step of about the same length, long and short steps in random order.
+    """Every row once an epoch; rows of a step have about the same length.
 
-    Each epoch's keyed shuffle is taken in parts of GROUPED_STEPS steps, fewer in a small set, so that epochs differ; a part
-    is sorted by length, dealt out to its steps, and the steps are put in keyed order. Within a step rows ascend, so that
-    micro-batches are alike too. A skip costs one part.
+    Each epoch's keyed shuffle is cut into parts of GROUPED_STEPS steps, fewer in a small set, so
+    that epochs differ; a part is sorted by length and cut into steps, which come in keyed order. A
+    skip costs one part.
     """
 
     def __init__(self, lengths: Array, rows_per_step: int, total_rows: int, seed: int) -> None:
@@ -238,19 +226,18 @@ class LengthGroupedOrder(Order):
     def rows_at(self, places: Array) -> Array:
         row_numbers = np.empty_like(places)
         epochs = places // self.rows
-        part_numbers = (
-            places // self.rows_per_step - epochs * self.rows // self.rows_per_step
-        ) // self._steps
-        for epoch, part_number in np.unique(
-            np.stack([epochs, part_numbers], axis=1), axis=0
-        ).tolist():
+        steps = places // self.rows_per_step - epochs * self.rows // self.rows_per_step
+        part_numbers = steps // self._steps
+        for epoch, part_number in sorted(
+            {*zip(epochs.tolist(), part_numbers.tolist(), strict=True)}
+        ):
             in_part = (epochs == epoch) & (part_numbers == part_number)
             start, rows = self._part(epoch, part_number)
             row_numbers[in_part] = rows[places[in_part] - start]
         return row_numbers
 
     def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Array]:
-        """(first position of a part of an epoch, the rows from there on). An epoch may begin and end within a step."""
+        # An epoch may begin and end within a step.
         size, first = self.rows_per_step, epoch * self.rows
         first_step = first // size + part_number * self._steps
         start = max(first, first_step * size)
@@ -267,7 +254,7 @@ class LengthGroupedOrder(Order):
 
 
 def quotas(weights: Sequence[float], draws: int) -> list[int]:
-    """Draws of each weight, adding up to `draws`: rounded down, and the remaining draws go to the largest remainders."""
+    """Draws of each weight, adding up to `draws`, by the largest remainders."""
     exact = np.asarray(weights, float) / np.sum(weights) * draws
     counts = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: draws - int(counts.sum())]] += 1

@@ -1,8 +1,8 @@
 """Training rows, mixtures of rows from several sources, and best-fit packing.
 
-Letters in names: B rows of a batch, T positions of a row. A row is four arrays of length T: input ids, labels (already
-shifted: `labels[t]` is the target of position t, or IGNORE), positions (restart with each record) and segments (which
-record, for the attention mask; padding is a segment of its own).
+B: rows of a batch; T: positions of a row. A row is four arrays of length T: input ids, labels
+(shifted: `labels[t]` is the target of position t, or IGNORE), positions (restart with each record)
+and segments (which record, for the attention mask; -1 for padding).
 """
 
 from abc import ABC, abstractmethod
@@ -22,13 +22,11 @@ IGNORE = -100
 MOST_WEIGHTS = 100  # of rows of data, each with packed rows of its own
 PACKED_TOGETHER = 1 << 18  # items; their rows are lists for a moment, 40 MB
 
-FILLED_TOGETHER = (
-    1 << 13
-)  # positions; larger temporary arrays come from the kernel anew each time: twice the CPU
+# Positions; larger temporary arrays come from the kernel again each time: twice the CPU.
+FILLED_TOGETHER = 1 << 13
 
-WIDTH_STEP = (
-    8  # widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few
-)
+# Widths of trimmed batches are multiples of it: tensor cores want that, and shapes stay few.
+WIDTH_STEP = 8
 
 Array = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -44,9 +42,8 @@ class Batch:
     """Rows as arrays of shape [B, T]."""
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
-    divisible: ClassVar[bool] = (
-        True  # whether each target counts by itself, so that a part of a row can be learnt
-    )
+    # Whether each target counts by itself, so that a part of a row can be trained on.
+    divisible: ClassVar[bool] = True
     input_ids_BT: Array
     labels_BT: Array
     positions_BT: Array
@@ -56,19 +53,18 @@ class Batch:
     def padding(cls, rows: int, width: int, pad_id: int) -> Self:
         """Rows without a token."""
         fills = (pad_id, IGNORE, 0, -1, *cls.FILLS)
-        arrays = np.empty(
-            (len(fills), rows, width), np.int64
-        )  # in one piece, which malloc keeps for the next batch
+        # In one piece, which malloc keeps for the next batch.
+        arrays = np.empty((len(fills), rows, width), np.int64)
         arrays[:] = np.reshape(fills, (-1, 1, 1))
         return cls(*arrays)
 
     @property
     def parts_BT(self) -> Array:
-        """Which record, or which branch of one, a position belongs to; negative: padding."""
+        """Which record, or branch of one, a position belongs to; negative: padding."""
         return self.segments_BT
 
     def spans(self, row: int) -> Iterator[tuple[int, int]]:
-        """(start, end) of each of these parts of a row, padding left out."""
+        """(start, end) of each part of a row, without padding."""
         parts = self.parts_BT[row]
         borders = [*np.flatnonzero(np.diff(parts, prepend=-2)).tolist(), len(parts)]
         return ((start, end) for start, end in pairwise(borders) if parts[start] >= 0)
@@ -79,7 +75,7 @@ class Batch:
         return int((self.labels_BT != IGNORE).sum())
 
     def without_targets(self) -> Self:
-        """The same rows without targets, so that the loss ignores them."""
+        """The same rows without targets."""
         return replace(self, labels_BT=np.full_like(self.labels_BT, IGNORE))
 
 
@@ -96,7 +92,7 @@ class Rows(ABC):
 
     @abstractmethod
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
-        """Write the rows with these numbers into these lines of the batch, which are padding before."""
+        """Write the rows with these numbers into these lines of the batch, which are padding."""
 
     @abstractmethod
     def counts(self) -> Counts:
@@ -108,7 +104,7 @@ class Rows(ABC):
         return len(self)
 
     def draws(self) -> list[tuple[int, float]]:
-        """(rows, weight of all of them together) of groups of rows, one after the other, that are drawn by weight."""
+        """(rows, their total weight) of consecutive groups of rows that are drawn by weight."""
         return [(len(self), 1.0)]
 
     def lengths(self) -> Array:
@@ -116,7 +112,7 @@ class Rows(ABC):
         return np.full(len(self), self.row_length)
 
     def width(self, rows: Collection[int]) -> int:
-        """Width T of a batch of these rows: `row_length`, or, if batches are trimmed, the longest row rounded up."""
+        """Width T of a batch: `row_length`, or, if trimmed, the longest row rounded up."""
         if not self.trimmed or not len(rows):
             return self.row_length
         longest = int(self.lengths()[np.asarray(rows)].max())
@@ -139,19 +135,16 @@ class Rows(ABC):
 
 
 class MixedRows(Rows):
-    """The rows of several groups, one group after the other; `weights[g]` is the share of group g among the rows drawn."""
+    """The rows of several groups; `weights[g]` is the fraction of rows drawn from group g."""
 
     def __init__(
         self, groups: Sequence[Rows], weights: Sequence[float], *, epoch: int | None = None
     ) -> None:
-        """`epoch`: rows of one pass, each of which has exactly these shares; None: as many as there are."""
+        """`epoch`: rows of one pass with exactly these fractions; None: all rows."""
         assert len(groups) == len(weights) > 0, f"{len(groups)} groups with {len(weights)} weights"
         self.groups, self.weights, self._epoch = tuple(groups), tuple(weights), epoch
-        self.row_length, self.pad_id, self.batch_type = (
-            groups[0].row_length,
-            groups[0].pad_id,
-            groups[0].batch_type,
-        )
+        self.row_length, self.pad_id = groups[0].row_length, groups[0].pad_id
+        self.batch_type = groups[0].batch_type
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
         self._lengths = np.concatenate([group.lengths() for group in groups])
@@ -164,7 +157,7 @@ class MixedRows(Rows):
         return self._epoch or len(self)
 
     def draws(self) -> list[tuple[int, float]]:
-        """Of a group with weighted rows, parts of its share by their weights."""
+        """Parts of each group's weight by the weights of its rows."""
         parts: list[tuple[int, float]] = []
         for group, weight in zip(self.groups, self.weights, strict=True):
             total = sum(part for _, part in group.draws())
@@ -192,7 +185,7 @@ class MixedRows(Rows):
         return self.groups[0].finished(batch)
 
     def counts(self) -> Counts:
-        """Sums over the groups; shares and multiplicities are weighted by what they are shares of."""
+        """Sums over the groups; fill and multiplicity are weighted means."""
         parts = [group.counts() for group in self.groups]
         total: Counts = {
             name: sum(group_counts[name] for group_counts in parts) for name in parts[0]
@@ -216,11 +209,9 @@ class MixedRows(Rows):
 
 
 def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing (Johnson 1973): numbers of each bin's items; the longest first, ties by number.
-
-    A bin's room is a small whole number, so open bins are kept by room, and a bit per room that has one shows the
-    tightest fit: 200,000 items take 0.3 s.
-    """
+    """Best-fit decreasing bin packing (Johnson 1973): the items of each bin, the longest first."""
+    # A bin's room is a small whole number, so open bins are kept by room, and a bit per room that
+    # has one shows the tightest fit: 200,000 items take 0.3 s.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
     bins: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps of bin numbers
@@ -253,7 +244,7 @@ def counted_up(starts: Array, lengths: Array) -> Array:
 
 
 class PackedRows(Rows):
-    """Rows of items, such as pieces of records. Packed, several share a row by best fit; else each is a row."""
+    """Rows of items, such as pieces of records; packed, several share a row."""
 
     def pack(self, sizes: Array, weights: Ids | None, *, packed: bool) -> None:
         """Plan the rows of items of these sizes; only items of one weight share a row."""
@@ -261,9 +252,10 @@ class PackedRows(Rows):
         orders, counts = [NONE], [NONE]
         self._draws: list[tuple[int, float]] = []
         for weight, numbers in by_weight(weights, len(sizes)):
-            order, items = np.arange(len(numbers)), np.ones_like(numbers)
             if packed:
                 order, items = _packed(sizes[numbers], self.row_length)
+            else:
+                order, items = np.arange(len(numbers)), np.ones_like(numbers)
             orders.append(numbers[order])
             counts.append(items)
             self._draws.append((len(items), weight * len(items)))
@@ -282,14 +274,13 @@ class PackedRows(Rows):
         return self._lengths
 
     def items_of(self, rows: Array) -> tuple[Array, Array]:
-        """(numbers of the items of these rows, one row after the other; how many each row has)."""
+        """(items of these rows, one row after the other; number of items of each row)."""
         begins = np.where(rows, self._ends[rows - 1], 0)
         counts = self._ends[rows] - begins
         return self._items[counted_up(begins, counts)], counts
 
 
 def _packed(sizes: Array, row_length: int) -> tuple[Array, Array]:
-    """Numbers of the items in the order of their rows, and the items of each row; packed block by block."""
     orders, counts = [NONE], [NONE]
     for first in range(0, len(sizes), PACKED_TOGETHER):
         rows = best_fit(sizes[first : first + PACKED_TOGETHER], row_length)
@@ -299,32 +290,32 @@ def _packed(sizes: Array, row_length: int) -> tuple[Array, Array]:
 
 
 def by_weight(weights: Ids | None, items: int) -> list[tuple[float, Array]]:
-    """(weight, numbers of the items that have it), the lightest first; all of weight 1 where there are no weights.
+    """(weight, items that have it), the lightest first; one entry of weight 1 without weights.
 
-    Items of one weight share rows, so that a row has a weight. Raises DataError where there are too many weights for that.
+    Raises DataError for more than MOST_WEIGHTS.
     """
     if weights is None:
         return [(1.0, np.arange(items))]
     distinct, which = np.unique(weights, return_inverse=True)
     if len(distinct) > MOST_WEIGHTS:
         raise DataError(
-            f"the rows of the training data have {len(distinct)} different weights, but rows of one weight are packed "
-            f"together, of at most {MOST_WEIGHTS}; round them, such as to one digit"
+            f"the rows of the training data have {len(distinct)} different weights, but rows of "
+            f"one weight are packed together, of at most {MOST_WEIGHTS}; round them, such as to "
+            "one digit"
         )
     return [
         (float(weight), np.flatnonzero(which == number)) for number, weight in enumerate(distinct)
     ]
 
 
-Intervals = tuple[
-    tuple[int, int], ...
-]  # pairs (from, to) of different token ids, between which no token is a target
+# Pairs (from, to) of different token ids, between which no token is a target.
+Intervals = tuple[tuple[int, int], ...]
 
 
 def masked(intervals: Intervals, ids: Ids, begins: Flags) -> Flags:
     """Which of the N tokens are not targets; `begins[t]` says that a record begins at t.
 
-    Each pair is followed on its own, and what any of them masks is masked.
+    A token is masked if any pair masks it.
     """
     mask = np.zeros(len(ids), bool)
     for opens, closes in intervals:

@@ -1,7 +1,4 @@
-"""Rows of preference pairs: both answers after their common prompt in one row, kept apart by the attention mask.
-
-Letters in names: B rows of a batch, T positions of a row, A answers of a batch.
-"""
+"""Rows of preference pairs: both answers after their prompt, apart by the attention mask."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, final
@@ -22,15 +19,15 @@ FILLED = ("input_ids_BT", "labels_BT", "positions_BT", "branches_BT", "answers_B
 
 @dataclass(frozen=True)
 class PairBatch(Batch):
-    """Rows of pairs. A token sees the earlier tokens of its own segment that are in branch 0 or in its own branch.
+    """Rows of pairs. A token sees earlier tokens of its segment in branch 0 or its own branch.
 
-    segments_BT    which pair of the row, -1 for padding; positions go on from the prompt in both of its branches
-    branches_BT    0: the common prompt without its last token; 1: that token and the answer that is preferred; 2: that
-                   token again and the other answer. A single rated answer is in branch 1. Labels are in answers only.
-    answers_BT     number of the answer in this batch that the label belongs to, -1 where there is none
-    answer_ids_A   2 * the number of the record in the shard set + 0 for the preferred or desirable answer, 1 for the other
-    ratings_A      1 if the answer is preferred or desirable, else -1; answers 2k and 2k + 1 of pairs are of one pair
-    references_A   log-probabilities of the answers under the reference model, in nats; None where there is none
+    segments_BT    which pair of the row, -1 for padding; positions continue the prompt
+    branches_BT    0: the prompt without its last token; 1: that token and the preferred answer, or
+                   a single rated one; 2: that token and the other answer. Only answers have labels.
+    answers_BT     number of the answer in this batch that the label belongs to; -1: none
+    answer_ids_A   2 * number of the record in the shard set + 0 (preferred or desirable) or 1
+    ratings_A      1 if the answer is preferred or desirable, else -1; 2k and 2k + 1 are a pair
+    references_A   log-probabilities of the answers under the reference model, in nats, or None
     """
 
     FILLS: ClassVar[tuple[int, ...]] = (0, -1)
@@ -53,7 +50,7 @@ class PairBatch(Batch):
         return np.bincount(lines[firsts], minlength=len(self.answers_BT)).astype(np.int64)
 
     def without_targets(self) -> Self:
-        """The same rows without targets and answers, so that the loss ignores them."""
+        """The same rows without targets and answers."""
         return replace(
             super().without_targets(),
             answers_BT=np.full_like(self.answers_BT, -1),
@@ -64,10 +61,9 @@ class PairBatch(Batch):
 
 
 def finished_pairs(batch: PairBatch) -> PairBatch:
-    """Number the answers of the batch, whose global numbers `answers_BT` holds so far.
+    """Number the answers of the batch row by row; `answers_BT` holds their global numbers.
 
-    They are numbered row by row, so that the answers of a pair follow each other; an answer that is in the batch twice
-    (of a mixture by weight) has two numbers.
+    An answer that is in the batch twice (of a mixture by weight) has two numbers.
     """
     places = np.flatnonzero(batch.answers_BT >= 0)
     width = batch.answers_BT.shape[1]
@@ -88,11 +84,10 @@ def finished_pairs(batch: PairBatch) -> PairBatch:
 
 @final
 class PairRows(PieceRows):
-    """Rows whose pieces are whole pairs.
+    """Rows whose pieces are complete pairs.
 
-    A pair that is longer than a row loses the first turns of its prompt, as few as possible, but never the last one. If it
-    is still too long it is left out and counted: half an answer has another probability than the whole one. A record in
-    which an answer has no live token is left out and counted, too.
+    A pair longer than a row loses the fewest first turns of its prompt, but never the last one. One
+    that is still too long, or has an answer without a live token, is left out and counted.
     """
 
     batch_type = PairBatch
@@ -107,7 +102,7 @@ class PairRows(PieceRows):
         header_length: int = 0,
         packed: bool = True,
     ) -> None:
-        """`header_length`: tokens between the end of a prompt's last turn and the answer (`ttrain.data.chat`)."""
+        """`header_length`: tokens between the prompt's last turn and the answer."""
         self._end_id, self._header_length = end_id, header_length
         super().__init__(shards, row_length, pad_id, packed=packed)
 
@@ -122,22 +117,11 @@ class PairRows(PieceRows):
         ids, live, parts = self.shards.row(record)
         prompt = np.arange(int(self.starts[piece]), int((parts == PROMPT).sum()))
         context, last = prompt[:-1], prompt[-1:]
-        none = np.full(len(context), -1)
-        columns = [
-            (
-                ids[context],
-                np.full(len(context), IGNORE),
-                np.arange(len(context)),
-                np.zeros_like(none),
-                none,
-            )
-        ]
-        for branch, part in enumerate(
-            (part for part in BRANCHES if (parts == part).any()), start=1
-        ):
-            tokens = np.concatenate(
-                [last, np.flatnonzero(parts == part)]
-            )  # by their place in the record
+        zeros = np.zeros(len(context), np.int64)
+        columns = [(ids[context], zeros + IGNORE, np.arange(len(context)), zeros, zeros - 1)]
+        present = (part for part in BRANCHES if (parts == part).any())
+        for branch, part in enumerate(present, start=1):
+            tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # places in the record
             is_live = live[tokens[1:]] != 0
             labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
             places = len(context) + np.arange(len(labels))
@@ -151,22 +135,18 @@ class PairRows(PieceRows):
             getattr(batch, name)[line, span] = np.concatenate(column)
 
     def counts(self) -> Counts:
-        """`dropped_tokens` are those of records that are left out, and of turns that a prompt lost."""
+        """`dropped_tokens` are of records left out, and of turns that a prompt lost."""
         pairs = self.totals["pairs"]
         pieces: Counts = {"pairs": pairs, "rated_answers": len(self.records) - pairs}
         return self.counted(pieces, {"too_long_dropped": self.totals["too_long_dropped"]})
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
-        """Only records longer than a row are handled one by one."""
-        sizes, live = _counted(column, only_live=False), _counted(column, only_live=True)
-        prompts, (chosen, rejected) = sizes[PROMPT], sizes[list(BRANCHES)]
+        # Only records longer than a row are handled one by one.
+        sizes, live = (_counted(column, only_live=only_live) for only_live in (False, True))
+        prompts, answers = sizes[PROMPT], sizes[list(BRANCHES)]
         shared = np.minimum(prompts, 1)  # tokens that each branch repeats
-        needed = np.where(chosen > 0, chosen + shared - 1, 0) + np.where(
-            rejected > 0, rejected + shared - 1, 0
-        )
-        is_learnt = ((live[list(BRANCHES)] > 0) | (sizes[list(BRANCHES)] == 0)).all(0) & (
-            needed > 0
-        )
+        needed = np.where(answers > 0, answers + shared - 1, 0).sum(0)
+        is_learnt = ((live[list(BRANCHES)] > 0) | (answers == 0)).all(0) & (needed > 0)
         starts = np.zeros(len(column), np.int64)
         for record in np.flatnonzero(
             is_learnt & (prompts - shared + needed > self.row_length)
@@ -183,7 +163,7 @@ class PairRows(PieceRows):
             cut_records=int((starts > 0).sum()),
             all_masked_dropped=int((~is_learnt).sum()),
             too_long_dropped=int((starts < 0).sum()),
-            pairs=int(((chosen > 0) & (rejected > 0) & fits).sum()),
+            pairs=int(((answers > 0).all(0) & fits).sum()),
             target_tokens=int(live[:, fits].sum()),
             used_tokens=int((sizes.sum(0) - starts)[fits].sum()),
         )
@@ -211,7 +191,6 @@ def answer_rows(
 
 
 def _counted(column: Column, *, only_live: bool) -> Array:
-    """Number of tokens of each part of each record, of shape [parts, records]."""
     assert column.live is not None and column.branches is not None, (
         "shards of pairs have a loss mask and branches"
     )

@@ -16,10 +16,10 @@ def words_of(text: str) -> list[str]:
 def plain(text: str) -> bytes:
     """The words without what stands between them.
 
-    Copies of a text differ in white space, punctuation and symbols, and Chinese has no spaces
-    (GPT-4's check of its benchmarks leaves them out too: https://arxiv.org/abs/2303.08774,
-    appendix C). Traditional and simplified characters stay different.
+    Copies of a text differ in white space, punctuation and symbols, and Chinese has no spaces.
     """
+    # As GPT-4's check of its benchmarks (https://arxiv.org/abs/2303.08774, appendix C).
+    # Traditional and simplified characters stay different.
     return BETWEEN_WORDS.sub("", _folded(text)).encode("utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine that call a function with many arguments; the results come in order."""
+"""Processes of this machine that call a function many times; results come in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ Tasks = Iterator[tuple[Any, ...]]  # the arguments of each call
 
 
 class Pool(Protocol):
-    """Calls a function with many tuples of arguments, in any process; results in order."""
+    """Calls a function with many tuples of arguments; results in order."""
 
     def map(self, function: Callable[..., Any], tasks: Tasks) -> Generator[Any]: ...
 
@@ -44,13 +43,12 @@ class Pool(Protocol):
 class Processes:
     """`workers` processes for many calls of `map`; one worker is this process itself.
 
-    They start with the second task, or when `begin` is called: a process takes 0.4 s until it can
-    work. They end with this one.
+    They start with the second task, or by `begin`, in 0.4 s, and end with this process.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._executor: ProcessPoolExecutor | None = None
+        self._executor: futures.ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Processes:
         return self
@@ -62,11 +60,13 @@ class Processes:
             )  # waits for the blocks in work: half a second
         self._executor = None
 
-    def begin(self) -> ProcessPoolExecutor:
+    def begin(self) -> futures.ProcessPoolExecutor:
         """Start the workers, if they do not run yet."""
         if self._executor is None:
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context, _start, (os.getpid(),))
+            self._executor = futures.ProcessPoolExecutor(
+                self.workers, context, _start, (os.getpid(),)
+            )
             environment = dict(os.environ)
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start
             resource_tracker.ensure_running()  # which unblocks the signal
@@ -84,7 +84,7 @@ class Processes:
         return self._executor
 
     def map(self, function: Callable[..., Any], tasks: Tasks) -> Generator[Any]:
-        """Results in order. Raises StageFailed where a worker was killed; finished work is kept."""
+        """Results in order. Raises StageFailed if a worker was killed."""
         first = list(itertools.islice(tasks, 2))
         tasks = itertools.chain(first, tasks)
         if self.workers == 1 or (len(first) < 2 and self._executor is None):
@@ -92,7 +92,7 @@ class Processes:
             return
         executor = self.begin()
         most_ahead = self.workers * TASKS_AHEAD
-        waiting: deque[Future[Any]] = deque()
+        waiting: deque[futures.Future[Any]] = deque()
         try:
             for task in tasks:
                 waiting.append(executor.submit(function, *task))
@@ -112,6 +112,5 @@ class Processes:
 
 
 def _start(parent: int) -> None:
-    """Begin the life of a worker, which ends with its parent: load what its first task needs."""
     end_with_parent(parent)
     importlib.import_module("ttrain.data.blocks")

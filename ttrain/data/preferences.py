@@ -1,4 +1,4 @@
-"""Read preferences in the formats of common data sets: a chosen and a rejected answer to a prompt, or one rated answer.
+"""Read preferences: a chosen and a rejected answer to a prompt, or one rated answer.
 
 Every rejection reason says what is wrong with the value and what to write instead.
 """
@@ -31,9 +31,9 @@ Sides = tuple[Turns, Turns, Turns]  # prompt, chosen, rejected
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt with the answer that is preferred and the one that is not; with the labels of its row.
+    """A prompt with a preferred answer and another, and the labels of its row.
 
-    A single rated answer stands in `chosen` if it is desirable, else in `rejected`; the other is empty then.
+    A single rated answer is `chosen` if it is desirable, else `rejected`; the other is empty.
     """
 
     prompt: Messages
@@ -54,7 +54,7 @@ class Preference:
         )
 
     def prompt_content(self) -> bytes:
-        """What identifies the prompt: the held-out part is chosen by it, so that no prompt is on both sides."""
+        """What identifies the prompt, by which the held-out part is chosen."""
         return orjson.dumps(_identity(self.prompt))
 
     def to_json(self) -> JsonDict:
@@ -78,7 +78,7 @@ class Preference:
 
 
 def is_preference(row: Row) -> bool:
-    """Whether a row has the keys of a preference. A completion counts as rated only by a label that is true or false."""
+    """Whether a row has the keys of a preference; the label of a completion is a boolean."""
     is_rated = all(row.get(key) is not None for key in RATED_KEYS) and isinstance(
         row.get("label"), bool
     )
@@ -86,14 +86,13 @@ def is_preference(row: Row) -> bool:
 
 
 def preference_of(row: Row, labels: Labels = ()) -> Preference:
-    """The preference in a row. A key that is null is absent. Raises Malformed with the reason."""
+    """The preference in a row. Raises Malformed with the reason."""
     if any(row.get(key) is not None for key in ANSWER_KEYS):
         prompt, chosen, rejected = _pair(row)
     else:
         prompt, chosen, rejected = _rated(row)
-    turns = chat_shapes.with_system_and_tools(prompt, row)
-    asked = tuple(map(chat_shapes.not_learnt, turns))
-    return Preference(asked, tuple(chosen), tuple(rejected), labels)
+    asked = map(chat_shapes.not_learnt, chat_shapes.with_system_and_tools(prompt, row))
+    return Preference(tuple(asked), tuple(chosen), tuple(rejected), labels)
 
 
 def _pair(row: Row) -> Sides:
@@ -104,7 +103,8 @@ def _pair(row: Row) -> Sides:
         other_prompt, rejected = chat_shapes.prompt_and_answer(asked, answers[1], "rejected")
         require(
             len(prompt) == len(other_prompt),
-            "'chosen' and 'rejected' have no common prompt: one has turns before it; write both alike",
+            "'chosen' and 'rejected' have no common prompt: one has turns before it; "
+            "write both alike",
         )
     else:
         chosen, rejected = map(chat_shapes.turns_of, answers, ANSWER_KEYS)
@@ -112,7 +112,8 @@ def _pair(row: Row) -> Sides:
         size = [*alike, False].index(False)
         require(
             size,
-            "'chosen' and 'rejected' have no common prompt: their first turns differ; write it under 'prompt'",
+            "'chosen' and 'rejected' have no common prompt: their first turns differ; "
+            "write it under 'prompt'",
         )
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     require(
@@ -125,15 +126,16 @@ def _pair(row: Row) -> Sides:
 
 
 def _rated(row: Row) -> Sides:
-    """The sides of a single answer with a label."""
     require(
         row.get("completion") is not None,
-        f"none of the keys 'chosen', 'rejected' and 'completion' holds an answer; write {PREFERENCE_FIELDS}",
+        "none of the keys 'chosen', 'rejected' and 'completion' holds an answer; "
+        f"write {PREFERENCE_FIELDS}",
     )
     label = row.get("label")
     require(
         isinstance(label, bool),
-        f"'label' is {kind_of(label)} beside 'completion'; write true (the answer is good) or false",
+        f"'label' is {kind_of(label)} beside 'completion'; "
+        "write true (the answer is good) or false",
     )
     require(
         row.get("prompt") is not None,
@@ -147,7 +149,6 @@ def _rated(row: Row) -> Sides:
 
 
 def _answer_turns(row: Row, key: str) -> RawTurns:
-    """The turns of an answer as they stand in the row: of a text, a turn or a list of turns."""
     if isinstance(row.get(key), dict):
         return [row[key]]
     other_key = "chosen" if key == "rejected" else "rejected"
@@ -155,7 +156,6 @@ def _answer_turns(row: Row, key: str) -> RawTurns:
 
 
 def _prompt_turns(row: Row, answers: Sequence[RawTurns]) -> RawTurns:
-    """The turns of the prompt as they stand in the row, without an answer that it holds too."""
     key = next(key for key in PROMPT_KEYS if row.get(key) is not None)
     if key == "instruction":
         prompt = [message.to_json() for message in chat_shapes.alpaca_question(row)]

@@ -1,8 +1,7 @@
-"""The quickstart's data: text of the Python documentation that ships with ttrain, cut as the settings say.
+"""The quickstart's data: text of the Python documentation, cut as the settings say.
 
-Four data sets, each with a held-out part: documents, chats, pairs of answers, and chats of another
-domain. `configs/quickstart/make.py` made the file, and says what the rows are. They stand in the
-order of a hash, so the first ones are a random sample.
+`configs/quickstart/make.py` made the file, and documents its rows. They stand in the order of a
+hash, so the first ones are a random sample.
 """
 
 import itertools
@@ -15,7 +14,6 @@ from typing import Any
 from ttrain.config import PythonDocs
 from ttrain.config.yaml_text import configs_directory
 from ttrain.data import json_rows
-from ttrain.data.json_rows import Tally
 
 PAIRS_SHARE = 0.375  # of as many as there are chats
 LETTERS = 800  # of about 1500
@@ -31,16 +29,14 @@ def text_file() -> Path:
 def build(output: Path, settings: PythonDocs) -> dict[str, dict[str, int]]:
     """Write the eight files under `output`; returns rows and UTF-8 bytes of each.
 
-    The number of chats and letters is that of the training rows, the bytes are of all documents.
+    The settings count training rows, and the bytes of all documents.
     """
     rows: dict[str, list[Row]] = defaultdict(list)
-    for _, _, row in json_rows.read([str(text_file())], Tally(), MAX_LINE_BYTES):
+    for _, _, row in json_rows.read([str(text_file())], json_rows.Tally(), MAX_LINE_BYTES):
         rows[row.pop("set")].append(row)
     room = settings.document_bytes - count_bytes(rows["pretrain_heldout"])
     sizes = itertools.accumulate(count_bytes([row]) for row in rows["pretrain"])
-    rows["pretrain"] = [
-        row for row, size in zip(rows["pretrain"], sizes, strict=True) if size <= room
-    ]
+    rows["pretrain"] = rows["pretrain"][: sum(size <= room for size in sizes)]
     rows["sft"] = rows["sft"][: settings.chat_rows]
     rows["dpo"] = rows["dpo"][: round(PAIRS_SHARE * settings.chat_rows)]
     rows["lora"] = rows["lora"][:LETTERS]
@@ -54,14 +50,13 @@ def count_bytes(rows: Iterable[Row]) -> int:
 
 
 def _texts(row: Row) -> list[str]:
-    turns = row.get("messages") or row.get("prompt") or ()
-    return [row[key] for key in ("text", "chosen", "rejected") if key in row] + [
-        turn["content"] for turn in turns
+    return [
+        *(row[key] for key in ("text", "chosen", "rejected") if key in row),
+        *(turn["content"] for turn in row.get("messages") or row.get("prompt") or ()),
     ]
 
 
 def _write(path: Path, rows: list[Row]) -> dict[str, int]:
-    """One JSON object per line; returns rows and UTF-8 bytes of the text."""
     path.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
         encoding="utf-8",

@@ -1,8 +1,9 @@
-"""Rows of documents: windows over one stream of all documents, or over each document alone."""
+"""Rows of documents (windows over one stream, or over each alone) and of chats."""
 
 from abc import abstractmethod
 from collections import Counter
 from functools import cached_property
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -29,10 +30,10 @@ TOKENS_PER_PASS = 1 << 20  # read at a time when targets are counted
 
 
 class WindowRows(Rows):
-    """Rows that are windows of the stream of all documents: inputs `start` to `end`, targets one place later.
+    """Rows that are windows of the stream of all documents.
 
-    A position is a target unless it is its document's first or lies in a masked region. Positions restart where a document
-    begins and at the start of the row.
+    A position is a target unless it is its document's first or masked. Positions restart with each
+    document and each row.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class WindowRows(Rows):
 
     @abstractmethod
     def windows(self, rows: Array) -> ThreeArrays:
-        """(position of the first input, number of inputs) of each window of these rows, and the windows of each row."""
+        """(first input, number of inputs) of each window, and the windows of each row."""
 
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         starts, lengths, windows = self.windows(rows)
@@ -63,16 +64,15 @@ class WindowRows(Rows):
         labels[piece_starts] = IGNORE  # the first token of a document, predicted from another one
         if self.masks:
             firsts = ranges.firsts.repeat(ranges.counts)
-            for start, first, end in zip(
-                starts.tolist(), [0, *window_ends.tolist()], window_ends.tolist(), strict=False
-            ):
+            borders = pairwise([0, *window_ends.tolist()])
+            for start, (first, end) in zip(starts.tolist(), borders, strict=True):
                 # A region may have begun before the window.
                 before = self.shards.stream(int(firsts[first]), start)
                 ids = np.concatenate([before, ranges.ids[first:end]])
                 places = start - len(before) + np.arange(len(ids))
                 mask = masked(self.masks, ids, np.isin(places, firsts[first:end]))
                 labels[first:end][mask[len(before) :]] = IGNORE
-        inputs, targets = np.ones(len(labels), bool), np.ones(len(labels), bool)
+        inputs, targets = np.ones((2, len(labels)), bool)
         inputs[window_ends - 1] = targets[window_ends - lengths - 1] = False
         row_lengths = np.add.reduceat(lengths, windows.cumsum() - windows)
         at = counted_up(lines * batch.input_ids_BT.shape[1], row_lengths)
@@ -84,7 +84,7 @@ class WindowRows(Rows):
         batch.segments_BT.reshape(-1)[at] = ranges.numbers.repeat(ranges.counts)[inputs]
 
     def counts(self) -> Counts:
-        """Counts of the rows; `target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
+        """`target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
         learnable = self.shards.tokens - len(self.shards)
         distinct, targets = self._counted
         return {
@@ -101,7 +101,7 @@ class WindowRows(Rows):
 
     @cached_property
     def _counted(self) -> tuple[int, int]:
-        """(distinct targets, targets of all rows); without masks and overlap no token is read."""
+        # Without masks and overlap no token is read.
         distinct = self.shards.tokens - len(self.shards)
         if self.masks:
             distinct = _live_tokens(
@@ -112,10 +112,10 @@ class WindowRows(Rows):
 
 @final
 class DocumentRows(WindowRows):
-    """Windows over documents one after the other; a document that spans two rows goes on in the next.
+    """Windows over consecutive documents; a document may span several rows.
 
-    With a stride of `row_length`, the default, every token but each document's first is a target exactly once in an epoch,
-    and nothing is dropped. Opening reads only the index.
+    With a stride of `row_length` every token but each document's first is a target once in an
+    epoch. Opening reads only the index.
     """
 
     def __len__(self) -> int:
@@ -123,11 +123,8 @@ class DocumentRows(WindowRows):
 
     def windows(self, rows: Array) -> ThreeArrays:
         starts = rows * self.stride
-        return (
-            starts,
-            np.minimum(self.row_length, self.shards.tokens - 1 - starts),
-            np.ones_like(rows),
-        )
+        lengths = np.minimum(self.row_length, self.shards.tokens - 1 - starts)
+        return starts, lengths, np.ones_like(rows)
 
     def lengths(self) -> Array:
         lengths = super().lengths()
@@ -138,12 +135,11 @@ class DocumentRows(WindowRows):
 
 @final
 class SeparateDocumentRows(PackedRows, WindowRows):
-    """Windows over each document alone, which therefore begins at its own beginning.
+    """Windows over each document alone, which begins at its own beginning.
 
-    Packed, several windows share a row by best fit: of the quickstart's tokens 17 % lie in a row without the beginning of
-    their document, in one stream 41 %, and rows are as full (0.999). Else a row holds one document, and batches are trimmed
-    to their longest row. A document longer than a row takes several windows, each beginning with the last target of the
-    one before. Opening reads all offsets, and packs a million documents in 2 s.
+    Packed, several windows share a row by best fit; else each is a row, and batches are trimmed. A
+    document longer than a row takes several windows. Opening reads all offsets, and packs a million
+    documents in 2 s.
     """
 
     def __init__(
@@ -156,6 +152,8 @@ class SeparateDocumentRows(PackedRows, WindowRows):
         stride: int | None = None,
         masks: Intervals = (),
     ) -> None:
+        # Of the quickstart's tokens 17 % lie in a row without the beginning of their document if
+        # windows are packed, 41 % in one stream; rows are as full (0.999).
         super().__init__(shards, row_length, pad_id, stride=stride, masks=masks)
         _, document, tokens_before = document_windows(shards.lengths, row_length, self.stride)
         self._starts: Array = shards.starts[document] + tokens_before
@@ -169,13 +167,13 @@ class SeparateDocumentRows(PackedRows, WindowRows):
 
 
 def window_count(tokens: npt.ArrayLike, row_length: int, stride: int) -> Array:
-    """Number of windows that cover the targets of so many tokens, which are all but the first."""
+    """Number of windows that cover the targets of so many tokens."""
     targets = np.asarray(tokens) - 1
     return np.where(targets > 0, 1 + -(-np.maximum(0, targets - row_length) // stride), 0)
 
 
 def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArrays:
-    """(windows of each document; of each window the number of its document, and the document's tokens before it)."""
+    """(windows of each document; document of each window, and its tokens before it)."""
     counts = window_count(lengths, row_length, stride)
     documents = np.repeat(np.arange(len(lengths)), counts)
     firsts = np.cumsum(counts) - counts
@@ -183,19 +181,19 @@ def document_windows(lengths: Array, row_length: int, stride: int) -> ThreeArray
 
 
 def _live_tokens(rows: Rows) -> int:
-    """Targets of all rows."""
-    numbers, together = np.arange(len(rows)), max(1, TOKENS_PER_PASS // rows.row_length)
-    parts = (numbers[first : first + together] for first in range(0, len(rows), together))
+    together = max(1, TOKENS_PER_PASS // rows.row_length)
+    parts = np.split(np.arange(len(rows)), range(together, len(rows), together))
     return sum(rows.batch(part).live_tokens for part in parts)
 
 
 class PieceRows(PackedRows):
-    """Rows of pieces of records. Packed, several share a row by best fit; else each is a row of its own."""
+    """Rows of pieces of records; packed, several share a row by best fit."""
 
     def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
         """Plan and pack; what `plan` reads is set before."""
         self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
-        # Of all records; `used_tokens` are in any piece, and one that ends a piece and begins the next counts once.
+        # Of all records; `used_tokens` are in any piece: one that ends a piece and begins the next
+        # counts once.
         self.totals: Counter[str] = Counter()
         plans, first = [(NONE, NONE, NONE)], 0
         for column in shards.columns():
@@ -207,7 +205,7 @@ class PieceRows(PackedRows):
 
     @abstractmethod
     def plan(self, column: Column, first: int) -> ThreeArrays:
-        """(record, its first token, positions) of every piece of a shard, whose records are numbered from `first`."""
+        """(record, first token, positions) of the pieces of a shard; records count from `first`."""
 
     @abstractmethod
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
@@ -221,7 +219,7 @@ class PieceRows(PackedRows):
                 position += int(self.sizes[piece])
 
     def counted(self, pieces: Counts, dropped: Counts | None = None) -> Counts:
-        """The counts that all rows of pieces have, with those of the `pieces` and of records `dropped` for other reasons."""
+        """Counts of all rows of pieces, with more of `pieces` and of `dropped` records."""
         return {
             "rows": len(self),
             "row_length": self.row_length,
@@ -238,10 +236,9 @@ class PieceRows(PackedRows):
 
 @final
 class ChatRows(PieceRows):
-    """Every live token is a target exactly once in an epoch, and every piece has one.
+    """Rows of conversations; every live token is a target once in an epoch, every piece has one.
 
-    If they are not packed, a batch is as wide as its longest row. A conversation without a live token is left out and
-    counted.
+    A conversation without a live token is left out and counted.
     """
 
     def __init__(
@@ -263,9 +260,9 @@ class ChatRows(PieceRows):
         if self.masks:
             targets &= ~masked(self.masks, ids, np.arange(len(ids)) == 0)
         start, size = int(self.starts[piece]), int(self.sizes[piece])
-        inputs, following = slice(start, start + size), slice(start + 1, start + size + 1)
+        following = slice(start + 1, start + size + 1)
         row_range = slice(position, position + size)
-        batch.input_ids_BT[line, row_range] = ids[inputs]
+        batch.input_ids_BT[line, row_range] = ids[start : start + size]
         batch.labels_BT[line, row_range] = np.where(
             targets[following], ids[following].astype(np.int64), IGNORE
         )
@@ -273,12 +270,20 @@ class ChatRows(PieceRows):
         batch.segments_BT[line, row_range] = segment
 
     def counts(self) -> Counts:
-        """`dropped_tokens` are those of conversations left out, and context that no piece of a long one holds."""
+        """`dropped_tokens`: of conversations left out, and context that no piece holds."""
         return self.counted({"pieces": len(self.records)})
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
-        """Only records longer than a row are handled one by one, so 200,000 chats take a second."""
-        lengths, live = np.diff(column.offsets), self._live(column)
+        # Only records longer than a row are handled one by one, so 200,000 chats take a second.
+        lengths = np.diff(column.offsets)
+        assert column.live is not None
+        live: Flags = column.live != 0
+        # A record's first token is no target, since nothing precedes it.
+        begins = np.zeros(len(live), bool)
+        begins[column.offsets[:-1][lengths > 0]] = True
+        live &= ~begins
+        if self.masks:
+            live &= ~masked(self.masks, column.tokens, begins)
         targets = sums_by_record(live, column.offsets)
         whole = np.flatnonzero((targets > 0) & (lengths <= self.row_length + 1))
         self.totals.update(
@@ -289,13 +294,8 @@ class ChatRows(PieceRows):
         records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
-            spans = np.array(
-                cut(
-                    live[token_range],
-                    np.flatnonzero(column.tokens[token_range] == self._end_id) + 1,
-                    self.row_length,
-                )
-            )
+            borders = np.flatnonzero(column.tokens[token_range] == self._end_id) + 1
+            spans = np.array(cut(live[token_range], borders, self.row_length))
             used = spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])
             self.totals.update(cut_records=1, used_tokens=int(used.sum()))
             records.append(np.full(len(spans), record))
@@ -303,25 +303,15 @@ class ChatRows(PieceRows):
             sizes.append(spans[:, 1] - spans[:, 0] - 1)
         return first + np.concatenate(records), np.concatenate(starts), np.concatenate(sizes)
 
-    def _live(self, column: Column) -> Flags:
-        """Which tokens of a shard are targets; a record's first token never is, since nothing precedes it."""
-        assert column.live is not None
-        live: Flags = column.live != 0
-        begins = np.zeros(len(live), bool)
-        begins[column.offsets[:-1][np.diff(column.offsets) > 0]] = True
-        live &= ~begins
-        if self.masks:
-            live &= ~masked(self.masks, column.tokens, begins)
-        return live
-
 
 def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:
-    """Pieces (start, end) of a long conversation, of at most row_length + 1 tokens, of which the first is an input only.
+    """Pieces (start, end) of a long conversation, of at most row_length + 1 tokens.
 
-    `borders` are the places at which a turn ends and the next one begins. A piece takes whole turns up to the last answer
-    that fits. If not even the next answer fits after its context, the piece ends with that answer and begins as
-    early as it can. An answer longer than a row is cut: its first piece begins with half a row of context, and each next
-    piece begins with the last token of the previous one, so that each live token is a target once.
+    A piece's first token is an input only; `borders` are the ends of turns. A piece takes complete
+    turns up to the last answer that fits. If the next answer does not fit after its context, the
+    piece ends with it and begins as early as it can. An answer longer than a row is cut: its first
+    piece begins with half a row of context, each next one with the last token of the previous one,
+    so that each live token is a target once.
     """
     room = row_length + 1
     places = np.flatnonzero(live)

@@ -1,4 +1,4 @@
-"""Parse documents, conversations and preferences from JSON objects, and split them into training and held-out part."""
+"""Parse documents, conversations and preferences from JSON objects, and split them."""
 
 import functools
 import hashlib
@@ -27,24 +27,27 @@ from ttrain.data.preferences import (
 from ttrain.data.tools import Malformed, kind_of
 
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
-# Keys whose values can group an evaluation. They are stored with held-out records, but are not part of their identity.
+# Keys whose values can group an evaluation. They are stored with held-out records, but are not part
+# of their identity.
 LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
 
-WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is learnt
+WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is trained on
+
+LEAST_SHARE, MOST_SHARE, ENOUGH_ROWS = 0.02, 0.2, 50  # of reading.heldout_fraction=auto
 
 PLACE_BYTES = 8  # of a content hash: they decide whether a record is held out
 
 
 @dataclass(frozen=True)
 class TextDocument:
-    """A text to learn from, with the labels of its row."""
+    """A text to train on, with the labels of its row."""
 
     text: str
     labels: Labels = ()
     weight: float = 1.0
 
     def content(self) -> bytes:
-        """What identifies the record, wherever it stands."""
+        """What identifies the record."""
         return self.text.encode("utf-8")
 
     def to_json(self) -> JsonDict:
@@ -53,14 +56,14 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of system, user, assistant and tool in any order, with at least one answer; with the labels of their row."""
+    """Turns in any order, with at least one answer, and the labels of their row."""
 
     messages: Messages
     labels: Labels = ()
     weight: float = 1.0
 
     def content(self) -> bytes:
-        """What identifies the record, wherever it stands."""
+        """What identifies the record."""
         return orjson.dumps([message.identity() for message in self.messages])
 
     def to_json(self) -> JsonDict:
@@ -91,7 +94,7 @@ class Rejected:
 def read(
     paths: Sequence[str], parse: Parser, tally: Tally, max_line_bytes: int, text_field: str = TEXT
 ) -> Iterator[Record]:
-    """Good records of the files in order; the tally counts the others. `text_field` is the key for text of `.txt` files."""
+    """Good records of the files in order; the tally counts the others."""
     rows = json_rows.read(paths, tally, max_line_bytes, text_field)
     return (record for _, record in accepted(rows, parse, tally))
 
@@ -115,7 +118,6 @@ def accepted(rows: Iterable[Row], parse: Parser, tally: Tally) -> Iterator[tuple
 
 
 def _weighted(record: Record, weight: object) -> Record | Skipped | Rejected:
-    """The record with the weight of its row: how often it is drawn, compared with a row of weight 1."""
     fix = "write how often the row is drawn, compared with one of weight 1, or leave the key out"
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         return Rejected(f"'{WEIGHT}' is {kind_of(weight)}, not a number; {fix}")
@@ -130,12 +132,15 @@ def document_keys(text_field: str) -> tuple[str, ...]:
 
 
 def document_fields(text_field: str, prefix: str = "reading.") -> str:
-    """`document_keys` as part of a message; `prefix` comes before the name of the setting `text_field`."""
-    return f"the key {' or '.join(repr(key) for key in document_keys(text_field))} ({prefix}text_field) with a text"
+    """`document_keys` as part of a message; `prefix` comes before `text_field`."""
+    return (
+        f"the key {' or '.join(map(repr, document_keys(text_field)))} "
+        f"({prefix}text_field) with a text"
+    )
 
 
 def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skipped | Rejected]:
-    """A parser of documents with their text under `text_field`; for the default, "text", under the first of DOCUMENT_KEYS.
+    """A parser of documents with their text under `text_field`, or the first of DOCUMENT_KEYS.
 
     `paragraphs` may be a list of texts, which are joined by newlines.
     """
@@ -163,7 +168,7 @@ def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skip
 
 
 def labels_of(row: JsonDict) -> Labels:
-    """The LABELS of a row that are short texts; a long text would be different in every row."""
+    """The LABELS of a row that are short texts."""
     return tuple(
         (key, value)
         for key in LABELS
@@ -172,8 +177,6 @@ def labels_of(row: JsonDict) -> Labels:
 
 
 def _rejecting(parse: Callable[[JsonDict], Record | Skipped]) -> Parser:
-    """A parser whose Malformed rows are Rejected."""
-
     @functools.wraps(parse)
     def parse_or_reject(value: JsonDict) -> Record | Skipped | Rejected:
         try:
@@ -188,10 +191,7 @@ def _rejecting(parse: Callable[[JsonDict], Record | Skipped]) -> Parser:
 
 @_rejecting
 def parse_conversation(value: JsonDict) -> Conversation | Skipped:
-    """Parse a chat in one of the formats that `messages_of` reads.
-
-    A key that is null counts as absent. Roles may come in any order.
-    """
+    """Parse a chat in one of the formats that `messages_of` reads."""
     messages = messages_of(value)
     answers = (turn for turn in messages if turn.role == "assistant" and turn.in_loss)
     if all(is_blank(turn.content) for turn in answers):
@@ -201,7 +201,7 @@ def parse_conversation(value: JsonDict) -> Conversation | Skipped:
 
 @_rejecting
 def parse_preference(value: JsonDict) -> Preference:
-    """Parse a preference in one of the formats that `preference_of` reads. A row without two different answers is bad."""
+    """Parse a preference in one of the formats that `preference_of` reads."""
     return preference_of(value, labels_of(value))
 
 
@@ -213,12 +213,11 @@ def parser_of(kind: str, text_field: str) -> Parser:
 
 
 def without_reasoning_loss(record: Conversation | Preference) -> Conversation | Preference:
-    """The chat or pair with its reasoning as context of the answers, not trained on."""
+    """The chat or pair with its reasoning as context, not trained on."""
     names = ("messages",) if isinstance(record, Conversation) else ("chosen", "rejected")
-    masked: dict[str, Any] = {
-        name: tuple(replace(turn, thought_in_loss=False) for turn in getattr(record, name))
-        for name in names
-    }
+    masked: dict[str, Any] = {}
+    for name in names:
+        masked[name] = tuple(replace(t, thought_in_loss=False) for t in getattr(record, name))
     return replace(record, **masked)
 
 
@@ -235,11 +234,8 @@ def kind_of_row(row: JsonDict) -> Kind:
 
 
 def content_hash(record: Record) -> bytes:
-    """16 bytes that identify the content of a record.
-
-    Half of the 16 bytes of a preference are its prompt's, so that pairs of one prompt are on the same side of a split.
-    """
-    if isinstance(record, Preference):
+    """16 bytes that identify a record's content; of a preference, half are its prompt's."""
+    if isinstance(record, Preference):  # pairs of one prompt are on the same side of a split
         return (
             hash_of(record.prompt_content())[:PLACE_BYTES] + hash_of(record.content())[PLACE_BYTES:]
         )
@@ -247,7 +243,7 @@ def content_hash(record: Record) -> bytes:
 
 
 def hash_of(content: bytes) -> bytes:
-    """16-byte hash, such as of the content of a record."""
+    """16-byte hash."""
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
@@ -257,11 +253,11 @@ def position(record: Record) -> float:
 
 
 def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Record]]:
-    """(held out?, record): held out are positions below `fraction`, so no record moves when files are added.
+    """(held out?, record): held out are positions below `fraction`.
 
-    If there are none, the lowest row (and its copies) is held out, so that a small set can be evaluated too; it is yielded
-    last.
+    If there are none, the lowest row and its copies are held out and come last.
     """
+    # By content, so that no record moves when files are added.
     lowest: list[Record] = []
     lowest_place = 1.0
     for record in rows:
@@ -279,11 +275,8 @@ def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Recor
     yield from ((lowest_place > 0, record) for record in lowest)
 
 
-LEAST_SHARE, MOST_SHARE, ENOUGH_ROWS = 0.02, 0.2, 50  # of reading.heldout_fraction=auto
-
-
 def with_heldout_share(reading: Reading, paths: Sequence[str], parse: Parser) -> Reading:
-    """The settings with the number that `auto` means for the rows of these files."""
+    """The settings with the number that `auto` means for these rows."""
     if reading.heldout_fraction != AUTO:
         return reading
     rows = read(paths, parse, Tally(), reading.max_line_bytes, reading.text_field)
@@ -291,12 +284,13 @@ def with_heldout_share(reading: Reading, paths: Sequence[str], parse: Parser) ->
 
 
 def heldout_share(rows: Iterable[Record], limit: int | None = None) -> float:
-    """The share of the distinct rows that `auto` holds out: max(2 %, min(50 rows, 20 %)), of at most `limit` rows.
+    """The fraction of distinct rows that `auto` holds out: max(2 %, min(50 rows, 20 %)).
 
-    It is 2 % from 2,500 rows on, so that many are read. While a data set grows it does not rise, so that no row that was
-    trained on is held out later; but once, at 100 rows. From there on at least 20 rows are held out, which the models need
-    to be judged: of sets of 100 rows, 46 % have fewer below 20 %.
+    Reads at most `limit` rows, and 2,500, from which on it is 2 %.
     """
+    # While a data set grows the fraction does not rise, so that no row that was trained on is held
+    # out later; but once, at 100 rows. From there on at least 20 rows are held out, which a verdict
+    # needs: of sets of 100 rows, 46 % have fewer below 20 %.
     most = min(round(ENOUGH_ROWS / LEAST_SHARE), limit or math.inf)
     positions = set[float]()
     for record in rows:
@@ -305,7 +299,6 @@ def heldout_share(rows: Iterable[Record], limit: int | None = None) -> float:
             break
     count = max(1, len(positions))
     share = max(LEAST_SHARE, min(ENOUGH_ROWS / count, MOST_SHARE))
-    is_whole_set = count < most
-    if is_whole_set and count * MOST_SHARE >= FEWEST_RECORDS:
+    if count < most and count * MOST_SHARE >= FEWEST_RECORDS:  # all rows were read
         share = max(share, math.nextafter(sorted(positions)[FEWEST_RECORDS - 1], 1.0))
     return share

@@ -1,4 +1,4 @@
-"""Choose the rows of a set of shards: duplicates, the held-out part, limits, by 32 bytes a row."""
+"""Choose the rows of a set of shards: duplicates, the held-out part, limits."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
 
 class Selection:
-    """The rows of all blocks, in order, and which are selected; those of a block are views."""
+    """All rows of the blocks, and which are selected; a block's arrays are views of these."""
 
     def __init__(self, built_blocks: Sequence[BuiltBlock], tallies: Tallies, kind: str) -> None:
         self._tallies, self._kind = tallies, kind
@@ -48,7 +48,7 @@ class Selection:
         self.selected &= ~flags
 
     def select(self, reading: Reading) -> int:
-        """Leave out what a held-out file has, duplicates, and what is beyond the limit.
+        """Leave out rows of held-out files, duplicates, and rows beyond the limit.
 
         Returns the number of duplicate rows.
         """
@@ -76,9 +76,9 @@ class Selection:
     def hold_out_lowest_row(self, kept_back: Flags) -> tuple[BuiltBlock, int] | None:
         """If nothing was held out, move the row with the lowest hash out of the training part.
 
-        This lets a small set be evaluated too. Returns the first block with the row, and its number
-        there. Copies of the row, and other pairs of its prompt, leave the training part with it. The
-        last row that may be trained on stays: then it is one of those `kept_back`.
+        Returns the first block with the row, and its number there. Copies of the row, and other
+        pairs of its prompt, leave the training part too. The last row that may be trained on
+        stays; then the row is one of those `kept_back`.
         """
         if (self._is_heldout & self.selected).any():
             return None
@@ -91,14 +91,13 @@ class Selection:
         same = self.selected & (keys == keys[lowest])
         self.selected[same.argmax()] = False  # it is kept, in the held-out part
         self.leave_out(HELD_OUT, same)
-        number = int(self._starts.searchsorted(lowest, "right")) - 1
-        block, span = self._spans[number]
+        block, span = self._spans[int(self._starts.searchsorted(lowest, "right")) - 1]
         return block, lowest - span.start
 
     def matched_rows(
         self, matches: Iterable[Sequence[TextMatch]]
     ) -> list[tuple[int, str, TextMatch]]:
-        """(row, name of its file, match with its line there), of each block of training files."""
+        """(row, name of its file, match with its line there), of training files."""
         rows: list[tuple[int, str, TextMatch]] = []
         training_blocks = [(block, span) for block, span in self._spans if block.role == "train"]
         # The first rows alone need the first blocks.
@@ -113,7 +112,6 @@ class Selection:
 
 
 def _split_keys(table: Table, kind: str) -> Ids:
-    """What may not be in both parts: the content of a row, of a pair its prompt (`content_hash`)."""
     if kind == "pairs":
         return table[:, 0]
     return np.ascontiguousarray(table[:, :2]).view([("", np.uint64)] * 2).ravel()

@@ -1,7 +1,6 @@
 """Make a set of shards from files: encode blocks in any process, choose rows, write both parts.
 
-What needs all rows is decided by `selection`. A block whose rows are all selected is linked into its
-part; of another its selected rows are written there.
+A block whose rows are all selected is linked into its part; else its selected rows are written.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from ttrain.core import redact
 from ttrain.core.files import JsonDict, link_or_copy, read_object, write_bytes, write_json
 from ttrain.data import blocks, contamination, records, shards
 from ttrain.data.blocks import BLOCKS, PARTS, Block, BlockRecipe, BuiltBlock, FilesByRole, Table
-from ttrain.data.contamination import OverlapCheck, TextMatch
 from ttrain.data.json_rows import Tally
 from ttrain.data.near_duplicates import NEAR_DUPLICATE, NearDuplicateSearch
 from ttrain.data.packing import Words
@@ -33,7 +31,7 @@ REJECTED = Path("run", "rejected.jsonl")
 
 @dataclass
 class ShardSetResult:
-    """The result of sharding: counts of both parts, one tally per role, one entry per file."""
+    """The result of sharding: counts of both parts, by role, and by file."""
 
     parts: dict[str, JsonDict]
     tallies: dict[str, Tally]
@@ -49,11 +47,9 @@ class ShardSetResult:
         """The counts of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
         others = [field.name for field in fields(self)][2:]
+        parts = self.parts.items()
         return {
-            **{
-                part_name: {name: index[name] for name in names}
-                for part_name, index in self.parts.items()
-            },
+            **{part_name: {name: index[name] for name in names} for part_name, index in parts},
             "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
             **{name: value for name in others if (value := getattr(self, name)) is not None},
         }
@@ -69,9 +65,7 @@ class Work:
     reading: Reading
     block_bytes: int
     pool: Pool
-    progress: Callable[[int, int], None] = lambda rows, block_count: (
-        None
-    )  # gets their numbers so far
+    progress: Callable[[int, int], None] = lambda rows, blocks: None  # gets their numbers so far
 
     def cut(self, role: str) -> Iterator[Block]:
         """The blocks of the role's files, before they are made."""
@@ -82,24 +76,22 @@ class Work:
 def build(
     work: Work,
     weights: Sequence[float] = (),
-    against: OverlapCheck | None = None,
+    against: contamination.OverlapCheck | None = None,
     earlier: Sequence[Path] = (),
     earlier_heldout: Table | None = None,
 ) -> ShardSetResult:
-    """Make `train/` and `heldout/` under the output.
+    """Make `train/` and `heldout/` under the output; complete blocks are reused.
 
     `weights`: of the sources. `against`: the evaluation items that training documents are checked
-    against. `earlier`: sets of shards whose documents count as near-duplicates' originals.
-    `earlier_heldout`: content hashes of rows that are not to be trained on.
-    Complete blocks that exist already are reused, so a run that was killed resumes. Raises DataError
-    for a file that cannot be read.
+    against. `earlier`: sets of shards with originals of near-duplicates. `earlier_heldout`: content
+    hashes of rows not to be trained on. Raises DataError for a file that cannot be read.
     """
     output, recipe = work.output, work.recipe
     built_blocks = make_blocks(work)
     tallies = _quarantine(output, work.files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
     duplicates = selection.select(work.reading)
-    matches: list[tuple[int, str, TextMatch]] = []
+    matches: list[tuple[int, str, contamination.TextMatch]] = []
     if against:  # the blocks are read again
         tasks = ((block, recipe, against.texts) for block in work.cut("train"))
         with contextlib.closing(work.pool.map(contamination.scan, tasks)) as results:
@@ -119,8 +111,8 @@ def build(
     selection.leave_out(HELD_OUT, kept_back)
     overlaps = None
     if against:
-        found = [(file, match) for row, file, match in matches if selection.selected[row]]
-        overlaps = contamination.report(against, found)
+        selected = [(file, match) for row, file, match in matches if selection.selected[row]]
+        overlaps = contamination.report(against, selected)
         selection.leave_out(contamination.OVERLAPS, removed)
     sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     entries = {
@@ -178,7 +170,8 @@ def build(
 
 def make_blocks(work: Work) -> list[BuiltBlock]:
     """Make or reuse the blocks of both roles; of a sample or a head, only what it may need."""
-    reading, recipe, built_blocks = work.reading, work.recipe, list[BuiltBlock]()
+    reading, recipe = work.reading, work.recipe
+    built_blocks: list[BuiltBlock] = []
     if "heldout" in work.files:
         recipe = replace(recipe, heldout_fraction=0.0)
         built_blocks += _make_role(work, "heldout", replace(recipe, heldout_fraction=1.0))
@@ -187,10 +180,9 @@ def make_blocks(work: Work) -> list[BuiltBlock]:
     if reading.limit and reading.sample == "head":
         head = reading.limit
     elif reading.limit:
-        limit, draws = reading.limit, _draws(work, held_out)
-        recipe = replace(
-            recipe, keep_below=int(draws[limit - 1]) + 1 if len(draws) > limit else None
-        )
+        draws = _draws(work, held_out)
+        if len(draws) > reading.limit:
+            recipe = replace(recipe, keep_below=int(draws[reading.limit - 1]) + 1)
     return built_blocks + _make_role(work, "train", recipe, head, held_out)
 
 
@@ -201,7 +193,6 @@ def _make_role(
     head: int | None = None,
     held_out: Set[bytes] = frozenset(),
 ) -> list[BuiltBlock]:
-    """The blocks of a role's files, in order, until they have `head` rows that are not held out."""
     built_blocks: list[BuiltBlock] = []
     rows, distinct = 0, set[bytes]()
     lines: Counter[int] = Counter()
@@ -226,12 +217,10 @@ def _make_role(
 
 
 def _keys(table: Table) -> set[bytes]:
-    """The content hashes of rows."""
     return {row.tobytes() for row in table[:, :2].astype(">u8")}
 
 
 def _draws(work: Work, held_out: Set[bytes]) -> Words:
-    """Sorted draws of the good rows that are not held out; of equal rows one, if copies are dropped."""
     tasks = ((block, work.recipe) for block in work.cut("train"))
     draws = np.concatenate([np.zeros(0, np.uint64), *work.pool.map(blocks.scan, tasks)])
     drawn = np.array([blocks.draw(key, work.recipe.seed) for key in held_out], np.uint64)
@@ -240,22 +229,17 @@ def _draws(work: Work, held_out: Set[bytes]) -> Words:
 
 
 def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBlock]) -> Tallies:
-    """Count each file's rows and write the bad ones, numbered in the file, to `run/rejected.jsonl`."""
     tallies = {(role, n): Tally() for role in files for n in range(len(files[role]))}
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
         for block in built_blocks:
             tally, location = tallies[block.role, block.file], block.source.location
             tally.add_counts(block.manifest["tally"])
-            for row in map(
-                orjson.loads, (block.directory / blocks.BAD_ROWS).read_bytes().splitlines()
-            ):
-                bad_row = row | {
-                    "file": redact.url(location),
-                    "line": block.lines_before + row["line"],
-                }
-                tally.list_rejected(location, bad_row)
-                out.write(orjson.dumps(bad_row) + b"\n")
+            for line in (block.directory / blocks.BAD_ROWS).read_bytes().splitlines():
+                row = orjson.loads(line)
+                row |= {"file": redact.url(location), "line": block.lines_before + row["line"]}
+                tally.list_rejected(location, row)
+                out.write(orjson.dumps(row) + b"\n")
     return tallies
 
 
@@ -266,10 +250,6 @@ def _place_shards(
     recipe: BlockRecipe,
     sizes: Mapping[tuple[str, int], Counter[str]],
 ) -> list[JsonDict]:
-    """Make a part of the selected rows of all blocks; returns its entries.
-
-    Adds tokens and bytes of each file to `sizes`.
-    """
     directory = output / part_name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -295,9 +275,7 @@ def _place_shards(
             entry["bytes"] = int(block.rows[in_part, 2][selected].sum())
         if part_name == "heldout":
             entry["records"] = path.with_suffix(".jsonl").name
-            lines = (
-                (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(keepends=True)
-            )
+            lines = (block.directory / blocks.HELDOUT_RECORDS).read_bytes().splitlines(True)
             write_bytes(directory / entry["records"], b"".join(itertools.compress(lines, selected)))
         sizes[block.role, block.file].update(tokens=entry["tokens"], bytes=entry["bytes"])
         entries.append({**entry, "group": block.source.group})
@@ -305,18 +283,14 @@ def _place_shards(
 
 
 def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRecipe) -> JsonDict:
-    """Read the record of this row again and write it as a held-out shard."""
     (content_hash,) = _keys(block.rows[[row]])
     rows = records.read(
         [block.source.location], recipe.parser, Tally(), recipe.max_line_bytes, recipe.text_field
     )
     record = next(record for record in rows if records.content_hash(record) == content_hash)
     column = blocks.encode_records(blocks.encoder_of(recipe.tokenizer), recipe.kind, [record])
-    path = (
-        output
-        / "heldout"
-        / f"{hashlib.blake2b(record.content(), digest_size=8).hexdigest()}-lowest.arrow"
-    )
+    stem = hashlib.blake2b(record.content(), digest_size=8).hexdigest()
+    path = output / "heldout" / f"{stem}-lowest.arrow"
     entry = shards.write_shard(path, column, recipe.vocab_size)
     text = path.with_suffix(".jsonl")
     write_bytes(text, orjson.dumps(record.to_json()) + b"\n")
@@ -324,7 +298,6 @@ def _write_lowest_row(output: Path, block: BuiltBlock, row: int, recipe: BlockRe
 
 
 def _keep_blocks(output: Path, built_blocks: Sequence[BuiltBlock]) -> None:
-    """Link reused blocks into this output; remove those of other inputs and of a killed run."""
     folder = output / BLOCKS
     folder.mkdir(parents=True, exist_ok=True)
     for block in built_blocks:

@@ -1,9 +1,8 @@
-"""Shards: memory-mapped Arrow IPC streams of token ids; `index.json` beside them has counts, digests and the tokenizer.
+"""Shards: memory-mapped Arrow IPC streams of token ids, and an `index.json` with counts.
 
-Columns: `tokens: large_list<uint16 or uint32>`; of chats and pairs also `live: large_list<uint8>`, the loss mask, and of
-pairs `branches: large_list<uint8>`, which part of the record a token belongs to (`ttrain.data.preferences`). The format is
-the stream that `datasets.Dataset.from_file` opens. Opening a set reads its index only: a shard is mapped, and its offsets
-are read, when one of its rows is requested.
+Columns: `tokens: large_list<uint16 or uint32>`; of chats and pairs `live: large_list<uint8>`, the
+loss mask; of pairs `branches: large_list<uint8>` (parts of `ttrain.data.preferences`).
+`datasets.Dataset.from_file` opens the format. Opening a set reads its index only.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ COUNTED = ("rows", "tokens", "live_tokens", "bytes")
 
 @dataclass(frozen=True)
 class Column:
-    """Records one after the other: `tokens` and, for chats, `live`, for pairs `branches` too, all of length N.
-
-    Record r is offsets[r] to offsets[r+1].
-    """
+    """Records in arrays of length N; record r is offsets[r] to offsets[r+1]."""
 
     tokens: Ids
     offsets: Array
@@ -56,7 +52,7 @@ class Column:
         return {name: values for name, values in named.items() if values is not None}
 
     def select(self, selected: Flags) -> Column:
-        """The selected records alone; `selected` has one flag per record."""
+        """The selected records; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
         lists = {name: values[flags] for name, values in self.lists.items()}
@@ -65,7 +61,7 @@ class Column:
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
-    """The records of several columns, one after the other, without their weights."""
+    """The records of several columns, without their weights."""
     lists = {}
     for name in columns[0].lists:
         lists[name] = np.concatenate([column.lists[name] for column in columns])
@@ -74,10 +70,12 @@ def concatenate(columns: Sequence[Column]) -> Column:
 
 
 class Ranges(NamedTuple):
-    """Tokens of ranges of the stream of all records, of length N, and the P pieces of records that they consist of.
+    """N tokens of ranges of the stream of all records, in P pieces of one record and range each.
 
-    A piece is the part of one record that lies in one range: number of the record, position of its first token in the
-    stream, and tokens of the piece, which add up to N.
+    ids        tokens, of shape [N]
+    numbers    the piece's record, of shape [P]
+    firsts     position of that record's first token in the stream
+    counts     tokens of the piece
     """
 
     ids: Array
@@ -87,7 +85,7 @@ class Ranges(NamedTuple):
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Array:
-    """Where pieces of these lengths begin, one after the other, and where the last one ends."""
+    """Where consecutive pieces of these lengths begin, and where the last one ends."""
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
@@ -129,13 +127,11 @@ def write_shard(path: Path, column: Column, vocab_size: int) -> JsonDict:
 
 
 def write_files(files: Sequence[tuple[Path, Any]]) -> None:
-    """Write files atomically, in folders that it makes: under temporary names, fsynced, then renamed in their order.
-
-    All are written before the first is synced, since each sync of a journalled file system also waits for other writers:
-    when files were synced one by one, two workers were idle for a third of their time.
-    """
+    """Write files atomically, in folders that it makes, and rename them in their order."""
     for path, _ in files:
         path.parent.mkdir(parents=True, exist_ok=True)
+    # All are written before the first is synced, since each sync of a journalled file system also
+    # waits for other writers: synced one by one, two workers were idle for a third of their time.
     temporary = [temporary_path(path) for path, _ in files]
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(path.open("wb")) for path in temporary]
@@ -169,12 +165,11 @@ def write_index(
     shards: Sequence[JsonDict],
     **extra_fields: object,
 ) -> JsonDict:
-    """Write and return the index of a set. Each entry has file, rows, tokens, live_tokens, bytes, sha256, group."""
-    totals = {name: sum(shard[name] for shard in shards) for name in COUNTED}
+    """Write and return the index of a set."""
     index = {
         "format": FORMAT,
         "kind": kind,
-        **totals,
+        **{name: sum(shard[name] for shard in shards) for name in COUNTED},
         "vocab_size": vocab_size,
         "tokenizer": tokenizer,
         "shards": list(shards),
@@ -185,13 +180,13 @@ def write_index(
 
 
 def arrow_array(values: Ids) -> pa.Array:
-    """An Arrow array that shares the memory of the numbers. `pa.array` would import pandas, 0.3 s in every worker."""
+    """An Arrow array that shares the memory of the numbers."""
+    # `pa.array`, and np.asarray of one, would import pandas: 0.3 s in every worker.
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def _view(array: pa.Array) -> Ids:
-    """A numpy view of an Arrow array. `np.asarray` would import pandas."""
     values = np.frombuffer(array.buffers()[1] or b"", str(array.type))
     return values[array.offset : array.offset + len(array)]
 
@@ -205,7 +200,7 @@ class ShardSet:
     def __init__(
         self, directory: Path, tokenizer: str | None = None, *, group: int | None = None
     ) -> None:
-        """Raises ArtifactError if the index is missing or the shards were made with another tokenizer."""
+        """Raises ArtifactError for a missing index or another tokenizer."""
         index = read_json(directory / INDEX)
         if not isinstance(index, dict) or index.get("format") != FORMAT:
             raise ArtifactError(
@@ -213,8 +208,8 @@ class ShardSet:
             )
         if tokenizer is not None and index["tokenizer"] != tokenizer:
             raise ArtifactError(
-                f"the shards in {directory} were made with the tokenizer {index['tokenizer'][:12]}, "
-                f"not with {tokenizer[:12]}; make them again"
+                f"the shards in {directory} were made with the tokenizer "
+                f"{index['tokenizer'][:12]}, not with {tokenizer[:12]}; make them again"
             )
         self.directory, self.index = directory, index
         self.weights: list[float] = index.get("weights", [])
@@ -236,24 +231,21 @@ class ShardSet:
 
     @cached_property
     def row_weights(self) -> Ids | None:
-        """Weight of each record, where any differs from 1; else no shard is read."""
+        """Weight of each record, or None if all are 1; then no shard is read."""
         if not any(shard.get("weighted") for shard in self.entries):
             return None
-        weights = (
-            np.ones(len(each)) if each.weights is None else each.weights for each in self.columns()
-        )
-        return np.concatenate([*weights])
+        columns = ((len(column), column.weights) for column in self.columns())
+        return np.concatenate([np.ones(n) if own is None else own for n, own in columns])
 
     @cached_property
     def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
-        return np.concatenate(
-            [self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())]
-        )
+        offsets = (column.offsets for column in self.columns())
+        return np.concatenate([self._first_row[:0], *map(np.diff, offsets)])
 
     @cached_property
     def starts(self) -> Array:
-        """Position of each record's first token in the stream of all records, and the end of the last."""
+        """Position of each record's first token in the stream, and the end of the last."""
         return offsets_of(self.lengths)
 
     @cached_property
@@ -264,7 +256,7 @@ class ShardSet:
         return np.flatnonzero(np.repeat(is_of_group, [shard["rows"] for shard in shards]))
 
     def row(self, number: int) -> tuple[Ids, ...]:
-        """Views of one record: its ids, of chats and pairs its loss mask, of pairs the branches."""
+        """Views of a record's ids, of chats and pairs also masks, of pairs branches."""
         which = int(np.searchsorted(self._first_row, number, side="right")) - 1
         [column] = self.columns([which])
         local = number - int(self._first_row[which])
@@ -272,23 +264,17 @@ class ShardSet:
         return tuple(values[start:end] for values in column.lists.values())
 
     def columns(self, numbers: Sequence[int] | None = None) -> list[Column]:
-        """The records of these shards, or of all of them, in order.
+        """The records of these shards, or of all, in order; each is verified when first read.
 
-        The bytes of a shard are compared with the index, which was verified before, when it is first requested.
         Raises DamagedFile.
         """
         numbers = range(len(self.entries)) if numbers is None else numbers
-        paths = {
-            number: self.directory / self.entries[number]["file"]
-            for number in numbers
-            if number not in self._columns
-        }
-        if paths:
-            digests = [
-                (path, str(self.entries[number]["sha256"])) for number, path in paths.items()
-            ]
-            verify_files(digests, home_of(self.directory.parent))
-            self._columns.update({number: read_shard(path) for number, path in paths.items()})
+        missing = [number for number in numbers if number not in self._columns]
+        if missing:
+            entries = [self.entries[number] for number in missing]
+            files = [(self.directory / entry["file"], str(entry["sha256"])) for entry in entries]
+            verify_files(files, home_of(self.directory.parent))
+            self._columns |= zip(missing, [read_shard(path) for path, _ in files], strict=True)
         return [self._columns[number] for number in numbers]
 
     def stream(self, start: int, end: int) -> Array:
@@ -301,41 +287,30 @@ class ShardSet:
         first_shard = bounds.searchsorted(starts, "right") - 1
         spread = np.maximum(0, bounds.searchsorted(ends) - first_shard)
         shards = counted_up(first_shard, spread)
-        low, high = (
-            np.maximum(starts.repeat(spread), bounds[shards]),
-            np.minimum(ends.repeat(spread), bounds[shards + 1]),
-        )
-        filled = high > low
-        shards, low, high = shards[filled], low[filled], high[filled]
+        low = np.maximum(starts.repeat(spread), bounds[shards])
+        high = np.minimum(ends.repeat(spread), bounds[shards + 1])
+        shards, low, high = np.stack([shards, low, high])[:, high > low]
         # Neighbours in one shard are read together.
         borders = [*np.flatnonzero(np.diff(shards, prepend=-1)).tolist(), len(shards)]
         parts = [
             self._in_shard(int(shards[first]), low[first:end], high[first:end])
             for first, end in itertools.pairwise(borders)
         ]
-        columns = (
-            zip(*parts, strict=True) if parts else [[np.zeros(0, np.int64)]] * len(Ranges._fields)
-        )
-        return Ranges(*map(np.concatenate, columns))
+        nothing = [np.zeros(0, np.int64)] * len(Ranges._fields)
+        return Ranges(*map(np.concatenate, zip(nothing, *parts, strict=True)))
 
     def _in_shard(self, shard: int, low: Array, high: Array) -> Ranges:
-        """Ranges of the stream that all lie in this shard."""
         [column] = self.columns([shard])
         first_token = self._first_token[shard]
         low, high = low - first_token, high - first_token
-        ids = np.concatenate(
-            [
-                column.tokens[start:end]
-                for start, end in zip(low.tolist(), high.tolist(), strict=True)
-            ]
-        )
+        spans = map(slice, low.tolist(), high.tolist())
+        ids = np.concatenate([column.tokens[span] for span in spans])
         first = column.offsets.searchsorted(low, "right") - 1
         pieces = column.offsets.searchsorted(high) - first
         records = counted_up(first, pieces)
         firsts = column.offsets[records]
-        counts = np.minimum(column.offsets[records + 1], high.repeat(pieces)) - np.maximum(
-            firsts, low.repeat(pieces)
-        )
+        ends = np.minimum(column.offsets[records + 1], high.repeat(pieces))
+        counts = ends - np.maximum(firsts, low.repeat(pieces))
         return Ranges(
             ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts
         )

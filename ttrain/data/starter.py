@@ -1,4 +1,4 @@
-"""A first file of settings for a user's own data: files sorted into data sets by their first rows."""
+"""A first file of settings for a user's own data, sorted into data sets by their first rows."""
 
 import re
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ _NO_DATA = re.compile(
 
 
 def files_in(directory: Path) -> list[str]:
-    """The data files of a directory itself, without those of its folders and those that lie beside any code."""
+    """The data files of a directory itself, without those that lie beside any code."""
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     return [name for name in names if name.endswith(SEARCHED) and not _NO_DATA.match(name)]
 
@@ -46,8 +46,7 @@ def files_in(directory: Path) -> list[str]:
 def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     """(files of each data set, why others are left out), by what most of their first rows are.
 
-    All chats are for SFT: which of them are an adapter's domain, no row says. A file of validation or
-    test rows, by its name, is the held-out part.
+    All chats are for SFT. A file of validation or test rows, by its name, is the held-out part.
     """
     datasets: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
@@ -59,16 +58,13 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
             continue
         part = "_heldout" if _HELD_OUT.search(Path(location).name.partition(".")[0]) else ""
         datasets.setdefault(f"{dataset}{part}", []).append(location)
-    for dataset in DATA:
-        if (
-            dataset not in datasets and f"{dataset}_heldout" in datasets
-        ):  # a held-out part of nothing is the data
+    for dataset in DATA:  # a held-out part of nothing is the data
+        if dataset not in datasets and f"{dataset}_heldout" in datasets:
             datasets[dataset] = datasets.pop(f"{dataset}_heldout")
     return datasets, left_out
 
 
 def _dataset_of(location: str) -> str:
-    """The data set that a file belongs to. Raises DataError where none of its first rows is good."""
     rows = first_rows.read(location, Reading(), Tally())
     kind = first_rows.kind_of(rows)
     if kind is None:
@@ -80,7 +76,7 @@ def _dataset_of(location: str) -> str:
 
 
 def render(datasets: dict[str, list[str]], name: str, path: str) -> str:
-    """The text of the file of settings: what is set, and as comments what one sets next."""
+    """The text of the file of settings, with what one sets next as comments."""
     data = yaml.safe_dump(
         {"name": name, "data": datasets},
         default_flow_style=None,

@@ -1,4 +1,4 @@
-"""Read files as JSON Lines through fsspec, unpacked by the endings of their names, in bounded pieces."""
+"""Read files as JSON Lines through fsspec, decompressed by their names, in bounded pieces."""
 
 import codecs
 import contextlib
@@ -10,7 +10,6 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import orjson
@@ -32,9 +31,9 @@ BATCH_ROWS = 64  # read together; a row may have megabytes
 BUFFER_BYTES = 1 << 20  # a column is read by pages: 19 MB instead of 209 for a group of 200 MB
 
 
-@contextmanager
+@contextlib.contextmanager
 def noting_faults(location: str) -> Iterator[None]:
-    """Raise a library's error as DataError with the location; CannotRead if the bytes may be good."""
+    """Raise a library's error as DataError, or as CannotRead if the bytes may be good."""
     try:
         yield
     except TTrainError:
@@ -54,7 +53,7 @@ def noting_faults(location: str) -> Iterator[None]:
 
 
 def stored(location: str) -> BinaryIO:
-    """The opened file, as it lies there; one of the Hub is fetched first."""
+    """The opened file, not decompressed; one of the Hub is fetched first."""
     if location.startswith(locations.HUB):
         return locations.fetch(location).open("rb")
     if locations.is_remote(location):
@@ -65,7 +64,6 @@ def stored(location: str) -> BinaryIO:
 
 
 def _unpacked(packed: BinaryIO, name: str) -> Any:
-    """The unpacked bytes of a file, to read from the front."""
     if name.endswith(".zst"):  # fsspec has no zstd before Python 3.14
         import pyarrow as pa
 
@@ -77,7 +75,7 @@ def _unpacked(packed: BinaryIO, name: str) -> Any:
 
 
 def is_parquet(location: str) -> bool:
-    """Whether it is a parquet file by its first bytes, or of a URL by its name."""
+    """Whether it is a parquet file, by its first bytes, or of a URL by its name."""
     if locations.is_remote(location) and not location.startswith(locations.HUB):
         return locations.name(location).endswith(".parquet")
     with noting_faults(location), stored(location) as file:
@@ -85,9 +83,9 @@ def is_parquet(location: str) -> bool:
 
 
 def is_plain(location: str) -> bool:
-    """Whether it is a local file of JSON Lines in UTF-8, any part of which can be read by offset.
+    """Whether it is a local file of JSON Lines in UTF-8, which can be read by offset.
 
-    Raises DataError if it is neither that nor a format that `json_lines` reads.
+    Raises DataError if it is no format that `json_lines` reads.
     """
     if locations.is_remote(location) or locations.name(location).endswith(locations.PACKED):
         return False
@@ -115,10 +113,7 @@ def chunks(location: str) -> Iterator[bytes]:
 
 
 def json_lines(location: str, text_field: str) -> Iterator[bytes]:
-    """The text as JSON Lines: an element of an array, or all of a `.txt` file, is a line.
-
-    A `.txt` file is a row with `text_field` only.
-    """
+    """The text as JSON Lines; an array has a line per element, a `.txt` file is one line."""
     pieces = chunks(location)
     beginning = next(pieces, b"")
     form = format_of(beginning[:HEAD_BYTES], location)
@@ -131,7 +126,8 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
         data += piece
         if len(data) > WHOLE_BYTES:
             raise DataError(
-                f"{location} is one value of more than 1 GiB; split it, an array with `jq -c '.[]'`",
+                f"{location} is one value of more than 1 GiB; split it, "
+                "an array with `jq -c '.[]'`",
                 [location],
             )
     if form == "array":
@@ -149,15 +145,14 @@ def json_lines(location: str, text_field: str) -> Iterator[bytes]:
 def format_of(head: bytes, location: str) -> str:
     """The format of a text by its first `HEAD_BYTES`: "lines", "array" or "text".
 
-    Raises DataError if the whole text is something else; a bad first line is rejected alone.
+    Raises DataError for another format; a bad first line is rejected alone.
     """
     start = head.lstrip(b" \t\r\n")
     first, _, others = start.partition(b"\n")
     if locations.is_text(location) and not start.startswith((b'{"', b"[{")):
         return "text"
     if start.startswith(b"["):
-        is_row = first.rstrip().endswith(b"]") and others.strip()
-        return "lines" if is_row else "array"
+        return "lines" if first.rstrip().endswith(b"]") and others.strip() else "array"
     if first.rstrip() == b"{" and others.lstrip().startswith(b'"'):
         raise DataError(
             f"{location} is pretty-printed, not JSON Lines; `jq -c '.' FILE` writes one row a line",
@@ -165,7 +160,8 @@ def format_of(head: bytes, location: str) -> str:
         )
     if start and b"\0" not in head and not _VALUE_LINE.search(head):
         raise DataError(
-            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, one a line, or name a text .txt",
+            f"{location} is CSV or plain text, not JSON Lines; write rows as JSON objects, "
+            "one a line, or name a text .txt",
             [location],
         )
     return "lines"
@@ -184,7 +180,7 @@ def row_groups(location: str) -> list[tuple[int, int]]:
 def parquet_lines(
     location: str, first_group: int, last_group: int | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, JSON) of the rows of the groups `first_group` to `last_group`, without the last."""
+    """(number from 1, JSON) of the rows of these groups, without the last group."""
     with _parquet(location) as file:
         groups = range(file.num_row_groups)
         number = sum(file.metadata.row_group(group).num_rows for group in groups[:first_group])
@@ -198,7 +194,7 @@ def parquet_lines(
                 yield number, _as_line(row)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _parquet(location: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
@@ -210,17 +206,15 @@ def _parquet(location: str) -> Iterator[Any]:
 
 
 def _as_line(values: JsonDict) -> bytes:
-    """A column that is null stands for a key that the row lacks; a row of nulls says what is null."""
+    # A null column is a key that the row lacks; a row of nulls says what is null.
     row = values
     if None in values.values():
         row = {name: value for name, value in values.items() if value is not None} or values
-    return orjson.dumps(
-        row, default=_as_json, option=orjson.OPT_NON_STR_KEYS
-    )  # a map may have numbers as keys
+    # A map may have numbers as keys.
+    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
 
 
 def _as_json(value: object) -> object:
-    """A parquet value that JSON lacks: bytes in UTF-8 and times as text, a decimal as a number, others as null."""
     if isinstance(value, datetime.date | datetime.time):  # of nanoseconds it is pandas' own kind
         return value.isoformat()
     if isinstance(value, bytes):

@@ -18,9 +18,10 @@ from ttrain.data.encoder import END_OF_TURN, Encoder
 MODEL_MAX_LENGTH = 32768
 
 RUN_CHARACTERS = 256
-# Runs of letters and numbers, white space or other characters: at least what the pre-tokenizer takes for one word. (In
-# Chinese, a run without a space is a page, but one without punctuation is a clause.) Letters and numbers are one kind, since
-# Python's \d lacks numbers such as ² and Ⅷ; the separators U+001C to U+001F are white space to Python alone.
+# Runs of letters and numbers, white space or other characters: at least what the pre-tokenizer
+# takes for one word. (In Chinese, a run without a space is a page, without punctuation a clause.)
+# Letters and numbers are one kind, since Python's \d lacks numbers such as ² and Ⅷ; the separators
+# U+001C to U+001F are white space to Python alone.
 KINDS = (r"[^\W_]", r"\s", r"(?:[^\w\s]|[_\x1c-\x1f])")
 
 LONG_RUN = re.compile("|".join(f"{kind}{{{RUN_CHARACTERS}}}(?={kind})" for kind in KINDS))
@@ -28,9 +29,9 @@ CUT = "\udfff"  # a lone surrogate, which no text that was read contains
 
 
 def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> Tokenizer:
-    """Train a byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2) with the full byte alphabet, so no byte is unknown.
+    """Train a byte-level BPE (arXiv:1508.07909, on bytes as in GPT-2); no byte is unknown.
 
-    The same texts give the same tokenizer with any number of threads. The special tokens of the template have the first ids.
+    The same texts give the same tokenizer with any number of threads. Special tokens come first.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=jinja_templates.UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -42,21 +43,18 @@ def train(texts: Sequence[str], vocab_size: int, template: str = "ttrain") -> To
         show_progress=False,
     )
     tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
-    bos = tokenizer.token_to_id(jinja_templates.BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{jinja_templates.BOS} $A",
         pair=f"{jinja_templates.BOS} $A {jinja_templates.BOS} $B",
-        special_tokens=[(jinja_templates.BOS, bos)],
+        special_tokens=[(jinja_templates.BOS, tokenizer.token_to_id(jinja_templates.BOS))],
     )
     return tokenizer
 
 
 def pieces(text: str) -> list[str]:
-    """The text to train on, cut within each word of more than RUN_CHARACTERS; without such words, merges do not change.
-
-    BPE training is superlinear in the length of a word: one of 200,000 characters costs 6.5 s, one of 1.5 million over
-    ten minutes. Encoding is not cut.
-    """
+    """The text to train on, cut within each word of more than RUN_CHARACTERS."""
+    # BPE training is superlinear in the length of a word: one of 200,000 characters costs 6.5 s,
+    # one of 1.5 million over ten minutes. Encoding is not cut.
     return LONG_RUN.sub(lambda run: run.group() + CUT, text).split(CUT)
 
 
@@ -81,7 +79,7 @@ def write(
     jinja: str,
     max_length: int,
 ) -> None:
-    """Write the files of a tokenizer directory. `tokens`: by the names of transformers; `others`: other special tokens."""
+    """Write a tokenizer directory. `tokens`: by the names of transformers; `others`: special."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8", newline="")
     settings = {
@@ -98,7 +96,7 @@ def write(
 
 
 def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
-    """Fit to the texts: UTF-8 bytes per token, share of unknown tokens, texts that change in a round trip."""
+    """Bytes per token, fraction of unknown tokens, texts changed by a round trip."""
     size = sum(len(text.encode("utf-8")) for text in texts)
     encoded = encoder.encode(texts)
     tokens = sum(map(len, encoded))
@@ -120,20 +118,17 @@ def sample(
     config: TokenizerSettings,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[str], dict[str, int]]:
-    """(`tokenizer.sample` of the texts, within `max_bytes` and `max_documents`, in the order of the input; its counts).
+    """(sample of the texts within `max_bytes` and `max_documents`, in their order; its counts).
 
-    "head": the first ones. "reservoir": a uniform sample, those with the lowest hash keyed by the
-    seed; the order of the input does not matter. Only the sample is in memory. If the lowest text
-    alone is too large, it is the whole sample.
+    "head": the first ones. "reservoir": the lowest hashes keyed by the seed, in any order of the
+    input. Only the sample is in memory; one text that is too large is the whole sample.
     """
     is_head, max_documents = config.sample == "head", config.max_documents or math.inf
     key = config.seed.to_bytes(8, "big")
-    heap: list[
-        tuple[int, int, int, str]
-    ] = []  # (-hash, -number, bytes, text): the highest comes first
-    cutoff: tuple[int, int] | None = (
-        None  # (-hash, -number) of the last one removed; lower ones are skipped
-    )
+    # (-hash, -number, bytes, text): the highest comes first.
+    heap: list[tuple[int, int, int, str]] = []
+    # (-hash, -number) of the last one removed; lower ones are skipped.
+    cutoff: tuple[int, int] | None = None
     size = documents_seen = 0
     for text in texts:
         data = text.encode("utf-8")

@@ -1,11 +1,10 @@
 """Convert function calls to text, in this module only: chat templates get just roles and contents.
 
-    the functions   after the text of the system turn: a sentence, then one JSON object a line between <tools> and </tools>
-    a call          after the assistant's words: {"name": …, "arguments": …} between <tool_call> and </tool_call>
+    functions   after the system turn: a sentence, then a JSON object a line within <tools>
+    a call      after the assistant's words: {"name": …, "arguments": …} within <tool_call>
 
-Known are OpenAI's form (`tools` beside `messages`; `tool_calls` with a `function` each, before
-that one `function_call`), MiniMind's (`tools` on the system turn and `tool_calls`, both as JSON
-strings) and ShareGPT's (`function_call`, the JSON of a call as a turn's text).
+Known are OpenAI's form (`tools`, `tool_calls`, before that `function_call`), MiniMind's (both as
+JSON strings, `tools` on the system turn) and ShareGPT's (`function_call` as a turn's role).
 """
 
 import json
@@ -48,7 +47,7 @@ def kind_of(value: object) -> str:
 
 
 def tools_text(tools: object) -> str:
-    """The functions as text; "" for none. `tools` is a list of objects with a name, or its JSON."""
+    """The functions, a list of objects or its JSON, as text; "" for none."""
     if _is_nothing(tools, "'tools'"):
         return ""
     functions = _parsed(tools, "'tools'")
@@ -67,7 +66,7 @@ def with_tools(content: str, text: str) -> str:
 
 
 def calls_of(value: object, key: str) -> list[JsonDict]:
-    """The calls under a key, checked; of `function_call` one call is enough. All may be JSON."""
+    """The calls under a key, checked; `function_call` may be one call. All may be JSON."""
     calls = _parsed(value, f"'{key}'")
     if isinstance(calls, dict) and key == "function_call":
         calls = [calls]
@@ -80,13 +79,14 @@ def calls_of(value: object, key: str) -> list[JsonDict]:
         arguments = _parsed(_function(call).get("arguments"), "the arguments of a tool call")
         require(
             isinstance(arguments, dict),
-            f'the arguments of a tool call are {kind_of(arguments)}, not an object such as {{"city": "Rome"}}',
+            f"the arguments of a tool call are {kind_of(arguments)}, "
+            'not an object such as {"city": "Rome"}',
         )
     return list(calls)
 
 
 def calls_of_turn(turn: JsonDict, role: str) -> list[JsonDict]:
-    """The calls under `tool_calls`, or the one under `function_call`, as OpenAI wrote it before."""
+    """The calls under `tool_calls`, or the one under OpenAI's older `function_call`."""
     keys = [
         key for key in ("tool_calls", "function_call") if not _is_nothing(turn.get(key), f"'{key}'")
     ]
@@ -122,8 +122,7 @@ def _check_name(value: Any, kind: str, example: str) -> None:
 
 
 def _is_nothing(value: object, name: str) -> bool:
-    """Whether it is null, an empty list, a struct of parquet that only other rows have, the JSON
-    of these, or a blank text as in exports of tables."""
+    # A blank text as in exports of tables, or a struct of parquet that only other rows have.
     if isinstance(value, str) and not value.strip():
         return True
     value = _parsed(value, name)
@@ -143,11 +142,9 @@ def _parsed(value: object, name: str) -> Any:
 
 
 def without_null_keys(data: str | bytes) -> Any:
-    """A row without keys that are null, at any depth: structs of parquet have the keys of all rows.
-
-    Whole numbers are exact: orjson reads those beyond 64 bits as doubles, so that an order number
-    was trained on as 9.876543210987654e+19.
-    """
+    """A row without keys that are null, at any depth."""
+    # Structs of parquet have the keys of all rows. Integers are exact: orjson reads those beyond 64
+    # bits as doubles, so that an order number was trained on as 9.876543210987654e+19.
     return json.loads(
         data, object_hook=lambda values: {k: v for k, v in values.items() if v is not None}
     )
