@@ -22,11 +22,13 @@ from ttrain.doctor.parts import Finding
 TEXTS = 200  # records of the data, through the tokenizer and back
 COMPARED = 3  # conversations
 MOST_ROWS = 64
-SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
+SHOWN_CHARACTERS = 40
+SHOWN_TOKENS = 8
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
-BLOCK, END = 1 << 12, 0x110000  # code points of one text, and of Unicode
+BLOCK = 1 << 12
+END = 0x110000  # code points of one text, and of Unicode
 AWKWARD = (
     "",
     " ",
@@ -156,7 +158,8 @@ def _check_rows(rows: Rows, fault: Fault) -> Finding:
     for number in (row * len(rows) // shown for row in range(shown)):
         batch = rows.batch([number])
         for start, end in batch.spans(0):
-            ids, labels = batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
+            ids = batch.input_ids_BT[0, start:end]
+            labels = batch.labels_BT[0, start:end]
             others = (labels[:-1] != IGNORE) & (labels[:-1] != ids[1:])
             wrong = "a target is not the next token" if others.any() else fault(ids, labels)
             if wrong:
@@ -191,7 +194,8 @@ def _answer_fault(
     for run in np.split(labels, np.flatnonzero(np.diff(labels != IGNORE)) + 1):
         if run[0] == IGNORE:
             continue
-        text, why = encoder.decode(run.tolist()), ""
+        text = encoder.decode(run.tolist())
+        why = ""
         words = text.strip().strip(REPLACEMENT)  # a part may end within a character
         # As text: a token may belong to an answer and to what the template writes before it.
         is_said = (

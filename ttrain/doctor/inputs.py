@@ -41,7 +41,8 @@ def paths_of(stage: str, plan: Plan, directory: Path) -> tuple[Mapping[str, Path
         for each in plan.stages
         if each.state == "cached" and each.artifact
     }
-    settings, row = plan.settings, TRAINING_STAGES[stage]
+    settings = plan.settings
+    row = TRAINING_STAGES[stage]
     start = settings.starts[stage]
     paths = {"tokenizer": artifacts[TOKENIZER.name], "shards": artifacts[SHARDS[stage].name]}
     base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)

@@ -28,7 +28,8 @@ def measure(learner: Learner) -> dict[str, int]:
     Measured with one row and with three, and extrapolated, so that the doctor itself does not run
     out of memory.
     """
-    subject, device = learner.build(), learner.precision.device
+    subject = learner.build()
+    device = learner.precision.device
     sample = select_rows(learner.rows, MEASURED_ROWS, positions=None)
     grown = {}
     for count in (1, 1, MEASURED_ROWS):  # the first step loads what libraries load once
@@ -71,7 +72,9 @@ def memory_growth(work: Callable[[], object], device: torch.device) -> int:
 
 def memory(learner: Learner) -> Finding:
     """Whether a step fits: of each rank in its GPU's memory, else of all ranks in the machine's."""
-    footprint, runtime, device = measure(learner), learner.runtime, learner.precision.device
+    footprint = measure(learner)
+    runtime = learner.runtime
+    device = learner.precision.device
     ranks = 1 if device.type == "cuda" else runtime.devices
     available = available_bytes(device)
     if runtime.memory_limit_gb is not None:
@@ -89,7 +92,9 @@ def memory(learner: Learner) -> Finding:
 
 def disk(learner: Learner) -> Finding:
     """Whether checkpoints and the model fit in what is free."""
-    footprint, runtime, steps = measure(learner), learner.runtime, learner.steps
+    footprint = measure(learner)
+    runtime = learner.runtime
+    steps = learner.steps
     every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
     # 3: the best one, the one being written, and the one where the decay begins.
     most = min(steps // runtime.checkpoint_every_steps, runtime.keep_checkpoints + every) + 3

@@ -85,7 +85,8 @@ class InMemoryRows:
     """A few of the user's rows. `references`: log-probabilities by the numbers of answers."""
 
     def __init__(self, whole: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
-        self.whole, self.references = whole, references
+        self.whole = whole
+        self.references = references
         self.row_length = whole.input_ids_BT.shape[1]
 
     def __len__(self) -> int:
@@ -107,7 +108,8 @@ class InMemoryRows:
 
 def with_references(learner: Learner) -> Learner:
     """The learner with a few of its pairs, scored each by the model before its first step."""
-    sample, device = select_rows(learner.rows, PAIR_ROWS), learner.precision.device
+    sample = select_rows(learner.rows, PAIR_ROWS)
+    device = learner.precision.device
     references = np.full(1 + cast("PairBatch", sample.whole).answer_ids_A.max(), np.nan)
     _, scored = learner.prepared()
     with torch.no_grad():

@@ -101,11 +101,13 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
 
     Raises UsageError and DataError for what the stage itself would refuse before its first step.
     """
-    settings, row = plan.settings, TRAINING_STAGES[stage]
+    settings = plan.settings
+    row = TRAINING_STAGES[stage]
     config: Training = getattr(settings, stage)
     device = training.start(settings.runtime).device
     paths, is_trained = paths_of(stage, plan, directory)
-    encoder, shards = Encoder(paths["tokenizer"]), paths["shards"]
+    encoder = Encoder(paths["tokenizer"])
+    shards = paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
     config = config.resolved(rows.epoch)
     order = order_of(config, rows)

@@ -1,7 +1,7 @@
 """Tasks on conversations.
 
-chats  loss on the assistant's turns, and metrics of the model's own answers in their place
-pairs  whether a model gives the chosen answer a higher probability than the rejected one
+chats  loss on the assistant's turns, and metrics of the model's own answers
+pairs  whether the chosen answer is likelier than the rejected one
 """
 
 import logging
@@ -28,8 +28,10 @@ log = logging.getLogger("ttrain")
 
 
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
-    """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
-    DataError if it has no chat."""
+    """Read the chats of a file, or those that the model's run held out.
+
+    Raises UsageError if the file does not exist, DataError if it has no chat.
+    """
     parsers = Parsers(
         (
             lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
@@ -42,11 +44,11 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
 
 
 def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
-    """Compute loss in nats per token of the assistant's turns, their end tokens included, and its exponential; and the
-    metrics of `answer_metrics` unless `answers` or `new_tokens` is 0.
+    """Compute loss in nats per token of the assistant's turns, with their end tokens, and perplexity.
 
-    A chat that the model's own template refuses, as some refuse a system turn, is not scored but reported in a warning.
-    Raises UsageError for a model without a chat template.
+    Adds the metrics of `answer_metrics` unless `answers` or `new_tokens` is 0. A chat that the
+    model's own template refuses, such as one with a system turn, is not scored but reported in a
+    warning. Raises UsageError for a model without a chat template.
     """
     spec = items.spec
     encoded = encode(items, subject, items.items)
@@ -74,8 +76,10 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
 def encode(
     items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]
 ) -> list[Tokens | str]:
-    """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
-    of these is reported in a warning. Raises UsageError for a model without a chat template."""
+    """Encode conversations as (ids, live), or as the error of the model's template that refuses one.
+
+    Logs a warning with the first error. Raises UsageError for a model without a chat template.
+    """
     if not subject.can_chat:
         raise UsageError(
             f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has no chat template whose "
@@ -102,10 +106,10 @@ def encode(
 def ask(
     chats: Sequence[Messages], subject: LoadedModel, spec: ChatsTask, progress: ProgressCallback
 ) -> list[list[JsonDict]]:
-    """Generate greedy answers to at most `spec.answers` turns of each chat, the last ones, each after the chat's own
-    preceding turns; as rows.
+    """Generate greedy answers to the last `spec.answers` turns of each chat, as rows.
 
-    With a short context the answers take at most half of it, and only the end of the preceding turns is given.
+    Each answer follows the chat's own preceding turns. With a short context the answers take at
+    most half of it, and only the end of the preceding turns is given.
     """
     room, longest = subject.room(spec.new_tokens)
     places = [
@@ -128,12 +132,12 @@ def ask(
 
 
 def turns_of(messages: Messages, most: int) -> list[int]:
-    """Numbers of at most `most` assistant turns that answer something, the last ones."""
+    """Numbers of the last assistant turns that answer something, at most `most`."""
     return [number for number, turn in enumerate(messages) if number and is_live(turn)][-most:]
 
 
 def answer_metrics(chats: Sequence[Sequence[JsonDict]]) -> list[Metric]:
-    """Metrics of all answers; those of a chat form one item, since they are not independent:
+    """Metrics of all answers. A chat is one item, since its answers are not independent.
 
     ended     share that the model ended by itself
     clean     share without a token or a name that begins or ends a turn
@@ -160,15 +164,15 @@ def _metric(
     higher: bool = True,
     unit: str = "share",
 ) -> Metric:
-    """Build the metric whose items sum their answers' (amount, size) parts."""
+    # The metric whose items sum their answers' (amount, size) parts.
     parts = [list(map(part, answers)) for answers in chats]
     sums = tuple(float(sum(amount for amount, _ in of_chat)) for of_chat in parts)
     sizes = tuple(float(sum(size for _, size in of_chat)) for of_chat in parts)
     return Metric(name, sums, sizes, higher_is_better=higher, unit=unit)
 
 
-# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>, [INST], <s>.
-# Or a line that begins like a turn of any template.
+# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>,
+# [INST], <s>. Or a line that begins like a turn of any template.
 MARKER = re.compile(
     r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>"
     r"|^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]",
@@ -177,7 +181,7 @@ MARKER = re.compile(
 
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:
-    """Find the markers in an answer, given as ids and as text; [] if there are none."""
+    """Find the markers of turns in an answer, given as ids and as text."""
     special = encoder.special_ids()
     markers = [f"token {number}" for number in ids if number in special or number >= len(encoder)]
     return list(dict.fromkeys(markers + [match.strip() for match in MARKER.findall(text)]))
@@ -190,12 +194,12 @@ WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
 
 
 def words(text: str) -> list[str]:
-    """Split into words, numbers and signs; into characters in scripts without spaces, such as Chinese, Japanese and Thai."""
+    """Split into words, numbers and signs; into characters in scripts without spaces."""
     return [word for word in WORDS.findall(text) if not word.isspace()]
 
 
 def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
-    """(runs of REPEATED_WORDS words that occurred earlier in the answer, all its runs): seq-rep-4 of arXiv:1908.04319."""
+    """(runs of REPEATED_WORDS words that occurred earlier, all runs): seq-rep-4, arXiv:1908.04319."""
     starts = range(len(answer_words) - REPEATED_WORDS + 1)
     runs = [tuple(answer_words[start : start + REPEATED_WORDS]) for start in starts]
     return len(runs) - len(set(runs)), len(runs)
@@ -207,8 +211,10 @@ RATED = "a single rated answer, which has no other one to be compared with"
 
 
 def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
-    """Read the pairs of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
-    DataError if it has no pair."""
+    """Read the pairs of a file, or those that the model's run held out.
+
+    Raises UsageError if the file does not exist, DataError if it has no pair.
+    """
 
     def parse(row: JsonDict) -> Preference:
         pair = accepted(records.parse_preference(row), Preference)
@@ -225,9 +231,10 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
 def run_pairs(
     items: Items[Preference], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute the share of pairs whose chosen answer is likelier, a tie counting one half, and its mean lead in nats.
+    """Compute the share of pairs whose chosen answer is likelier, and its mean lead in nats.
 
-    A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.
+    A tie counts one half. A pair that the model's own template refuses is not scored. Raises
+    UsageError for a model without a chat template.
     """
     conversations = [
         (*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)
@@ -235,12 +242,14 @@ def run_pairs(
     encoded = encode(items, subject, conversations)
     scores = perplexity.score_items(items.spec, subject, encoded, progress)
     rows: list[JsonDict] = []
-    preferred, margins, sizes = list[float](), list[float](), list[float]()
+    preferred = list[float]()
+    margins = list[float]()
+    sizes = list[float]()
     for number in range(0, len(scores), 2):
         chosen, rejected = scores[number : number + 2]
         errors = [side for side in encoded[number : number + 2] if isinstance(side, str)]
-        # Of whole answers, which preference tuning moves; divided by length, an answer that ends too early would count by
-        # its first tokens.
+        # Of whole answers, which preference tuning moves; divided by length, an answer that ends
+        # too early would count by its first tokens.
         margin = rejected.nats - chosen.nats
         sizes.append(float(not errors))
         margins.append(margin * sizes[-1])

@@ -1,7 +1,7 @@
-"""Multiple choice by log-likelihood: each choice is scored as the continuation of the question; the likeliest is chosen.
+"""Multiple choice by log-likelihood: the likeliest continuation of the question is chosen.
 
-Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` is its acc, `accuracy_characters` its
-acc_norm, `accuracy_bytes` its acc_bytes.
+Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` is its acc,
+`accuracy_characters` its acc_norm, `accuracy_bytes` its acc_bytes.
 """
 
 import math
@@ -55,8 +55,9 @@ class ChoicePrompt:
 
 
 def parse_choice(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
-    question, choices = text_of(record, "question"), record.get("choices")
+    """Parse a row. Raises BadRow unless exactly one of several different choices is right."""
+    question = text_of(record, "question")
+    choices = record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
     texts = {choice.strip() for choice in choices} - {""}
@@ -66,7 +67,7 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 
 
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row of last words: a question with one choice. Raises BadRow if its context or target is missing or empty."""
+    """Parse a row of last words, a question with one choice. Raises BadRow if a part is missing."""
     return ChoiceQuestion(text_of(record, "context"), (text_of(record, "target"),), 0)
 
 
@@ -80,7 +81,7 @@ PARSERS = {  # and what a row needs
 
 
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
+    """Read the questions or passages of a file. Raises UsageError or DataError if it has none."""
     parser = PARSERS[spec.kind]
     template, delimiter = (
         (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
@@ -116,20 +117,26 @@ def score_choices(
 ) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
-    `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
-    separates models long before their accuracies differ. `bits_per_byte` is that of the right choice after its question,
-    whatever the others are: small models improve there while their accuracies are at chance. An item with a score that is
-    not finite counts as wrong.
+    choice_loss    nats of the right choice, the probabilities of an item's choices normalised to
+                   one: it separates models long before their accuracies differ
+    bits_per_byte  of the right choice after its question, whatever the other choices are: small
+                   models improve there while their accuracies are at chance
+
+    An item with a score that is not finite counts as wrong.
     """
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
-    rows, losses, answer_nats = list[JsonDict](), [], []
+    rows = list[JsonDict]()
+    losses = []
+    answer_nats = []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
     for prompt in items.items:
-        choice, costs = prompt.choice, [next(scored) for _ in prompt.continuations]
+        choice = prompt.choice
+        costs = [next(scored) for _ in prompt.continuations]
         chosen = chosen_by(choice.choices, costs)
         for name, number in chosen.items():
             right[name].append(float(number == choice.answer))
-        nats, cut = tuple(cost.nats for cost in costs), max(cost.cut for cost in costs)
+        nats = tuple(cost.nats for cost in costs)
+        cut = max(cost.cut for cost in costs)
         losses.append(_loss(nats, choice.answer))
         answer_nats.append(nats[choice.answer])
         picked = chosen[items.spec.normalise]
@@ -168,8 +175,10 @@ def choice_texts(items: Sequence[ChoicePrompt]) -> list[tuple[str, str]]:
 
 
 def chosen_by(choices: Sequence[str], costs: Sequence[Likelihood]) -> dict[str, int | None]:
-    """Number of the likeliest choice (the first of equal ones) by total, per character, per byte and per token; None if a
-    score is not finite."""
+    """Number of the likeliest choice by total, per character, per byte and per token.
+
+    The first of equal ones; None if a score is not finite.
+    """
     scores = -np.array([cost.nats for cost in costs])
     if not np.isfinite(scores).all():
         return dict.fromkeys(FIGURES)
@@ -188,7 +197,7 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
 
 
 def _answer(value: object, choices: Sequence[str]) -> int:
-    """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
+    # The right choice: its number from 0 (1.0 is 1), its text or its letter.
     if is_number(value) and value in range(len(choices)):
         return int(value)
     text = value.strip() if isinstance(value, str) else None
@@ -212,7 +221,7 @@ def _loss(nats: Sequence[float], answer: int) -> float:
 def score_passages(
     items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
+    """Compute `accuracy` (all tokens of the target are the likeliest ones) and `perplexity`."""
     costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [
         mean("accuracy", (cost.greedy for cost in costs)),

@@ -1,4 +1,4 @@
-"""Tasks of kind `generation`: the model answers questions freely; its answer is compared as a number or as text."""
+"""Tasks of kind `generation`: free answers to questions, compared as a number or as text."""
 
 import math
 import re
@@ -45,7 +45,7 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the file: worked examples show `answer`; a model's answer is compared with `final`."""
+    """A row: worked examples show `answer`; a model's answer is compared with `final`."""
 
     question: str
     answer: str
@@ -56,8 +56,10 @@ ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked exa
 
 
 def parse(record: JsonDict, match: str) -> Problem:
-    """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
-    which includes every number."""
+    """Parse a row. Raises BadRow without a right answer of the kind that `match` compares.
+
+    auto accepts what exact accepts, which includes every number.
+    """
     question = text_of(record, "question")
     final = _text_or_number(record, "final")
     answer = _text_or_number(record, "answer") or final
@@ -72,8 +74,10 @@ def parse(record: JsonDict, match: str) -> Problem:
 
 
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
-    """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
-    file does not exist, DataError if it has no question."""
+    """Read the questions of a file; resolves `spec.match` from auto.
+
+    Raises UsageError if the file does not exist, DataError if it has no question.
+    """
     parser = (
         partial(parse, match=spec.match),
         ROW_FORMAT,
@@ -98,8 +102,10 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
 def run(
     items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
-    of `stop` ended before `new_tokens`."""
+    """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`.
+
+    `ended` is the share of answers that the model or a text of `stop` ended before `new_tokens`.
+    """
     spec = items.spec
     if spec.chat and not subject.can_chat:
         raise UsageError(
@@ -107,7 +113,8 @@ def run(
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    prompts, cut = list[list[int]](), list[int]()
+    prompts = list[list[int]]()
+    cut = list[int]()
     for problem, examples in items.items:
         ids = whole = _prompt(spec, problem, examples, subject)
         while (
@@ -149,15 +156,18 @@ def answers(
     progress: ProgressCallback,
     lead: str = "",
 ) -> list[tuple[Completion, str]]:
-    """Generate a greedy answer to each prompt: with its text up to the first of `stops`, at which it has ended, and without
-    the `lead` of a chat template."""
+    """Generate a greedy answer to each prompt, with its text without the `lead` of a chat template.
+
+    An answer ends at the first of `stops`, which its text leaves out.
+    """
     stop = re.compile("|".join(map(re.escape, filter(None, stops)))) if any(stops) else None
     answered: list[tuple[Completion, str]] = []
     for completion in subject.generate(prompts, new_tokens, stop, progress):
         text = subject.encoder.decode(completion.ids).removeprefix(lead)
         found = stop.search(text) if stop else None
         if found:
-            completion, text = replace(completion, ended=True), text[: found.start()]
+            completion = replace(completion, ended=True)
+            text = text[: found.start()]
         answered.append((completion, text))
     return answered
 
@@ -165,9 +175,9 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once
-    `normalised`; of the answer the text after the last `####` counts, if any, else its first
-    non-empty line, if the right answer has one line.
+    numeric  the numbers that `answer_in` finds are equal
+    exact    the texts are equal once `normalised`: of the answer the text after the last `####`,
+             or, if the right answer has one line, its first non-empty line
     """
     if match == "numeric":
         number = answer_in(answer)
@@ -181,13 +191,13 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 
 def normalised(text: str) -> str:
-    """Normalise to lower case, plain width and single spaces, without the punctuation and Markdown around."""
+    """Normalise to lower case, plain width and single spaces, without punctuation around it."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return plain.lstrip(BEFORE).rstrip(AFTER)
 
 
 def answer_in(text: str) -> Fraction | None:
-    """Return the number that a text gives as its result, or None: the first one after the last `####`, else the last one."""
+    """The result that a text gives: the first number after the last `####`, else the last number."""
     _, mark, result = text.rpartition(MARK)
     after_mark = NUMBER.search(_plain(result)) if mark else None
     found = after_mark or next(reversed([*NUMBER.finditer(_plain(text))]), None)
@@ -198,7 +208,7 @@ def answer_in(text: str) -> Fraction | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a single number, apart from a currency, a percent sign or a full stop around it."""
+    """Whether a text is one number, apart from a currency, a percent sign or a full stop."""
     return NUMBER.fullmatch(_plain(text).strip(" .%$€£¥\n")) is not None
 
 
@@ -211,7 +221,7 @@ def _plain(text: str) -> str:
 
 
 def _text_or_number(record: JsonDict, key: str) -> str:
-    """A text or a number of a row as text; "" if it is missing. Raises BadRow for anything else."""
+    # A text or a number as text; "" if it is missing.
     value = record.get(key)
     if value is None or isinstance(value, str):
         return (value or "").strip() and str(value)

@@ -1,4 +1,4 @@
-"""The items of a task, read once for all models. Bad rows are left out and reported with location and reason."""
+"""The items of a task, read once for all models. Bad rows are left out and reported."""
 
 import random
 import re
@@ -38,8 +38,12 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class SuiteFiles:
-    """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
+    """Where a suite's data comes from.
+
+    base     paths in the suite are relative to it
+    heldout  records of a run's held-out parts ("documents", "chats", "pairs", "domain"), which
+             tasks name instead of a file
+    """
 
     base: Path
     heldout: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)
@@ -52,7 +56,7 @@ class Items(Generic[T]):
     task      its name in the suite
     spec      its settings, of the kind that the task's own module reads
     items     of the task's own type
-    digests   of each item: two evaluations with equal digests used the same items
+    digests   of each item: evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
     left_out  rows that are not valid items: file, line and reason of each
     groups    "lang=zh" -> numbers of the items that belong to it
@@ -68,7 +72,7 @@ class Items(Generic[T]):
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many rows were left out, by reason."""
+        """Number of rows that were left out, by reason."""
         return dict(Counter(row["reason"] for row in self.left_out))
 
     def result(
@@ -78,7 +82,7 @@ class Items(Generic[T]):
         rows: list[JsonDict],
         baselines: Mapping[str, float] | None = None,
     ) -> TaskResult:
-        """The result of a model on these items; the first metric is primary, and has a value for each group too."""
+        """The result of a model; the first metric is primary, and has a value for each group too."""
         primary, *others = (replace(metric, records=self.digests) for metric in figures)
         groups = (primary.restricted(numbers, group) for group, numbers in self.groups.items())
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
@@ -93,10 +97,10 @@ RowParser = tuple[
 def read_rows(
     setting: str, file: str, files: SuiteFiles, parser: RowParser[T]
 ) -> tuple[Rows[T], list[JsonDict]]:
-    """Read a file as (parsed rows, bad rows).
+    """Read a file as (parsed rows, bad rows): JSON Lines, also .gz, .zst and parquet.
 
-    Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
-    does not exist, and DataError if it has no usable row, is truncated, corrupt or in another encoding.
+    Raises UsageError, naming `setting`, if the file does not exist, and DataError if it has no
+    usable row, is truncated, corrupt or in another encoding.
     """
     path = files.base / user_path(file)
     if not path.is_file():
@@ -121,7 +125,7 @@ def read_rows(
 
 
 class Parsers(NamedTuple, Generic[T]):
-    """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
+    """How records become items: those of a file, those held out, and an item's identity."""
 
     of_file: RowParser[T]
     of_heldout: Callable[[JsonDict], T]
@@ -129,11 +133,12 @@ class Parsers(NamedTuple, Generic[T]):
 
 
 def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
-    """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that the limits allow.
+    """Read the records of a held-out part or of the task's file, and draw those that the limits allow.
 
     `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
     """
-    left_out, part = list[JsonDict](), heldout_part(spec)
+    left_out = list[JsonDict]()
+    part = heldout_part(spec)
     if part:
         rows: Rows[T] = [
             (parsers.of_heldout(dict(record)), record) for record in files.heldout[part]
@@ -144,13 +149,14 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
-    values, drawn = tuple(value for value, _ in rows), [row for _, row in rows]
+    values = tuple(value for value, _ in rows)
+    drawn = [row for _, row in rows]
     digests = tuple(record_name(parsers.identity(value)) for value in values)
     return Items(task, spec, values, digests, drawn, left_out, groups(drawn, spec.by))
 
 
 def accepted(record: Any, kind: type[T]) -> T:
-    """The record that was parsed. Raises BadRow with the reason why there is none."""
+    """The parsed record. Raises BadRow with the reason if there is none."""
     if isinstance(record, kind):
         return record
     raise BadRow(record.reason)
@@ -162,12 +168,12 @@ def heldout_part(task: Task) -> str | None:
 
 
 def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
-    """Held-out records without single rated answers, which have no other one to be compared with."""
+    """Held-out records without single rated answers, which have nothing to be compared with."""
     return [record for record in records if "completion" not in record]
 
 
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
-    """Draw at most `limit` items by the seed, in their original order; all of them without a limit."""
+    """Draw at most `limit` items by the seed, in their original order."""
     if limit is None or limit >= len(items):
         return list(items)
     return [
@@ -176,10 +182,10 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
 
 
 def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
-    """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
+    """Group rows by the values of each key: {"lang=zh": row numbers}.
 
-    A key with more than `most` values, such as the address that each row came from, or with the same value on every
-    row forms no groups.
+    A key with more than `most` values, such as an address, or with the same value on every row
+    forms no groups.
     """
     numbers: dict[str, tuple[int, ...]] = {}
     for key in keys:
@@ -202,8 +208,10 @@ def _place(row: JsonDict) -> str:
 
 
 def notes_on(items: Sequence[Items[Any]]) -> list[str]:
-    """Notes on the tasks, a line each: rows that were left out, with their places; and duplicates, which are not
-    independent: five copies of a row would show a difference that one cannot."""
+    """Notes on the tasks, a line each: rows that were left out, and copies.
+
+    Copies are not independent: five of a row would show a difference that one cannot.
+    """
     notes: list[str] = []
     for each in items:
         for reason, count in each.reasons.items():
@@ -219,7 +227,8 @@ def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     return notes
 
 
-# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
+# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width
+# punctuation. Not Korean.
 UNSPACED = re.compile(
     r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
     r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
@@ -227,7 +236,7 @@ UNSPACED = re.compile(
 
 
 def separator(text_before: str, text_after: str) -> str:
-    """Separator between a text and its continuation: a space if neither has one and the script has spaces."""
+    """A space between a text and its continuation, if neither has one and the script has spaces."""
     if (
         not text_before
         or text_before[-1].isspace()
@@ -246,14 +255,15 @@ def with_examples(
     parser: RowParser[T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
-    """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
+    """Draw the items of a task: `item_of(row, examples)` is (the item, its identity).
 
-    Examples are the first rows of the examples file, or of the rows that were read, but never the item itself or a row equal
-    to it: the next row takes its place. Raises DataError if there are too few.
+    Examples are the first rows of the examples file, or of the rows that were read, but never a row
+    equal to the item. Raises DataError if there are too few.
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
-    candidates, bad_examples = rows, list[JsonDict]()
+    candidates = rows
+    bad_examples = list[JsonDict]()
     if spec.shots_file is not None:
         candidates, bad_examples = read_rows(
             f"tasks.{task}.shots_file", spec.shots_file, files, parser
@@ -284,7 +294,7 @@ def with_examples(
 
 
 def text_of(record: JsonDict, key: str) -> str:
-    """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
+    """The string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):
         raise BadRow(f"no {key}" if value is None else f"{key} is not a string")

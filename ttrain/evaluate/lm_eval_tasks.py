@@ -1,4 +1,4 @@
-"""Tasks of kind `harness`: lm-evaluation-harness asks our model and judges it; its samples become metrics over items.
+"""Tasks of kind `harness`: lm-evaluation-harness asks our model; its samples become metrics.
 
 A group is one task here, whose `groups` have the metrics of each of its tasks.
 """
@@ -46,9 +46,9 @@ HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
-    """Load the task, or all tasks of a group. What identifies an item is known when a model is asked it.
+    """Load the task, or all tasks of a group; digests are known once a model was asked.
 
-    Raises UsageError if the harness does not know the task; DataError if the data cannot be loaded.
+    Raises UsageError if the harness does not know the task, DataError if its data cannot be loaded.
     """
     setting = f"tasks.{task}.task is {spec.task}"
     if (
@@ -85,8 +85,8 @@ def task_index() -> Any:
 def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Let the harness ask the model and judge its answers.
 
-    The result has each metric of the task that is a mean over items, and of multiple choice the bits per byte of the right
-    answer. By `evaluate`, since `simple_evaluate` asks git and pip for versions, which takes 1.5 s.
+    The result has each metric that is a mean over items, and bits per byte of the right answer of
+    multiple choice.
     """
     tasks = {task.task_name: task for task, _ in items.items}
     numbers = {
@@ -96,7 +96,8 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
         HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0
     )
     places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
-    rows, digests = [JsonDict() for _ in places], [""] * len(places)
+    rows = [JsonDict() for _ in places]
+    digests = [""] * len(places)
     # By metric: sums and sizes
     parts: dict[str, tuple[list[float], list[float]]] = defaultdict(
         lambda: ([0.0] * len(places), [0.0] * len(places))
@@ -113,7 +114,8 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
             rows[place] |= {"task": name, "prompt": prompt, "responses": responses, **metrics}
             for label, fields[label], amount, size in _values(tasks[name], sample):
                 sums, sizes = parts[label]
-                sums[place], sizes[place] = amount, size
+                sums[place] = amount
+                sizes[place] = size
     figures = [
         Metric(label, tuple(sums), tuple(sizes), **fields[label])
         for label, (sums, sizes) in parts.items()
@@ -126,8 +128,9 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
 
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
-    """The metrics of a sample that are quotients of sums over items: (name, fields of the metric, sum, size)."""
-    aggregation, higher = task.aggregation(), task.higher_is_better()
+    # Of the metrics that are quotients of sums over items: (name, fields, sum, size).
+    aggregation = task.aggregation()
+    higher = task.higher_is_better()
     for metric in sample["metrics"]:
         if (form := FORMS.get(aggregation[metric])) is not None:
             label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
@@ -159,17 +162,18 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
     def __init__(self, subject: LoadedModel, progress: ProgressCallback) -> None:
         super().__init__()
-        self._subject, self._progress = subject, progress
+        self._subject = subject
+        self._progress = progress
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the greedy continuation) of each continuation after its context."""
+        """(log-likelihood, whether it is greedy) of each continuation after its context."""
         costs = log_likelihoods(
             self._subject, [request.args for request in requests], self._progress
         )
         return [(-cost.nats, cost.greedy) for cost in costs]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
+        """Log-likelihood of each text, in the harness's windows, which overlap by one token."""
         subject = self._subject
         length = subject.max_length or DEFAULT_LENGTH
         start_ids = [subject.beginning()[-1], *subject.begin_ids]

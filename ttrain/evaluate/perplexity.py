@@ -35,7 +35,7 @@ class Score(NamedTuple):
 
 
 class ScoringWindow(NamedTuple):
-    """A span of ids: the model reads from `start` to before `end`, and the ids from `first` on are scored."""
+    """A span of ids: the model reads [start, end), and the ids from `first` on are scored."""
 
     start: int
     first: int
@@ -48,12 +48,11 @@ class ScoringWindow(NamedTuple):
 
 
 def windows(tokens: int, length: int, stride: int) -> Iterator[ScoringWindow]:
-    """Windows of at most `length` inputs in which each token after the first is scored once, with as much context as fits.
+    """Windows of at most `length` inputs in which each token after the first is scored once.
 
-    The first window scores all its tokens; each later one its last `stride` tokens, so that all of these have at least
-    `length - stride + 1` tokens before them (as in the strided perplexity of
-    https://huggingface.co/docs/transformers/perplexity). So about `stride / length` of the computed positions of a long text
-    are scored, and all of a text that fits.
+    The first window scores all its tokens; each later one its last `stride` tokens, which have at
+    least `length - stride + 1` tokens before them (as in the strided perplexity of
+    https://huggingface.co/docs/transformers/perplexity).
     """
     first = 1
     while first < tokens:
@@ -73,12 +72,12 @@ def score_each(
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> list[Score]:
-    """Compute the loss of the live tokens of each sequence, (ids, live). The first token of each is context only.
+    """Compute the loss of the live tokens of each sequence, (ids, live); the first is context only.
 
-    Windows are sorted by length to reduce padding, and `batch_tokens` bounds the tokens of a forward pass, padding included.
-    With `ranks`, each has the whole model, computes a share of the batches, and gets all scores: bit-identical on any number
-    of ranks, and equal up to the rounding of a matrix product (1e-7) with any batch size.
-    `progress` gets (batches done, batches) of this rank.
+    Windows are sorted by length to reduce padding; `batch_tokens` bounds the padded tokens of a
+    pass. With `ranks`, each has the complete model, computes a share of the batches, and gets all
+    scores: bit-identical on any number of ranks, equal up to 1e-7 with any batch size. `progress`
+    gets (batches done, batches) of this rank.
     """
     arrays = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
     numbered_windows = [
@@ -123,14 +122,16 @@ def score_each(
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
-    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
+    """Split descending lengths into batches of at most `most` tokens, padded to their first.
 
-    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
-    log-normal lengths the padding is then 4 % instead of 29 %.
+    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of
+    6,000 tokens in texts of log-normal lengths the padding is then 4 % instead of 29 %.
     """
-    slices, start = [], 0
+    slices = []
+    start = 0
     while start < len(lengths):
-        widest, end = lengths[start], start + 1
+        widest = lengths[start]
+        end = start + 1
         while end < len(lengths) and (end + 1 - start) * widest <= most:
             if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
                 break
@@ -141,9 +142,10 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
 
 
 def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
+    """Inputs and labels of windows, padded on the right, where a causal model cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
-    inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    inputs_BT = np.zeros(shape, np.int64)
+    labels_BT = np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
         inputs_BT[row, : end - start - 1] = ids[start : end - 1]
         labels_BT[row, first - start - 1 : end - start - 1] = np.where(
@@ -162,20 +164,19 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    parse, fields = (
-        sources.document_parser(spec.text_field),
-        sources.document_fields(spec.text_field, f"tasks.{task}."),
-    )
+    parse = sources.document_parser(spec.text_field)
+    fields = sources.document_fields(spec.text_field, f"tasks.{task}.")
     of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
     return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
 
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
-    """Compute bits per byte, loss in nats per token, and perplexity per token. Every token of a text is scored.
+    """Compute bits per byte, loss in nats per token, and perplexity per token.
 
-    Bits are divided by the bytes of the text as it stands in the file, so that models with different tokenizers can be
-    compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce a text had less to
-    predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
+    Bits are divided by the bytes of the text as it stands in the file, so that models with
+    different tokenizers can be compared (https://arxiv.org/abs/2101.00027, section 3.1). A
+    tokenizer that does not reproduce a text had less to predict: such documents are counted in a
+    warning and marked `lossy` in the rows.
     """
     ids = subject.encoder.encode(items.items)
     scores = score_items(
@@ -230,8 +231,7 @@ def score_items(
     sequences: Sequence[Tokens | str],
     progress: ProgressCallback,
 ) -> list[Score]:
-    """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
-    in place of its tokens."""
+    """Score the live tokens of each item in windows that the model accepts; an error scores none."""
     length = min(spec.row_length, subject.max_length or spec.row_length)
     return score_each(
         subject.model,
@@ -247,10 +247,8 @@ def score_items(
 
 def loss_figures(scores: Sequence[Score]) -> list[Metric]:
     """Loss and perplexity per token."""
-    nats, tokens = (
-        tuple(score.nats for score in scores),
-        tuple(float(score.tokens) for score in scores),
-    )
+    nats = tuple(score.nats for score in scores)
+    tokens = tuple(float(score.tokens) for score in scores)
     return [
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),

@@ -1,4 +1,4 @@
-"""Decide whether a challenger replaces the champion, from their metrics on the same held-out records."""
+"""Decide whether a challenger replaces the champion, by metrics on the same held-out records."""
 
 import math
 import re
@@ -38,9 +38,11 @@ OF_DOCUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision and its inputs. `difference` is by how much the challenger is better, in the metric's unit;
-    `smallest_difference` is the difference that records like these would show in four cases of five; `lost` names the
-    held-out texts on which the challenger is worse by more than `promotion.forgetting`.
+    """A decision and its inputs.
+
+    difference           by how much the challenger is better, in the metric's unit
+    smallest_difference  that records like these would show in four cases of five
+    lost                 texts on which it is worse by more than `promotion.forgetting`
     """
 
     promote: bool
@@ -67,7 +69,7 @@ class Decision:
 
 
 def check_metric(settings: Settings) -> None:
-    """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
+    """Raise UsageError if no evaluation under these settings has `promotion.metric`."""
     evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
     models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
     of_heldout = [
@@ -101,16 +103,20 @@ NO_CHAMPION = "there is no champion yet"
 
 
 def first_champion(metrics: Mapping[str, Metric], challenger: Metric, settings: Promotion) -> First:
-    """Compare a first challenger with what `promotion.baseline` names, from the metrics of its evaluation.
+    """Compare a first challenger with `promotion.baseline`, by the metrics of its evaluation.
 
     There is nothing to beat where there is no such baseline, as without held-out documents.
     """
-    name, value, own = "promotion.baseline", settings.baseline, challenger.value
+    name = "promotion.baseline"
+    value = settings.baseline
+    own = challenger.value
     sign = forgetting.sign_of(challenger, settings)
     if isinstance(value, str):
-        name, sign = value, -1.0
+        name = value
+        sign = -1.0
         values = {key: metric.value for key, metric in metrics.items()}
-        value, own = values.get(BITS_PER_BYTE.of(name)), values.get(BITS_PER_BYTE.name, math.nan)
+        value = values.get(BITS_PER_BYTE.of(name))
+        own = values.get(BITS_PER_BYTE.name, math.nan)
     if value is None or math.isnan(own):
         return True, NO_CHAMPION
     if sign * (own - value) > 0:
@@ -132,9 +138,10 @@ def decide(
 ) -> Decision:
     """Decide whether the challenger becomes champion.
 
-    It does if it is better by more than the margin and has lost none of the texts; with enough records, only if the whole
-    interval of the difference lies beyond the margin. The first challenger becomes champion if its metric is finite and it
-    `first` says so. `unknown`: why what it forgets cannot be determined, which promotes nothing.
+    It must be better by more than the margin and have lost none of the texts; with enough records,
+    the complete interval of the difference must lie beyond the margin. A first challenger becomes
+    champion if its metric is finite and `first` says so. `unknown`: why what it forgets cannot be
+    determined, which promotes nothing.
     """
     decision = _compared(challenger, champion, settings, first)
     lost = [figure for figure in texts if figure.lost]
@@ -151,7 +158,7 @@ def decide(
 def _compared(
     challenger: Metric, champion: Metric | None, settings: Promotion, first: First
 ) -> Decision:
-    """Decide by the metric over all records."""
+    # By the metric over all records.
 
     def decided(promote: bool, reason: str, **comparison: Any) -> Decision:
         old = None if champion is None else champion.value
@@ -175,7 +182,9 @@ def _compared(
     if why := _incomparable_reason(challenger, champion):
         return decided(False, why)
     compared = forgetting.advantage(challenger, champion, settings)
-    difference, samples, margin = compared.difference, len(challenger.records), settings.margin
+    difference = compared.difference
+    samples = len(challenger.records)
+    margin = settings.margin
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     if not settings.resamples or samples < settings.min_samples or compared.interval is None:
         better = difference > margin
@@ -204,9 +213,9 @@ def _compared(
 
 
 def why_unknown(challenger: Metric, champion: Metric | None) -> str:
-    """Why what a challenger forgets cannot be determined from these scores; empty where it can.
+    """Why what a challenger forgets cannot be determined from these scores; "" where it can.
 
-    A champion whose metric is not a finite number has nothing to lose.
+    A champion whose metric is not finite has nothing to lose.
     """
     if champion is None:
         return f"the champion's evaluation does not have {challenger.name}"
@@ -216,7 +225,7 @@ def why_unknown(challenger: Metric, champion: Metric | None) -> str:
 
 
 def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
-    """Why the metrics of both models cannot be compared; empty where they can."""
+    # "" where the metrics can be compared.
     if challenger.records != champion.records:
         return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
     if challenger.sizes == champion.sizes:
@@ -235,18 +244,19 @@ def judge(
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> tuple[Decision, list[TextFigure]]:
-    """Decide whether a challenger becomes champion, by its evaluation and the champion's.
+    """Decide by the evaluations of challenger and champion: (decision, values by text and metric).
 
-    Returns the decision, and the figures on the text of each night and source, and in other metrics.
+    nights  names of the held-out records of each night
+    new     the night that is decided, whose text nothing can forget
+    best    the best values of champions so far, by text
 
-    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
-    `best`: the best figures of champions so far, by text.
-    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte;
-    the other models by their own metrics.
-    Raises UsageError if an evaluation does not have the metric.
+    Forgetting is judged by `promotion.metric` where that is over documents, else by the base
+    model's bits per byte; other models by their own metrics. Raises UsageError if an evaluation
+    does not have the metric.
     """
     deciding = challenger.metric(rules.metric)
-    texts, unknown = list[TextFigure](), ""
+    texts = list[TextFigure]()
+    unknown = ""
     metric = metric_of_texts(rules.metric)
     if ours := challenger.metrics.get(metric):
         theirs = champion.metrics.get(metric) if champion else None
@@ -264,10 +274,8 @@ def judge(
 
 
 def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
-    """The same decision, but to keep the champion where it was made by the figures over too few records.
-
-    Where the user sets promotion.resamples=0, or a metric has no records, the figures alone decide.
-    """
+    # Keep the champion where values over too few records made the decision. With
+    # promotion.resamples=0, or without records, the values alone decide.
     few = too_few(records, rules.min_samples)
     if (
         not few
@@ -283,15 +291,16 @@ def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Deci
 def _of_other_models(
     challenger: Evaluation, champion: Evaluation, rules: Promotion
 ) -> Iterator[TextFigure]:
-    """The figures in the metric of each model that does not decide and has one that is not over documents."""
+    # In the metric of each other model that is not over documents.
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:
             continue
-        ours, theirs = challenger.metrics.get(name), champion.metrics.get(name)
+        ours = challenger.metrics.get(name)
+        theirs = champion.metrics.get(name)
         if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):
             yield figure
 
 
 def metric_of_texts(metric: str) -> str:
-    """The metric by which the gate judges what is forgotten, where it decides by this one."""
+    """The metric by which forgetting is judged, where this metric decides."""
     return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name

@@ -1,4 +1,4 @@
-"""Task results of one or more models: metrics with intervals, comparisons, tables, JSON. Loads no torch."""
+"""Task results of one or more models: intervals, comparisons, tables, JSON. Loads no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ OTHER_COUNTS = (
 
 
 class Results:
-    """Results of one or more models on the same tasks. The other models are compared with the first one."""
+    """Results of models on the same tasks; the other models are compared with the first one."""
 
     def __init__(self, outcomes: Sequence[TaskResult], rule: Rule) -> None:
-        self.outcomes, self.rule = outcomes, rule
+        self.outcomes = outcomes
+        self.rule = rule
         self.models = list(dict.fromkeys(outcome.subject for outcome in outcomes))
         self._tasks: dict[str, dict[str, TaskResult]] = {}
         for outcome in outcomes:
             self._tasks.setdefault(outcome.task, {})[outcome.subject] = outcome
 
     def recorded(self) -> dict[str, Metric]:
-        """Every metric as TASK/METRIC/MODEL, the primary one of each group as TASK/METRIC/MODEL/KEY:VALUE, and baselines as
-        TASK/METRIC/BASELINE."""
+        """Every metric as TASK/METRIC/MODEL, groups as TASK/METRIC/MODEL/KEY:VALUE, and baselines."""
         recorded: dict[str, Metric] = {}
         for outcome in self.outcomes:
             names = {
@@ -59,8 +59,11 @@ class Results:
         return numbers
 
     def comparisons(self) -> list[JsonDict]:
-        """Compare every other model with the first on each metric that decides: the fields of the `PairedComparison`,
-        `verdict` in words, and `p_of_all`, which is p corrected for the number of comparisons by Holm's rule."""
+        """Compare every other model with the first on each metric that decides.
+
+        The fields of `PairedComparison`, `verdict` in words, and `p_of_all`: p corrected by Holm's
+        rule.
+        """
         pairs = [
             (first, other)
             for first, *others in map(dict.values, self._tasks.values())
@@ -73,7 +76,8 @@ class Results:
         ]
         comparisons: list[JsonDict] = []
         for first, other, metric, other_metric in decisive:
-            why, compared = _incomparable_reason(first, other, metric, other_metric), NOT_COMPARED
+            why = _incomparable_reason(first, other, metric, other_metric)
+            compared = NOT_COMPARED
             if not why:
                 compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
             names = {
@@ -90,7 +94,6 @@ class Results:
         return comparisons
 
     def _verdict(self, comparison: JsonDict) -> str:
-        """Summarise a comparison in words."""
         if few := not_judged(comparison["items"], noun="items"):
             return few
         if comparison["better"] and comparison["p_of_all"] <= 1 - self.rule.confidence:
@@ -144,8 +147,10 @@ class Results:
         return figures
 
     def table(self) -> Table:
-        """(header, rows): a row for each metric, a column for each model. Below a task's primary metric come its baselines
-        and its values for groups of items."""
+        """(header, rows): a row for each metric, a column for each model.
+
+        Below a task's primary metric come its groups and baselines.
+        """
         rows: list[tuple[str, ...]] = []
         for task, by_model in self._tasks.items():
             first = next(iter(by_model.values()))
@@ -165,7 +170,7 @@ class Results:
         return ["task", "figure", *self.models, "items"], rows
 
     def cell(self, metric: Metric) -> str:
-        """A metric with its interval."""
+        """Format a metric with its interval."""
         interval = statistics.interval(metric, self.rule)
         return number(metric.value) + ("" if interval is None else f" ({span(interval)})")
 
@@ -173,7 +178,9 @@ class Results:
         """(header, rows): a row for each compared metric of a task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():
-            difference, interval, cells = pair["difference"], pair["interval"], ("", "", "")
+            difference = pair["difference"]
+            interval = pair["interval"]
+            cells = ("", "", "")
             if not math.isnan(difference):
                 cells = (
                     _shown(difference, "+"),
@@ -209,7 +216,7 @@ class Results:
 def _incomparable_reason(
     first: TaskResult, second: TaskResult, metric: Metric, other: Metric
 ) -> str:
-    """Why this metric of two results cannot be compared; "" if it can."""
+    # "" if this metric of two results can be compared.
     if first.items.digests != second.items.digests:
         return OTHER_ITEMS
     if not statistics.comparable(metric, other):

@@ -1,4 +1,4 @@
-"""Run tasks on models: read the items once, then evaluate model after model, one in memory at a time."""
+"""Run tasks on models: read the items once, then evaluate one model after another."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ ReportProgress = Callable[[float], None]  # gets the share of the tasks that is 
 def read(
     suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]
 ) -> list[Items[Any]]:
-    """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
+    """Read the items of every task. `heldout` has the records of each part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.
     """
@@ -52,7 +52,7 @@ def ask(
 
 
 def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[Any]:
-    """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, and the others into one."""
+    """Group the items by whether the digest of their plain text is in `overlap_digests`."""
     if not overlap_digests:
         return items
     texts = [contamination.of_row(dict(row)) or "" for row in items.rows]
@@ -78,7 +78,7 @@ FUNCTIONS: dict[str, Functions] = {
 
 
 def functions_of(spec: Task) -> Functions:
-    """(reads the items, scores a model on them) of a kind of task. Raises UsageError if the harness is not installed."""
+    """(reader, scorer) of a kind of task. Raises UsageError if the harness is not installed."""
     if not isinstance(spec, HarnessTask):
         return FUNCTIONS[spec.kind]
     try:

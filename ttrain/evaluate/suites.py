@@ -32,7 +32,7 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite with the name or path that it was requested by and its file; paths in it are relative to `base`."""
+    """A suite with its requested name or path, and its file; paths in it are relative to `base`."""
 
     name: str
     suite: Suite
@@ -53,7 +53,7 @@ def load(name: str) -> LoadedSuite:
 
 
 def load_heldout() -> LoadedSuite:
-    """Everything that a run may have held out, also by its optional stages."""
+    """Load the tasks on everything that a run may have held out, also by its optional stages."""
     suites = [load(name) for name in (HELDOUT, "pairs")]
     return _with_tasks(
         suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items())
@@ -81,7 +81,7 @@ def find(name: str) -> Path:
 
 
 def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
-    """Build a suite from tasks that the user gave; paths are relative to the working directory."""
+    """Build a suite from the user's tasks; paths are relative to the working directory."""
     return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd())
 
 
@@ -102,7 +102,7 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
 
 
 def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
-    """Lower the limits of the tasks that have them: `limit` items of each task, `max_bytes` of each text task."""
+    """Lower the limits of tasks: `limit` items of each task, `max_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task |= {
@@ -131,7 +131,7 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
 
 
 def files_of(loaded: LoadedSuite) -> list[Path]:
-    """List the suite's own file and those of its tasks, on which the results depend. Raises UsageError if one is missing."""
+    """List the suite's own file and those of its tasks. Raises UsageError if one is missing."""
     files = [] if loaded.file is None else [loaded.file]
     for task, spec in loaded.suite.tasks.items():
         for setting in ("shots_file",) if heldout_part(spec) else ("file", "shots_file"):
@@ -156,7 +156,7 @@ def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
 
 
 def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
-    """Raise UsageError if two suites have a task of the same name: their metrics would have the same name, too."""
+    """Raise UsageError if two suites have a task of the same name, and so the same metrics."""
     counts = Counter(task for loaded in suites for task in loaded.suite.tasks)
     for task in (task for task, count in counts.items() if count > 1):
         both = " and ".join(loaded.name for loaded in suites if task in loaded.suite.tasks)

@@ -1,7 +1,7 @@
 """Loss of each next token, only at the positions that count, without ever holding all logits.
 
-Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden states, V entries of the
-vocabulary.
+Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden
+states, V entries of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,12 @@ SLICE_ENTRIES = (
 class TokenLosses:
     """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    If the logits are just the output head applied to the decoder's output, the head is applied here, chunk by chunk and
-    only to the positions that count. A pass over a few tokens shows whether that is so; otherwise (a soft cap, a prefix
-    before the row, a user's own model without `get_decoder`) the model computes all its logits.
+    Where the logits are just the output head of the decoder's output, which a pass over a few
+    tokens shows, the head is applied here, in chunks and only to the positions that count.
+    Otherwise (a soft cap, a prefix before the row, a model without `get_decoder`) the model
+    computes all its logits.
 
-    parts  the decoder and the head, if the logits are just the head of the decoder's output
+    parts  decoder and head in the first case, else None
     """
 
     @torch.no_grad()
@@ -42,11 +43,11 @@ class TokenLosses:
 
     @torch.no_grad()
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
-        """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of `labels_BT[labels_BT != IGNORE]`.
+        """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of the labels.
 
-        `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are; `labels_BT[t]` follows
-        `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad, not inference_mode, which would make tables that
-        the model caches unusable in training.
+        `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are;
+        `labels_BT[t]` follows `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad,
+        not inference_mode, which would make tables that the model caches unusable in training.
         """
         return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 
@@ -54,7 +55,7 @@ class TokenLosses:
     def with_greedy(
         self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The nats of each label, and whether it is the most likely token, both of shape [N]."""
+        """The nats of each label, and whether it is the likeliest token, both of shape [N]."""
         nats: list[Tensor] = []
         are_likeliest: list[Tensor] = []
         for logits_CV, labels_C in self._logits(input_ids_BT, labels_BT, inputs):
@@ -65,7 +66,8 @@ class TokenLosses:
     def _logits(
         self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: JsonDict
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logits of the positions that count and their labels, in chunks; one chunk of none if none counts."""
+        # Yield the logits of the positions that count and their labels, in chunks; one chunk of
+        # none if none counts.
         inputs = {"use_cache": False, **inputs, "input_ids": input_ids_BT}
         head: nn.Module = nn.Identity()
         if self.parts is None:
@@ -74,7 +76,8 @@ class TokenLosses:
             decoder, head = self.parts
             states = decoder(**inputs).last_hidden_state.flatten(0, 1)
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
-        rows_N, labels_N = live_N.to(states.device), labels_BT.flatten()[live_N].to(states.device)
+        rows_N = live_N.to(states.device)
+        labels_N = labels_BT.flatten()[live_N].to(states.device)
         chunk = default_chunk_tokens(states.device)
         for rows_C, labels_C in zip(
             torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True
@@ -86,7 +89,8 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
     """The parts of a model whose logits are just head(decoder(input_ids)); None for any other."""
     causal = causal_of(model)
     try:
-        decoder, head = causal.get_decoder(), causal.get_output_embeddings()
+        decoder = causal.get_decoder()
+        head = causal.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
     if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is causal:
@@ -101,7 +105,7 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
 
 
 def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Negative log-likelihoods of the labels; log-sum-exp in fp32 or the logits' wider type."""
+    # Log-sum-exp in fp32 or the logits' wider type.
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     on_cpu = logits_CV.device.type == "cpu"
     rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if on_cpu else len(labels_C))

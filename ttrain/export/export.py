@@ -123,10 +123,8 @@ def export(
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    work, replaced = (
-        temporary_path(target),
-        target.with_name(f".{target.name}.replaced-{os.getpid()}"),
-    )
+    work = temporary_path(target)
+    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         work.mkdir()
         exported, remarks = _fill(reference, work, request, target.name, say)
@@ -366,7 +364,8 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
     parameters = dict(model.named_parameters())  # tied ones once
     for name, parameter in parameters.items():
         cast(name, parameter.data, dtype)
-    config, generation_config = model.config, model.generation_config
+    config = model.config
+    generation_config = model.generation_config
     kind = getattr(torch, DTYPES[dtype])
     model = type(model).from_pretrained(
         None, config=config, state_dict=model.state_dict(), dtype=kind

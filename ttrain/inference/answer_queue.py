@@ -78,10 +78,12 @@ class Answer:
         stops = self.order.stops
         positions = [self._unsent.find(stop) for stop in stops if stop in self._unsent]
         if positions:
-            self._unsent, reason = self._unsent[: min(positions)], "stop"
+            self._unsent = self._unsent[: min(positions)]
+            reason = "stop"
         held_back = 0 if reason or not stops else max(map(len, stops)) - 1
         end = max(0, len(self._unsent) - held_back)
-        text, self._unsent = self._unsent[:end], self._unsent[end:]
+        text = self._unsent[:end]
+        self._unsent = self._unsent[end:]
         self.has_ended = reason is not None
         if text or reason:
             self.order.send((self.index, text, reason))

@@ -132,7 +132,8 @@ def _complete_rows(partial: Path) -> int:
     with partial.open("r+b") as file:
         done = end = 0
         while file.readline().endswith(b"\n"):
-            done, end = done + 1, file.tell()
+            done = done + 1
+            end = file.tell()
         file.truncate(end)
     return done
 
@@ -147,7 +148,8 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Group prompt numbers into batches of similar length and equal answer length limit, so that a long prompt does not
     shorten the answers to short ones. Prompts that leave no room are left out."""
-    longest, numbers = loaded_model.max_length, dict[int, list[int]]()
+    longest = loaded_model.max_length
+    numbers = dict[int, list[int]]()
     for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
         room = (
             sampling.max_tokens
@@ -205,7 +207,8 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
         raise Malformed(
             f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it"
         )
-    prompt, text = record.get("prompt"), record.get("text")
+    prompt = record.get("prompt")
+    text = record.get("text")
     if isinstance(prompt, str) and raw:
         return Prompt(number, record, text=prompt)
     if isinstance(text, str) and not isinstance(prompt, str):

@@ -12,7 +12,8 @@ from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
-GATE, WEIGHTS = "gate.json", "model.safetensors"
+GATE = "gate.json"
+WEIGHTS = "model.safetensors"
 
 
 class GateFile(Section):

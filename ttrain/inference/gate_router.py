@@ -41,7 +41,8 @@ def run_ids(text: str, settings: Gate) -> Ids:
     codes = np.frombuffer(
         f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4"
     ).astype(np.uint64)
-    hashes, ids_by_length = codes, []
+    hashes = codes
+    ids_by_length = []
     for length in range(1, min(settings.ngram_characters, len(codes)) + 1):
         ids_by_length.append(spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
         hashes = hashes[:-1] * MULTIPLIER + codes[length:]
@@ -80,7 +81,8 @@ class Router(nn.Module):
     def probabilities(self, texts: Sequence[str]) -> Tensor:
         """Probability of each expert, [B, E], on the CPU, without gradients."""
         self.eval()
-        device, batches = self.embedding.weight.device, []
+        device = self.embedding.weight.device
+        batches = []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             ids_BL = padded(
                 [run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]]
@@ -104,7 +106,8 @@ class GateSelector:
 
         Loads no expert.
         """
-        gate, path = gate_files.read(directory), directory / gate_files.WEIGHTS
+        gate = gate_files.read(directory)
+        path = directory / gate_files.WEIGHTS
         if not path.is_file() or sha256_file(path) != gate.router_sha256:
             raise ArtifactError(
                 f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"

@@ -127,7 +127,8 @@ class TextStream:
     """
 
     def __init__(self, encoder: Encoder, lead: str = "") -> None:
-        self._encoder, self._lead = encoder, lead
+        self._encoder = encoder
+        self._lead = lead
         self.ids: Sequence[int] = ()
         self.shown = ""
 
@@ -186,7 +187,9 @@ class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
     """Passes on the answers that have not ended, and ends the rows that `on_tokens` returns."""
 
     def __init__(self, on_tokens: OnTokens, stop_ids: Sequence[int], prompt_tokens: int) -> None:
-        self._on_tokens, self._stop_ids, self._prompt_tokens = on_tokens, stop_ids, prompt_tokens
+        self._on_tokens = on_tokens
+        self._stop_ids = stop_ids
+        self._prompt_tokens = prompt_tokens
         self._ended: set[int] = set()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
@@ -246,7 +249,8 @@ class KVCache:
 
         The caller owns it until `put`: an interrupted pass leaves no half-filled cache behind.
         """
-        cache, self._cache = self._cache, None
+        cache = self._cache
+        self._cache = None
         same = common(self._ids, ids)
         if cache is None or not same:
             cache = DynamicCache(config=self._config) if self._is_used else None

@@ -109,7 +109,8 @@ class LoadedModel:
         completions: dict[int, Completion] = {}
         while order:
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
-            batch, order = order[:rows], order[rows:]
+            batch = order[:rows]
+            order = order[rows:]
             answers = generate(
                 self,
                 [prompts[number] for number in batch],
@@ -171,7 +172,8 @@ def with_encoder(
 ) -> LoadedModel:
     """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
     causal = causal_of(model)
-    config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
+    config = causal.config.get_text_config()
+    model_eos = causal.generation_config.eos_token_id
     own_stops = (
         [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
     )

@@ -160,7 +160,8 @@ class Endpoint:
         reply = _Reply(body, order)
         if body.stream:
             return StreamingResponse(reply.events(), media_type="text/event-stream")
-        texts, reasons = [""] * len(order.answers), [""] * len(order.answers)
+        texts = [""] * len(order.answers)
+        reasons = [""] * len(order.answers)
         async for index, text, reason in order.pieces():
             texts[index] += text
             reasons[index] = reason or ""
@@ -177,7 +178,8 @@ class _Reply:
     """The answers of a request in OpenAI's shape."""
 
     def __init__(self, body: Body, order: Order) -> None:
-        self._body, self._order = body, order
+        self._body = body
+        self._order = order
         self._is_chat = isinstance(body, ChatBody)
         kind = "chat.completion" if self._is_chat else "text_completion"
         self.fields: JsonDict = {
