@@ -1,7 +1,6 @@
 """Checks of the data: texts come back, targets are the next tokens, in chats the answers.
 
-What should be trained on is derived here a second time, from the text of the records, not by the
-code that makes rows.
+Targets are derived a second time here, from the text of the records.
 """
 
 import itertools
@@ -43,11 +42,9 @@ AWKWARD = (
 
 @dataclass(frozen=True)
 class Data:
-    """What a stage reads.
+    """What a stage reads. `kind`: documents, chats or pairs; `records`: the held-out ones as text.
 
-    kind       of its rows: documents, chats or pairs
-    records    the held-out ones as text
-    masked     whether regions of them are masked on purpose, by `mask_intervals`
+    `masked`: regions of them are masked on purpose, by `mask_intervals`.
     """
 
     kind: str
@@ -59,16 +56,15 @@ class Data:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a chat, or of a prompt and its answers."""
+    # Of a chat, or of a prompt and its answers.
     parts = (record.get(name, ()) for name in ("messages", "prompt", "chosen", "rejected"))
     return list(itertools.chain.from_iterable(parts))
 
 
 def round_trip(data: Data) -> Finding:
-    """Whether all characters, awkward strings and texts of the data come back normalized.
+    """Whether all characters and texts of the data come back from the tokenizer, normalized.
 
-    And whether text that spells a special token does not become one. All characters have all bytes
-    that UTF-8 has.
+    And whether no text becomes a special token. All characters have all bytes that UTF-8 has.
     """
     encoder = data.encoder
     normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
@@ -103,7 +99,7 @@ def round_trip(data: Data) -> Finding:
 
 
 def template(data: Data) -> Finding | None:
-    """Whether, in some conversations, targets begin where the prompt for an answer ends."""
+    """Whether targets begin where the prompt for an answer ends, in some conversations."""
     compared = 0
     for record in data.records:
         turns = record.get("messages") or [*record.get("prompt", ()), *record.get("chosen", ())]
@@ -132,10 +128,10 @@ Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wron
 
 
 def labels(data: Data) -> Finding:
-    """Every target is the next token: in documents all but the first, in chats the answers.
+    """Whether every target is the next token: in documents all but the first, in chats the answers.
 
     Every run of targets of a chat ends with the token that ends an answer and has no other special
-    one; of the held-out rows, whose text is at hand, it is the text of an answer.
+    one; of the held-out rows, whose text is known, it is the text of an answer.
     """
     if data.masked:  # regions that are masked on purpose leave nothing else to compare
         return _check_rows(data.rows, lambda ids, labels: "")
@@ -152,7 +148,6 @@ def labels(data: Data) -> Finding:
 
 
 def _check_rows(rows: Rows, fault: Fault) -> Finding:
-    """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     shown = min(MOST_ROWS, len(rows))
     for number in (row * len(rows) // shown for row in range(shown)):
@@ -173,7 +168,7 @@ def _check_rows(rows: Rows, fault: Fault) -> Finding:
 
 
 def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:
-    """Every token of a document but its first is a target, at the position before it."""
+    # Every token of a document but its first is a target, at the position before it.
     if (labels == encoder.bos_id).any():
         return "the token that begins a document is trained on"
     without = labels[: -1 if ids[-1] == encoder.eos_id else None] == IGNORE
@@ -187,7 +182,7 @@ def _answer_fault(
     _ids: Array,
     labels: Array,
 ) -> str:
-    """What is wrong with the runs of targets of a chat. `answers`: their texts, where known."""
+    # `answers`: their texts, where known.
     encoder = data.encoder
     is_own = encoder.template == "own"  # whose words around an answer may be trained on with it
     is_whole = not rows.counts().get("cut_records")

@@ -105,10 +105,8 @@ def first_loss(learner: Learner) -> Finding:
 
 
 def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> Any:
-    """Which positions, [B, T], have other logits where the marked tokens of the row are others.
-
-    Logits as the task's own forward pass makes them, mask and all.
-    """
+    # Which positions, [B, T], have other logits where the marked tokens of the row are others, by
+    # the # task's own forward pass, mask and all.
     task, model = learner.prepared()
     causal: Any = getattr(model, "causal", model)
     if getattr(causal.config, "_experts_implementation", None) not in (None, "eager"):
@@ -135,10 +133,7 @@ def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array)
 
 
 def accumulation(learner: Learner) -> Finding:
-    """Whether one micro-batch, rows one by one, and unequal parts give the same gradient.
-
-    In fp32, with uneven masks.
-    """
+    """Whether one micro-batch, single rows, and unequal parts give the same gradient in fp32."""
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
     step = partial(first_step, learner, sample, Ranks(0, 1, learner.precision.device))
     others = [step(rows_per_device=size) for size in (1, ODD)]
@@ -200,10 +195,7 @@ def resume(learner: Learner) -> Finding:
 
 
 def learns(learner: Learner) -> Finding:
-    """Whether ten steps on one batch lower its loss and give each weight a gradient.
-
-    At the peak learning rate.
-    """
+    """Whether ten steps on one batch, at the peak rate, lower its loss and reach every weight."""
     flat = {"kind": "constant", "warmup_steps": 0, "hold_steps": 0}
     learner = learner.changed(schedule=learner.config.schedule.model_copy(update=flat))
     rows = select_rows(learner.rows, ROWS_PER_STEP)
@@ -253,7 +245,6 @@ def distance(first: Tensors, second: Tensors) -> float:
 
 
 def _same(first: Tensors, second: Tensors) -> bool:
-    """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -283,7 +274,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 
 def _watch_gradients(trainer: Trainer, note: Callable[[str, Tensor], object]) -> list[str]:
-    """Call `note` with each gradient before each step; returns the names of what is trained."""
+    # Call `note` with each gradient before each step; returns the names of trained weights.
     trained = {id(parameter) for parameter in trainer.optimizers.parameters}
     named = {name: p for name, p in trainer.bare.named_parameters() if id(p) in trained}
 

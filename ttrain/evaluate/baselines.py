@@ -37,13 +37,13 @@ def bits_per_byte(data: bytes) -> dict[str, float]:
 
 
 def adaptive_bits(data: bytes, order: int) -> Floats:
-    """Cost of each byte in bits under an adaptive model of the `order` <= 3 bytes before it; [bytes].
+    """Cost of each byte in bits, [bytes], under an adaptive model of the `order` <= 3 bytes before it.
 
     Before byte b its context c has occurred n(c) times, n(c, b) times followed by b, and followed
     by d(c) different bytes. The probability of b is (n(c, b) + d(c) p(b | c shortened by a byte)) /
-    (n(c) + d(c)); the shortest context falls back on 1/256, a new one is skipped. This is method C
-    of Witten and Bell (https://doi.org/10.1109/18.87000), mixed over all lengths of context instead
-    of coded as an escape. The sum is the length of an arithmetic code without a table (prequential,
+    (n(c) + d(c)); the shortest context falls back on 1/256, a new one is skipped: method C of
+    Witten and Bell (https://doi.org/10.1109/18.87000), mixed over all lengths of context. The sum
+    is the length of an arithmetic code without a table (prequential,
     https://doi.org/10.2307/2981683).
     """
     assert 0 <= order <= 3, (

@@ -44,11 +44,11 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
 
 
 def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
-    """Compute loss in nats per token of the assistant's turns, with their end tokens, and perplexity.
+    """Compute loss in nats per token of the assistant's turns, end tokens included, and perplexity.
 
     Adds the metrics of `answer_metrics` unless `answers` or `new_tokens` is 0. A chat that the
-    model's own template refuses, such as one with a system turn, is not scored but reported in a
-    warning. Raises UsageError for a model without a chat template.
+    model's own template refuses is not scored. Raises UsageError for a model without a chat
+    template.
     """
     spec = items.spec
     encoded = encode(items, subject, items.items)
@@ -76,13 +76,14 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
 def encode(
     items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]
 ) -> list[Tokens | str]:
-    """Encode conversations as (ids, live), or as the error of the model's template that refuses one.
+    """Encode conversations as (ids, live), or as the error of the template that refuses one.
 
-    Logs a warning with the first error. Raises UsageError for a model without a chat template.
+    Warns of the first error. Raises UsageError for a model without a chat template.
     """
     if not subject.can_chat:
         raise UsageError(
-            f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has no chat template whose "
+            f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has "
+            "no chat template whose "
             "tokens the model knows; remove the task"
         )
     encoded: list[Tokens | str] = []
@@ -108,8 +109,7 @@ def ask(
 ) -> list[list[JsonDict]]:
     """Generate greedy answers to the last `spec.answers` turns of each chat, as rows.
 
-    Each answer follows the chat's own preceding turns. With a short context the answers take at
-    most half of it, and only the end of the preceding turns is given.
+    Each answer follows the chat's own preceding turns, of which a short context gets only the end.
     """
     room, longest = subject.room(spec.new_tokens)
     places = [
@@ -199,7 +199,7 @@ def words(text: str) -> list[str]:
 
 
 def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
-    """(runs of REPEATED_WORDS words that occurred earlier, all runs): seq-rep-4, arXiv:1908.04319."""
+    """(runs of REPEATED_WORDS words that occurred earlier, all runs): seq-rep-4 (arXiv:1908.04319)."""
     starts = range(len(answer_words) - REPEATED_WORDS + 1)
     runs = [tuple(answer_words[start : start + REPEATED_WORDS]) for start in starts]
     return len(runs) - len(set(runs)), len(runs)

@@ -118,11 +118,11 @@ def score_choices(
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
     choice_loss    nats of the right choice, the probabilities of an item's choices normalised to
-                   one: it separates models long before their accuracies differ
-    bits_per_byte  of the right choice after its question, whatever the other choices are: small
-                   models improve there while their accuracies are at chance
+                   one
+    bits_per_byte  of the right choice after its question, whatever the other choices are
 
-    An item with a score that is not finite counts as wrong.
+    Both improve in small models while their accuracies are at chance. An item with a score that is
+    not finite counts as wrong.
     """
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
     rows = list[JsonDict]()

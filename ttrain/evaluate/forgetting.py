@@ -20,11 +20,9 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Held-out records that are judged together: of a night, a source, several nights, a metric.
+    """Held-out records that are judged together, `rows` by their numbers in the scores.
 
-    name  in messages and tables
-    rows  numbers of the records in the scores
-    new   whether it is the text of the night that is decided, which nothing can forget
+    `new`: the text of the night that is decided, which nothing can forget.
     """
 
     kind: str  # night, source, several or metric
@@ -48,7 +46,6 @@ class TextFigure:
 
     difference  by how much the challenger is better, in the metric's unit
     judged      whether the bound applies; not to a text of few records
-    lost        whether the bound was exceeded
     best        the best value of an earlier champion, where that was better than the champion
     """
 
@@ -96,7 +93,7 @@ def heldout_texts(
     """The texts among the scored records, by night, the oldest first, and by source.
 
     `nights` and `sources` have digests of their records; `new` is the night that is decided. A
-    single night or source is everything, and no text of its own.
+    single night or source is no text of its own.
     """
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
@@ -124,9 +121,8 @@ def figures(
 ) -> list[TextFigure]:
     """Compare both models on each text, then on texts that are judged together.
 
-    Empty where the scores cannot be compared. `best` has the best values of champions so far, by
-    label: a challenger that is worse than the champion must not be worse than the best one by more
-    than the bound, so that losses do not add up over nights.
+    Empty where the scores cannot be compared. `best` has the best values of champions so far: a
+    challenger that is worse than the champion must also stay within the bound of the best one.
     """
     if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
         return []

@@ -109,7 +109,8 @@ def run(
     spec = items.spec
     if spec.chat and not subject.can_chat:
         raise UsageError(
-            f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat template; set chat: false, "
+            f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat "
+            "template; set chat: false, "
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
@@ -176,8 +177,8 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
     """(the part of the answer that was compared, whether it is right).
 
     numeric  the numbers that `answer_in` finds are equal
-    exact    the texts are equal once `normalised`: of the answer the text after the last `####`,
-             or, if the right answer has one line, its first non-empty line
+    exact    the texts are equal once `normalised`: of the answer the text after the last `####`, or
+             its first non-empty line, if the right answer has one line
     """
     if match == "numeric":
         number = answer_in(answer)
@@ -197,7 +198,7 @@ def normalised(text: str) -> str:
 
 
 def answer_in(text: str) -> Fraction | None:
-    """The result that a text gives: the first number after the last `####`, else the last number."""
+    """The result that a text gives: the first number after the last `####`, else the last one."""
     _, mark, result = text.rpartition(MARK)
     after_mark = NUMBER.search(_plain(result)) if mark else None
     found = after_mark or next(reversed([*NUMBER.finditer(_plain(text))]), None)

@@ -38,11 +38,9 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class SuiteFiles:
-    """Where a suite's data comes from.
+    """Where a suite's data comes from: `base` is the directory of its relative paths.
 
-    base     paths in the suite are relative to it
-    heldout  records of a run's held-out parts ("documents", "chats", "pairs", "domain"), which
-             tasks name instead of a file
+    `heldout` has the records of a run's held-out parts ("documents", "chats", "pairs", "domain").
     """
 
     base: Path
@@ -53,12 +51,10 @@ class SuiteFiles:
 class Items(Generic[T]):
     """The items of a task, the same for every model.
 
-    task      its name in the suite
-    spec      its settings, of the kind that the task's own module reads
-    items     of the task's own type
+    spec      settings of the task, of the kind that its own module reads
     digests   of each item: evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
-    left_out  rows that are not valid items: file, line and reason of each
+    left_out  file, line and reason of each row that is not a valid item
     groups    "lang=zh" -> numbers of the items that belong to it
     """
 
@@ -82,7 +78,7 @@ class Items(Generic[T]):
         rows: list[JsonDict],
         baselines: Mapping[str, float] | None = None,
     ) -> TaskResult:
-        """The result of a model; the first metric is primary, and has a value for each group too."""
+        """The result of a model; the first metric is primary, and has values for groups too."""
         primary, *others = (replace(metric, records=self.digests) for metric in figures)
         groups = (primary.restricted(numbers, group) for group, numbers in self.groups.items())
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
@@ -97,15 +93,16 @@ RowParser = tuple[
 def read_rows(
     setting: str, file: str, files: SuiteFiles, parser: RowParser[T]
 ) -> tuple[Rows[T], list[JsonDict]]:
-    """Read a file as (parsed rows, bad rows): JSON Lines, also .gz, .zst and parquet.
+    """Read JSON Lines, also .gz, .zst and parquet, as (parsed rows, bad rows).
 
-    Raises UsageError, naming `setting`, if the file does not exist, and DataError if it has no
-    usable row, is truncated, corrupt or in another encoding.
+    Raises UsageError, naming `setting`, if the file does not exist, DataError if it has no usable
+    row or is damaged.
     """
     path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(
-            f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
+            f"{setting} is {path}, which is not a file; a suite's paths are relative to the "
+            "suite's own file"
         )
     parse, row_format = parser
     left_out: list[JsonDict] = []
@@ -133,9 +130,9 @@ class Parsers(NamedTuple, Generic[T]):
 
 
 def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
-    """Read the records of a held-out part or of the task's file, and draw those that the limits allow.
+    """Read a held-out part or the task's file, and draw the records that the limits allow.
 
-    `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
+    `max_bytes` applies after `limit`; the first text is used whatever its length.
     """
     left_out = list[JsonDict]()
     part = heldout_part(spec)
@@ -184,8 +181,7 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
 def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
     """Group rows by the values of each key: {"lang=zh": row numbers}.
 
-    A key with more than `most` values, such as an address, or with the same value on every row
-    forms no groups.
+    A key with more than `most` values, or with the same value on every row, forms no groups.
     """
     numbers: dict[str, tuple[int, ...]] = {}
     for key in keys:
@@ -222,7 +218,8 @@ def notes_on(items: Sequence[Items[Any]]) -> list[str]:
         if copies := len(each.digests) - len(set(each.digests)):
             number = counted(len(each.digests), "item")
             notes.append(
-                f"{each.task}: {copies:,} of {number} are copies; intervals are narrower than they should be"
+                f"{each.task}: {copies:,} of {number} are copies; "
+                "intervals are narrower than they should be"
             )
     return notes
 
@@ -257,8 +254,8 @@ def with_examples(
 ) -> Items[Any]:
     """Draw the items of a task: `item_of(row, examples)` is (the item, its identity).
 
-    Examples are the first rows of the examples file, or of the rows that were read, but never a row
-    equal to the item. Raises DataError if there are too few.
+    Examples are the first rows of the examples file, or of the task's, never a row equal to the
+    item. Raises DataError if there are too few.
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)

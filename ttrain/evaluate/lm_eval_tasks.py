@@ -55,13 +55,15 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         spec.task not in task_index().all_tasks
     ):  # a path, which the harness would open too, may run Python
         raise UsageError(
-            f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names"
+            f"{setting}, which lm-evaluation-harness does not know; "
+            "`lm-eval ls tasks` lists the names"
         )
     try:
         loaded: list[Task] = list(task_index().load(spec.task)["tasks"].values())
     except Exception as error:  # from `datasets` or the network: many types without a common base
         raise DataError(
-            f"{setting}, which cannot be loaded: {first_line(error)}. Data of the Hub must be in the cache of `datasets`"
+            f"{setting}, which cannot be loaded: {first_line(error)}. "
+            "Data of the Hub must be in the cache of `datasets`"
         ) from error
     documents: list[HarnessItem] = []
     for harness_task in loaded:
@@ -122,7 +124,8 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     ]
     if not figures:
         raise DataError(
-            f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task"
+            f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; "
+            "choose another task"
         )
     return replace(items, digests=tuple(digests)).result(subject.name, figures, rows)
 
@@ -195,7 +198,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
             options = normalize_gen_kwargs(alike[0][1])
             if options["do_sample"]:
                 raise UsageError(
-                    "a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite"
+                    "a task has do_sample: true, but ttrain evaluates greedily; "
+                    "remove it from the suite"
                 )
             room, longest = self._subject.room(options["max_gen_toks"])
             prompts = [

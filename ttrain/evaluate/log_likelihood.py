@@ -1,7 +1,4 @@
-"""Log-likelihoods of continuations after their contexts.
-
-Texts are encoded and contexts cut as in lm-evaluation-harness (`TemplateLM._encode_pair` and
-`HFLM._loglikelihood_tokens`), so that scores can be compared with it.
+"""Log-likelihoods of continuations after their contexts, as in lm-evaluation-harness.
 
 On a CPU, keys and values of a context are computed once for all its continuations, and common
 beginnings, such as worked examples, once for all contexts. A GPU takes about as long for one row as
@@ -70,10 +67,10 @@ def log_likelihoods(
 def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
     """Encode each (context, continuation) as one text, split after the tokens of the context.
 
-    White space at the end of a context moves to the continuation, since words begin with their
-    space. A context without tokens is replaced by `beginning`; a continuation that merges into its
-    context is encoded by itself. (The harness gives it probability 1, so that such a choice always
-    wins: "0" after "45 - 30".)
+    As `TemplateLM._encode_pair` of the harness does: white space at the end of a context moves to
+    the continuation. A context without tokens is replaced by `beginning`. A continuation that
+    merges into its context is encoded by itself; the harness gives it probability 1, so that it
+    always wins ("0" after "45 - 30").
     """
     encoder = subject.encoder
     begin_ids = subject.begin_ids
@@ -97,7 +94,8 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
         )
         if not continuation_ids:
             raise DataError(
-                f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so it has no "
+                f"the continuation {continuation!r} has no token in the tokenizer of "
+                f"{subject.name}, so it has no "
                 "likelihood; remove its item"
             )
         pairs.append((context_ids or subject.beginning(), tuple(continuation_ids)))
@@ -107,8 +105,7 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
 def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
     """Cut to `max_length` positions: the context on the left, then the continuation on the right.
 
-    One token of the context stays. The last token of a continuation is a target only, so that
-    `max_length + 1` tokens fit.
+    One token of the context stays; a continuation's last token is a target only.
     """
     if max_length is None:
         return context, continuation
@@ -118,10 +115,7 @@ def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
 
 @final
 class StartCache(KVCache):
-    """Keys and values of the common beginning of a batch's rows.
-
-    The next batch computes only what it does not share with the last one.
-    """
+    """Keys and values of the common beginning of a batch's rows, kept for the next batch."""
 
     def __init__(self, subject: LoadedModel, losses: TokenLosses) -> None:
         super().__init__(subject)

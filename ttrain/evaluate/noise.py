@@ -1,4 +1,4 @@
-"""How much a setting's metric differs from seed to seed, from all runs that differ in seeds alone."""
+"""How much a setting's metric differs between runs that differ in their seeds alone."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ MOST_SEEDS = 1000  # a difference that needs more is not worth measuring
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard deviation of a metric over the seeds of one setting, and its degrees of freedom."""
+    """Standard deviation of a metric over the seeds of one setting, and degrees of freedom."""
 
     spread: float
     freedom: int
@@ -30,17 +30,16 @@ class Noise:
 
     @classmethod
     def of_table(cls, table: npt.NDArray[np.float64]) -> "Noise | None":
-        """The noise of settings [K] with common seeds [N], less each seed's effect; None of one seed."""
+        """The noise of settings [K] with common seeds [N], less each seed's effect, or None."""
         settings, seeds = table.shape
         freedom = (settings - 1) * (seeds - 1)
         rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
         return cls(math.sqrt(float((rest**2).sum()) / freedom), freedom) if freedom else None
 
     def seeds_for(self, difference: float, *, pairs: bool = False) -> int | None:
-        """Common seeds that show a true difference with probability POWER at the level of 5 %.
+        """Common seeds that show a difference with probability POWER at the level of 5 %, or None.
 
-        None beyond MOST_SEEDS. `pairs`: the spread is that of paired differences, not of one
-        setting.
+        `pairs`: the spread is that of paired differences, not of one setting.
         """
         spread = self.spread if pairs else math.sqrt(2) * self.spread
         for seeds in range(2, MOST_SEEDS + 1) if difference else ():

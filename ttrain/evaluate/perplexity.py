@@ -51,8 +51,8 @@ def windows(tokens: int, length: int, stride: int) -> Iterator[ScoringWindow]:
     """Windows of at most `length` inputs in which each token after the first is scored once.
 
     The first window scores all its tokens; each later one its last `stride` tokens, which have at
-    least `length - stride + 1` tokens before them (as in the strided perplexity of
-    https://huggingface.co/docs/transformers/perplexity).
+    least `length - stride + 1` tokens before them
+    (https://huggingface.co/docs/transformers/perplexity).
     """
     first = 1
     while first < tokens:
@@ -74,10 +74,9 @@ def score_each(
 ) -> list[Score]:
     """Compute the loss of the live tokens of each sequence, (ids, live); the first is context only.
 
-    Windows are sorted by length to reduce padding; `batch_tokens` bounds the padded tokens of a
-    pass. With `ranks`, each has the complete model, computes a share of the batches, and gets all
-    scores: bit-identical on any number of ranks, equal up to 1e-7 with any batch size. `progress`
-    gets (batches done, batches) of this rank.
+    `batch_tokens` bounds the padded tokens of a pass. With `ranks`, each computes a share of the
+    batches and gets all scores: bit-identical on any number of ranks, equal up to 1e-7 with any
+    batch size. `progress` gets (batches done, batches) of this rank.
     """
     arrays = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
     numbered_windows = [
@@ -173,10 +172,9 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute bits per byte, loss in nats per token, and perplexity per token.
 
-    Bits are divided by the bytes of the text as it stands in the file, so that models with
-    different tokenizers can be compared (https://arxiv.org/abs/2101.00027, section 3.1). A
-    tokenizer that does not reproduce a text had less to predict: such documents are counted in a
-    warning and marked `lossy` in the rows.
+    Bits are divided by the bytes of the file's text, so that models with different tokenizers can
+    be compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce
+    a text had less to predict: such documents are counted in a warning and `lossy` in the rows.
     """
     ids = subject.encoder.encode(items.items)
     scores = score_items(
@@ -189,7 +187,8 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     ]
     if any(lossy):
         log.warning(
-            "%s: the tokenizer of %s does not reproduce %d of %d documents, so its bits per byte are too low",
+            "%s: the tokenizer of %s does not reproduce %d of %d documents, "
+            "so its bits per byte are too low",
             items.task,
             subject.name,
             sum(lossy),
@@ -231,7 +230,7 @@ def score_items(
     sequences: Sequence[Tokens | str],
     progress: ProgressCallback,
 ) -> list[Score]:
-    """Score the live tokens of each item in windows that the model accepts; an error scores none."""
+    """Score the live tokens of each item in windows that the model accepts; errors score none."""
     length = min(spec.row_length, subject.max_length or spec.row_length)
     return score_each(
         subject.model,

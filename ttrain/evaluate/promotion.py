@@ -92,7 +92,8 @@ def check_metric(settings: Settings) -> None:
     any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
     if not {name, any_name}.intersection(of_heldout + of_suites):
         raise UsageError(
-            f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
+            f"promotion.metric is {metric}, which no evaluation of these settings has; "
+            "choose one of "
             + ", ".join(of_heldout + of_suites)
             + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
         )
@@ -122,7 +123,8 @@ def first_champion(metrics: Mapping[str, Metric], challenger: Metric, settings: 
     if sign * (own - value) > 0:
         return True, f"{NO_CHAMPION}, and its {own:.5f} beats {value:.5f} of {name}"
     return False, (
-        f"{NO_CHAMPION}, but its {own:.5f} does not beat {value:.5f} of {name}; train longer or on more "
+        f"{NO_CHAMPION}, but its {own:.5f} does not beat {value:.5f} of {name}; "
+        "train longer or on more "
         "text, or set promotion.baseline, which is what a first champion must beat"
     )
 
@@ -138,10 +140,9 @@ def decide(
 ) -> Decision:
     """Decide whether the challenger becomes champion.
 
-    It must be better by more than the margin and have lost none of the texts; with enough records,
-    the complete interval of the difference must lie beyond the margin. A first challenger becomes
-    champion if its metric is finite and `first` says so. `unknown`: why what it forgets cannot be
-    determined, which promotes nothing.
+    It must have lost none of the texts and be better by more than the margin; with enough records
+    the complete interval must lie beyond the margin. A first challenger needs a finite metric and
+    `first`. `unknown`: why what it forgets cannot be determined, which promotes nothing.
     """
     decision = _compared(challenger, champion, settings, first)
     lost = [figure for figure in texts if figure.lost]
@@ -149,9 +150,15 @@ def decide(
     if not decision.promote or not (lost or unknown):
         return decision
     if lost:
-        reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
+        reason = (
+            f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; "
+            f"over all held-out text it is {decision.reason}"
+        )
     else:
-        reason = f"what it forgets cannot be determined: {unknown}; else it would be promoted: {decision.reason}"
+        reason = (
+            f"what it forgets cannot be determined: {unknown}; else it would be promoted: "
+            f"{decision.reason}"
+        )
     return replace(decision, promote=False, reason=reason)
 
 
@@ -170,7 +177,8 @@ def _compared(
     if not math.isfinite(challenger.value):
         return decided(
             False,
-            f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number",
+            f"the challenger's {settings.metric} is {challenger.value}, "
+            "which is not a finite number",
         )
     if champion is None:
         return decided(*first)
@@ -201,7 +209,10 @@ def _compared(
         )
     low, _ = compared.interval
     better = low > margin
-    reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"
+    reason = (
+        f"{change}; the lower end of the interval, {low:.5f}, "
+        f"is {'' if better else 'not '}above the margin {margin:g}"
+    )
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
     numbers = {
@@ -220,18 +231,25 @@ def why_unknown(challenger: Metric, champion: Metric | None) -> str:
     if champion is None:
         return f"the champion's evaluation does not have {challenger.name}"
     if not math.isfinite(challenger.value):
-        return f"the challenger's {challenger.name} is {challenger.value}, the champion's is {champion.value:.5f}"
+        return (
+            f"the challenger's {challenger.name} is {challenger.value}, "
+            f"the champion's is {champion.value:.5f}"
+        )
     return _incomparable_reason(challenger, champion) if math.isfinite(champion.value) else ""
 
 
 def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
     # "" where the metrics can be compared.
     if challenger.records != champion.records:
-        return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
+        return (
+            "the models were not evaluated on the same held-out records, "
+            "so their metrics cannot be compared"
+        )
     if challenger.sizes == champion.sizes:
         return ""
     return (
-        f"the models count the same records differently, as with two tokenizers, so {challenger.name} cannot be compared; "
+        "the models count the same records differently, as with two tokenizers, "
+        f"so {challenger.name} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"
     )
 
@@ -250,9 +268,7 @@ def judge(
     new     the night that is decided, whose text nothing can forget
     best    the best values of champions so far, by text
 
-    Forgetting is judged by `promotion.metric` where that is over documents, else by the base
-    model's bits per byte; other models by their own metrics. Raises UsageError if an evaluation
-    does not have the metric.
+    Raises UsageError if an evaluation does not have the metric.
     """
     deciding = challenger.metric(rules.metric)
     texts = list[TextFigure]()

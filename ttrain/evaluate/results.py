@@ -30,7 +30,7 @@ class Results:
             self._tasks.setdefault(outcome.task, {})[outcome.subject] = outcome
 
     def recorded(self) -> dict[str, Metric]:
-        """Every metric as TASK/METRIC/MODEL, groups as TASK/METRIC/MODEL/KEY:VALUE, and baselines."""
+        """Every metric as TASK/METRIC/MODEL[/KEY:VALUE], and baselines as TASK/METRIC/BASELINE."""
         recorded: dict[str, Metric] = {}
         for outcome in self.outcomes:
             names = {
@@ -101,7 +101,10 @@ class Results:
         if math.isnan(comparison["p_of_all"]):
             return "not tested: resamples is 0"
         smallest = comparison["smallest"]
-        return f"no significant difference{f' (minimum detectable: {number(smallest)})' if smallest else ''}"
+        return (
+            "no significant "
+            f"difference{f' (minimum detectable: {number(smallest)})' if smallest else ''}"
+        )
 
     def to_json(self) -> JsonDict:
         """Everything except the items, as JSON."""

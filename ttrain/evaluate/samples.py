@@ -102,7 +102,7 @@ def _begun(text: str, most_bytes: int) -> SamplePrompt:
 def continuations(
     subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int
 ) -> list[dict[str, str]]:
-    """The prompts with their likeliest continuations as `answer`, and `reference` if there is one."""
+    """The prompts, their likeliest continuations as `answer`, and `reference` if there is one."""
     encoder = subject.encoder
     ids = [
         chat.prompt_ids(encoder, prompt.turns)

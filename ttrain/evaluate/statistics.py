@@ -1,8 +1,8 @@
 """Confidence intervals of metrics, paired comparisons of models, minimum detectable differences.
 
-Items (documents, chats, questions) are resampled: tokens of one document are not independent, items
-are assumed to be. Two models are compared on the same items, so that an item's difficulty for both
-cancels out. Letters in names: N items, R resamples. Loads only numpy and scipy.
+Items are resampled and assumed to be independent, unlike the tokens of one document. Two models are
+compared on the same items, so that an item's difficulty for both cancels out. Letters in names: N
+items, R resamples. Loads only numpy and scipy.
 """
 
 import math
@@ -38,13 +38,11 @@ class Rule:
 class PairedComparison:
     """The first model compared with the second on the same items, in the displayed unit.
 
-    difference  first - second
-    better      "first" or "second"; "" if they are equal
-    interval    of the difference; None below FEWEST_ITEMS
-    p           two-sided, of the hypothesis that the two are equally good
-    smallest    minimum detectable difference, shown in POWER of all cases; corrected for the number
-                of comparisons
-    items       number of pairs
+    better    "first" or "second"; "" if they are equal
+    interval  of the difference, first - second; None below FEWEST_ITEMS
+    p         two-sided, of the hypothesis that the two are equally good
+    smallest  minimum detectable difference, with probability POWER and corrected for all
+              comparisons
     """
 
     difference: float
@@ -56,14 +54,13 @@ class PairedComparison:
 
 
 def interval(figure: Metric, rule: Rule) -> Interval | None:
-    """Confidence interval of the metric for other items of the same kind; None if there are too few.
+    """Confidence interval of the metric for other items of the same kind; None of too few items.
 
-    Shares of items: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap has
-    no width if all are right or all wrong, and covers a share of 2 % on 20 items in 34 of 100 cases
-    instead of 95; Wilson's in 94. Items with several parts each, as chats with answers, count as
-    their number of independent parts (effective sample size of
-    https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503): of 2 % of answers in 20 to 60 chats it covers
-    94 to 98 of 100 cases, the bootstrap 37 to 96. Everything else: bootstrap (Efron 1979,
+    Shares: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap covers a
+    share of 2 % on 20 items in 34 of 100 cases instead of 95, Wilson's in 94. Items with several
+    parts, as chats with answers, count as their number of independent parts
+    (https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503): of 2 % of answers in 20 to 60 chats it
+    covers 94 to 98 of 100 cases, the bootstrap 37 to 96. Everything else: bootstrap (Efron 1979,
     https://doi.org/10.1214/aos/1176344552).
     """
     sums, sizes = _counting(figure)
@@ -92,7 +89,7 @@ def comparable(first: Metric, second: Metric) -> bool:
 
 
 def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> PairedComparison:
-    """Compare two `comparable` metrics; `among` comparisons correct the minimum detectable difference."""
+    """Compare two `comparable` metrics. `among`: all comparisons, which correct `smallest`."""
     assert comparable(first, second), f"{first.name} does not count the items as {second.name} does"
     difference = first.value - second.value + 0.0  # avoids -0.0
     sign = 1 if first.higher_is_better else -1
@@ -118,9 +115,8 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
 def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
     """Minimum detectable difference: a test at `level` detects it here with probability POWER.
 
-    Card et al. 2020, https://aclanthology.org/2020.emnlp-main.745. From the spread of the paired
-    differences; for one model alone, against an independent one that is as good. None if there are
-    too few items.
+    Card et al. 2020, https://aclanthology.org/2020.emnlp-main.745. For one model alone, against an
+    independent one that is as good. None if there are too few items.
     """
     sums, sizes = _counting(first)
     count = len(sums)
@@ -163,7 +159,7 @@ def _interval_of_difference(
 
 
 def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> Floats:
-    """For each of the sums [N], R quotients of items drawn with replacement, the same draws for all."""
+    """R quotients of items drawn with replacement, for each of the sums [N]; the same draws."""
     random = np.random.default_rng(rule.seed)
     count = len(sizes)
     ratios: list[Floats] = []
@@ -285,8 +281,7 @@ CHUNK = 1 << 18  # drawn item numbers in memory at once
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided p of the exact McNemar test; items on which both agree do not count.
 
-    `wins` and `losses` are the numbers of items that only one model has right. It holds its level
-    for two classifiers on one test set (Dietterich 1998,
+    It holds its level for two classifiers on one test set (Dietterich 1998,
     https://doi.org/10.1162/089976698300017197).
     """
     from scipy import special

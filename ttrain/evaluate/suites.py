@@ -86,7 +86,7 @@ def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
 
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
-    """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
+    """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if none is left."""
     tasks = {
         name: task
         for name, task in loaded.suite.tasks.items()
@@ -150,7 +150,8 @@ def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
     for name, task in loaded.suite.tasks.items():
         if (part := heldout_part(task)) not in (None, *parts):
             raise UsageError(
-                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, but the model's own run held out no "
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, "
+                "but the model's own run held out no "
                 f"{part}; set it to a file"
             )
 

@@ -31,12 +31,11 @@ Shown = (
 class Metric:
     """A quantity with each item's share: `factor * sum(sums) / sum(sizes)`, or its exponential.
 
-    accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2;
-    perplexity: nats over tokens, shown as "exp". An item whose size is 0 does not count.
+    accuracy       sums are 0 or 1, sizes 1 bits per byte  nats over bytes with factor 1/ln 2
+    perplexity     nats over tokens, shown as "exp"
 
-    higher_is_better  None: the evaluation does not say
-    records           digests of the items; empty where there are none, as of a baseline
-    group             "lang=zh": of the items of this group alone
+    An item whose size is 0 does not count. `higher_is_better` None: the evaluation does not say;
+    `records`: digests of the items; `group`: "lang=zh" restricts the items.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Metric:
         return f"/{self.group.replace('=', ':', 1)}" if self.group else ""
 
     def transform(self, value: float) -> float:
-        """Convert the quotient to the displayed value; monotonic, so it applies to intervals too."""
+        """Convert the quotient to the displayed value; monotonic, so also for intervals."""
         if self.shown is None:
             return value
         return math.exp(value) if value < 700 else math.inf  # e^709 is the largest double
@@ -111,8 +110,6 @@ def mean(
 class TaskResult:
     """The result of one model on one task; made by `Items.result`.
 
-    items      of the task, the same for every model
-    subject    the model's name
     figures    the primary metric, that of each group of items, the other metrics
     rows       per item, as JSON: prompt, answer, whether it was right
     baselines  values of the primary metric without the model: zlib, chance
@@ -147,7 +144,7 @@ class TaskResult:
         return (self.primary, *answers) if self.primary.unit == "share" else (self.primary,)
 
     def recorded(self, names: Mapping[str, str], prefix: str = "") -> dict[str, Metric]:
-        """The metrics by their `names` in an evaluation and their group's suffix, and the baselines."""
+        """The metrics by `names` and their group's suffix, and baselines by prefix and name."""
         named = {
             names[metric.name] + metric.suffix: metric
             for metric in self.figures
@@ -207,7 +204,8 @@ class Evaluation:
         """The evaluation of an artifact. Raises ArtifactError if its file was not fetched."""
         if SCORES in artifact.absent:
             raise ArtifactError(
-                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
+                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; "
+                "it was not fetched yet"
             )
         return cls(read_scores(artifact.path / SCORES))
 

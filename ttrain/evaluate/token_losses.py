@@ -27,10 +27,9 @@ SLICE_ENTRIES = (
 class TokenLosses:
     """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    Where the logits are just the output head of the decoder's output, which a pass over a few
-    tokens shows, the head is applied here, in chunks and only to the positions that count.
-    Otherwise (a soft cap, a prefix before the row, a model without `get_decoder`) the model
-    computes all its logits.
+    Where a pass over a few tokens shows that the logits are just the head of the decoder's output,
+    the head is applied here, in chunks and only to the positions that count. Otherwise (a soft cap,
+    a prefix, no `get_decoder`) the model computes all its logits.
 
     parts  decoder and head in the first case, else None
     """
@@ -43,11 +42,10 @@ class TokenLosses:
 
     @torch.no_grad()
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
-        """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of the labels.
+        """Nats of each label that is not IGNORE, [N] in fp32, in the order of the labels.
 
-        `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are;
-        `labels_BT[t]` follows `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad,
-        not inference_mode, which would make tables that the model caches unusable in training.
+        `labels_BT` lies on the CPU, so that nothing waits for a GPU; `labels_BT[t]` follows
+        `input_ids_BT[t]`. `inputs` go to the model unchanged.
         """
         return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 

@@ -22,7 +22,7 @@ Piece = tuple[int, str, str | None]
 
 @dataclass(eq=False)
 class Order:
-    """The answers that one request asks for, and the pieces of them that have come."""
+    """The answers of one request, and their pieces so far."""
 
     model: LoadedModel
     sampling: Sampling  # each answer has its own max_tokens
@@ -37,7 +37,7 @@ class Order:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces until all answers have ended. Raises what generating raised."""
+        """Yield the pieces until all answers have ended. Raises errors of the generation."""
         unfinished = len(self.answers)
         try:
             while unfinished:
@@ -74,7 +74,7 @@ class Answer:
         self._send("stop")
 
     def _send(self, reason: str | None) -> None:
-        """Send the text up to a stop sequence, and without an end that may become one."""
+        # Up to a stop sequence, and without an end that may become one.
         stops = self.order.stops
         positions = [self._unsent.find(stop) for stop in stops if stop in self._unsent]
         if positions:
@@ -101,13 +101,13 @@ class AnswerQueue:
         self._thread = ThreadPoolExecutor(1, "answers")
 
     async def model(self, name: str) -> LoadedModel:
-        """The model of that name, loaded when it is first asked for."""
+        """The model of that name, loaded on its first request."""
         if name in self._models:
             return self._models[name]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.open, name)
 
     def open(self, name: str) -> LoadedModel:
-        """Load a model, in place of the one that has been in memory for the longest time."""
+        """Load a model in place of the one that was loaded first."""
         if name not in self._models:
             while len(self._models) >= KEPT_MODELS:
                 self._models.pop(next(iter(self._models)))
@@ -125,7 +125,7 @@ class AnswerQueue:
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
-        """Generate the order's answers as soon as their turn comes, those to one prompt side by side."""
+        """Queue the order's answers, those to one prompt side by side."""
         self._orders.append(order)
         for _, answers in groupby(order.answers, key=lambda answer: id(answer.prompt)):
             self._thread.submit(self._generate, order, list(answers))
