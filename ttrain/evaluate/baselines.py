@@ -37,7 +37,7 @@ def bits_per_byte(data: bytes) -> dict[str, float]:
 
 
 def adaptive_bits(data: bytes, order: int) -> Floats:
-    """Cost of each byte in bits, [bytes], under an adaptive model of the `order` <= 3 bytes before it.
+    """Cost of each byte in bits under an adaptive model of the `order` <= 3 bytes before it.
 
     Before byte b its context c has occurred n(c) times, n(c, b) times followed by b, and followed
     by d(c) different bytes. The probability of b is (n(c, b) + d(c) p(b | c shortened by a byte)) /
@@ -50,8 +50,7 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         f"order {order}; a context and the byte after it have to fit into 32 bits"
     )
     byte = np.frombuffer(data, np.uint8).astype(np.uint32)
-    context = np.zeros(len(byte), np.uint32)
-    chance = np.full(len(byte), 1 / 256)
+    context, chance = np.zeros(len(byte), np.uint32), np.full(len(byte), 1 / 256)
     for length in range(min(order, len(byte) - 1) + 1):
         if length:
             context[length:] |= byte[:-length] << np.uint32(8 * (length - 1))

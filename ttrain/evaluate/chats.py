@@ -25,6 +25,17 @@ from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.inference.loading import LoadedModel
 
 log = logging.getLogger("ttrain")
+# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>,
+# [INST], <s>. Or a line that begins like a turn of any template.
+MARKER = re.compile(
+    r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>"
+    r"|^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]",
+    re.IGNORECASE | re.MULTILINE,
+)
+REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase
+# A character of a script without spaces, a word or number of any other, a sign.
+WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
+RATED = "a single rated answer, which has no other one to be compared with"
 
 
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
@@ -125,8 +136,12 @@ def ask(
     answers: list[list[JsonDict]] = [[] for _ in chats]
     for (number, turn), (completion, text) in zip(places, generated, strict=True):
         markers = find_markers(subject.encoder, completion.ids, text)
-        reference = chats[number][turn].content
-        row = {"turn": turn, "answer": text, "reference": reference, "ended": completion.ended}
+        row = {
+            "turn": turn,
+            "answer": text,
+            "reference": chats[number][turn].content,
+            "ended": completion.ended,
+        }
         answers[number].append({**row, "markers": markers} if markers else row)
     return answers
 
@@ -165,32 +180,20 @@ def _metric(
     unit: str = "share",
 ) -> Metric:
     # The metric whose items sum their answers' (amount, size) parts.
-    parts = [list(map(part, answers)) for answers in chats]
-    sums = tuple(float(sum(amount for amount, _ in of_chat)) for of_chat in parts)
-    sizes = tuple(float(sum(size for _, size in of_chat)) for of_chat in parts)
-    return Metric(name, sums, sizes, higher_is_better=higher, unit=unit)
-
-
-# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>,
-# [INST], <s>. Or a line that begins like a turn of any template.
-MARKER = re.compile(
-    r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>"
-    r"|^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]",
-    re.IGNORECASE | re.MULTILINE,
-)
+    sums: list[float] = []
+    sizes: list[float] = []
+    for answers in chats:
+        parts = [part(row) for row in answers]
+        sums.append(float(sum(amount for amount, _ in parts)))
+        sizes.append(float(sum(size for _, size in parts)))
+    return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit=unit)
 
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:
     """Find the markers of turns in an answer, given as ids and as text."""
-    special = encoder.special_ids()
-    markers = [f"token {number}" for number in ids if number in special or number >= len(encoder)]
+    unknown = encoder.special_ids().union(number for number in ids if number >= len(encoder))
+    markers = [f"token {number}" for number in ids if number in unknown]
     return list(dict.fromkeys(markers + [match.strip() for match in MARKER.findall(text)]))
-
-
-REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase
-
-# A character of a script without spaces, a word or number of any other, a sign.
-WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
 
 
 def words(text: str) -> list[str]:
@@ -199,15 +202,12 @@ def words(text: str) -> list[str]:
 
 
 def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
-    """(runs of REPEATED_WORDS words that occurred earlier, all runs): seq-rep-4 (arXiv:1908.04319)."""
-    starts = range(len(answer_words) - REPEATED_WORDS + 1)
-    runs = [tuple(answer_words[start : start + REPEATED_WORDS]) for start in starts]
+    """(runs of REPEATED_WORDS words that occurred earlier, all runs), arXiv:1908.04319."""
+    runs = list(zip(*(answer_words[start:] for start in range(REPEATED_WORDS)), strict=False))
     return len(runs) - len(set(runs)), len(runs)
 
 
 # --- pairs ---
-
-RATED = "a single rated answer, which has no other one to be compared with"
 
 
 def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
@@ -222,10 +222,14 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
             raise BadRow(RATED)
         return pair
 
-    parsers = Parsers(
-        (parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode()
+    return read_texts(
+        task,
+        spec,
+        files,
+        Parsers(
+            (parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode()
+        ),
     )
-    return read_texts(task, spec, files, parsers)
 
 
 def run_pairs(
@@ -254,11 +258,15 @@ def run_pairs(
         sizes.append(float(not errors))
         margins.append(margin * sizes[-1])
         preferred.append(((margin > 0) + 0.5 * (margin == 0)) * sizes[-1])
-        answers = {"chosen": chosen._asdict(), "rejected": rejected._asdict()}
         rows.append(
             {"refused": errors[0]}
             if errors
-            else {"preferred": preferred[-1], "margin": margin, **answers}
+            else {
+                "preferred": preferred[-1],
+                "margin": margin,
+                "chosen": chosen._asdict(),
+                "rejected": rejected._asdict(),
+            }
         )
     accuracy = Metric(
         "accuracy", tuple(preferred), tuple(sizes), higher_is_better=True, unit="share"

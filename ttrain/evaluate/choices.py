@@ -28,6 +28,10 @@ from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
+ROW_FORMATS = {
+    "choices": '{"question": text, "choices": [texts], "answer": number from 0, letter or text}',
+    "last_word": '{"context": text, "target": text}',
+}
 FIGURES = {
     "none": "accuracy",
     "characters": "accuracy_characters",
@@ -71,18 +75,10 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
     return ChoiceQuestion(text_of(record, "context"), (text_of(record, "target"),), 0)
 
 
-PARSERS = {  # and what a row needs
-    "choices": (
-        parse_choice,
-        '{"question": text, "choices": [texts], "answer": number from 0, letter or text}',
-    ),
-    "last_word": (parse_passage, '{"context": text, "target": text}'),
-}
-
-
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of a file. Raises UsageError or DataError if it has none."""
-    parser = PARSERS[spec.kind]
+    parse = parse_choice if spec.kind == "choices" else parse_passage
+    parser = parse, ROW_FORMATS[spec.kind]
     template, delimiter = (
         (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
     )
@@ -108,8 +104,14 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         ]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
-    return with_examples(task, spec, rows, files, parser, prompt)
+    return with_examples(
+        task,
+        spec,
+        read_rows(f"tasks.{task}.file", spec.file, files, parser),
+        files,
+        parser,
+        prompt,
+    )
 
 
 def score_choices(
@@ -154,16 +156,14 @@ def score_choices(
             )
         )
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
-    figures = [mean(FIGURES[name], right[name]) for name in order]
-    figures.append(mean("choice_loss", losses, "nats", higher=False))
-    sizes = tuple(
-        float(len(prompt.continuations[prompt.choice.answer].encode("utf-8")))
-        for prompt in items.items
-    )
-    figures.append(
-        Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2)
-    )
-    figures += cut_figure([row.get("cut", 0) for row in rows])
+    answers = [prompt.continuations[prompt.choice.answer] for prompt in items.items]
+    sizes = tuple(float(len(answer.encode("utf-8"))) for answer in answers)
+    figures = [
+        *(mean(FIGURES[name], right[name]) for name in order),
+        mean("choice_loss", losses, "nats", higher=False),
+        Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2),
+        *cut_figure([row.get("cut", 0) for row in rows]),
+    ]
     return items.result(subject.name, figures, rows)
 
 

@@ -84,8 +84,8 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
     )  # worked examples of another file are parsed by this choice
     rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
     if spec.match == "auto":
-        match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
-        spec = spec.model_copy(update={"match": match})
+        is_numeric = all(is_number(problem.final) for problem, _ in rows[0])
+        spec = spec.model_copy(update={"match": "numeric" if is_numeric else "exact"})
     how = spec.model_dump(
         mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"}
     )
@@ -127,8 +127,9 @@ def run(
         cut.append(len(whole) - len(prompts[-1]))
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
-    answered = answers(subject, prompts, room, stops, progress, lead)
-    for (problem, _), (completion, answer) in zip(items.items, answered, strict=True):
+    for (problem, _), (completion, answer) in zip(
+        items.items, answers(subject, prompts, room, stops, progress, lead), strict=True
+    ):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append(
             {
@@ -144,8 +145,8 @@ def run(
     metrics = [
         mean(f"accuracy_{spec.match}", (row["right"] for row in rows)),
         mean("ended", (row["ended"] for row in rows)),
+        *cut_figure(cut),
     ]
-    metrics += cut_figure(cut)
     return items.result(subject.name, metrics, rows)
 
 
@@ -193,19 +194,19 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 def normalised(text: str) -> str:
     """Normalise to lower case, plain width and single spaces, without punctuation around it."""
-    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return plain.lstrip(BEFORE).rstrip(AFTER)
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(plain.split()).lstrip(BEFORE).rstrip(AFTER)
 
 
 def answer_in(text: str) -> Fraction | None:
     """The result that a text gives: the first number after the last `####`, else the last one."""
     _, mark, result = text.rpartition(MARK)
-    after_mark = NUMBER.search(_plain(result)) if mark else None
-    found = after_mark or next(reversed([*NUMBER.finditer(_plain(text))]), None)
-    if found is None:
+    number = NUMBER.search(_plain(result)) if mark else None
+    number = number or next(reversed([*NUMBER.finditer(_plain(text))]), None)
+    if number is None:
         return None
-    value = Fraction(found["value"].replace(",", "")) / int(found["below"] or 1)
-    return -value if found["sign"] else value
+    value = Fraction(number["value"].replace(",", "")) / int(number["below"] or 1)
+    return -value if number["sign"] else value
 
 
 def is_number(text: str) -> bool:

@@ -30,6 +30,17 @@ Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that
 MAX_LINE_BYTES = 32 << 20
 
 MOST_GROUPS = 20  # of a key
+Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
+RowParser = tuple[
+    Callable[[JsonDict], T], str
+]  # parses a row, or raises BadRow with the reason; and what a row needs
+SHOWN_PLACES = 3  # of each reason
+# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width
+# punctuation. Not Korean.
+UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
+)
 
 
 class BadRow(ValueError):
@@ -84,12 +95,6 @@ class Items(Generic[T]):
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
 
 
-Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
-RowParser = tuple[
-    Callable[[JsonDict], T], str
-]  # parses a row, or raises BadRow with the reason; and what a row needs
-
-
 def read_rows(
     setting: str, file: str, files: SuiteFiles, parser: RowParser[T]
 ) -> tuple[Rows[T], list[JsonDict]]:
@@ -115,7 +120,8 @@ def read_rows(
             tally.reject(name, line, str(bad))
     if not rows:
         reasons = (
-            "; ".join(f"{_place(row)}: {row['reason']}" for row in left_out[:3]) or "it is empty"
+            "; ".join(f"{row['file']}:{row['line']}: {row['reason']}" for row in left_out[:3])
+            or "it is empty"
         )
         raise DataError(f"{setting} {file} has no usable row ({reasons}); a row needs {row_format}")
     return rows, left_out
@@ -196,13 +202,6 @@ def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GRO
     return dict(sorted(numbers.items()))
 
 
-SHOWN_PLACES = 3  # of each reason
-
-
-def _place(row: JsonDict) -> str:
-    return f"{row['file']}:{row['line']}"
-
-
 def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     """Notes on the tasks, a line each: rows that were left out, and copies.
 
@@ -212,24 +211,20 @@ def notes_on(items: Sequence[Items[Any]]) -> list[str]:
     for each in items:
         for reason, count in each.reasons.items():
             places = first_of(
-                [_place(row) for row in each.left_out if row["reason"] == reason], SHOWN_PLACES
+                [
+                    f"{row['file']}:{row['line']}"
+                    for row in each.left_out
+                    if row["reason"] == reason
+                ],
+                SHOWN_PLACES,
             )
             notes.append(f"{each.task}: {counted(count, 'row')} left out: {reason} ({places})")
         if copies := len(each.digests) - len(set(each.digests)):
-            number = counted(len(each.digests), "item")
             notes.append(
-                f"{each.task}: {copies:,} of {number} are copies; "
+                f"{each.task}: {copies:,} of {counted(len(each.digests), 'item')} are copies; "
                 "intervals are narrower than they should be"
             )
     return notes
-
-
-# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width
-# punctuation. Not Korean.
-UNSPACED = re.compile(
-    r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
-)
 
 
 def separator(text_before: str, text_after: str) -> str:
@@ -260,21 +255,19 @@ def with_examples(
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
     candidates = rows
-    bad_examples = list[JsonDict]()
+    bad_examples: list[JsonDict] = []
     if spec.shots_file is not None:
         candidates, bad_examples = read_rows(
             f"tasks.{task}.shots_file", spec.shots_file, files, parser
         )
-    examples = [example for example, _ in candidates]
-    shots = [
-        tuple(islice((example for example in examples if example != row), spec.shots))
-        for row, _ in drawn
-    ]
+    shots = []
+    for row, _ in drawn:
+        different = (example for example, _ in candidates if example != row)
+        shots.append(tuple(islice(different, spec.shots)))
     if (fewest := min(map(len, shots))) < spec.shots:
-        source = spec.shots_file or f"the file of {task}"
         raise DataError(
-            f"tasks.{task}.shots is {spec.shots}, but {source} has {counted(fewest, 'row')} "
-            f"besides the item itself; set fewer"
+            f"tasks.{task}.shots is {spec.shots}, but {spec.shots_file or f'the file of {task}'} "
+            f"has {counted(fewest, 'row')} besides the item itself; set fewer"
         )
     left_out = [
         *left_out,
@@ -284,9 +277,14 @@ def with_examples(
         *(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True
     )
     records_drawn = [record for _, record in drawn]
-    digests = tuple(map(record_name, identities))
     return Items(
-        task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by)
+        task,
+        spec,
+        items,
+        tuple(map(record_name, identities)),
+        records_drawn,
+        left_out,
+        groups(records_drawn, spec.by),
     )
 
 

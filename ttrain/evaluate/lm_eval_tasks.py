@@ -74,8 +74,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
-    tasks = [{"task": harness_task.task_name} for harness_task, _ in drawn]
-    return Items(task, spec, tuple(drawn), (), groups=groups(tasks, ["task"], len(tasks)))
+    names = [{"task": harness_task.task_name} for harness_task, _ in drawn]
+    return Items(task, spec, tuple(drawn), (), groups=groups(names, ["task"], len(drawn)))
 
 
 @functools.cache
@@ -91,9 +91,10 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
     multiple choice.
     """
     tasks = {task.task_name: task for task, _ in items.items}
-    numbers = {
-        name: [number for task, number in items.items if task is tasks[name]] for name in tasks
-    }
+    numbers: dict[str, list[int]] = {name: [] for name in tasks}
+    for task, number in items.items:
+        numbers[task.task_name].append(number)
+    # Not `simple_evaluate`, which asks git and pip for versions for 1.5 s.
     judged = lm_eval.evaluate(
         HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0
     )
@@ -110,14 +111,16 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
             place = places[name, sample["doc_id"]]
             arguments = list(map(list, sample["arguments"]))
             digests[place] = record_name([name, arguments, str(sample["target"])])
-            prompt = str(arguments[0][0])[-ROW_CHARACTERS:]
             responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]]
-            metrics = {metric: str(sample[metric]) for metric in sample["metrics"]}
-            rows[place] |= {"task": name, "prompt": prompt, "responses": responses, **metrics}
+            rows[place] |= {
+                "task": name,
+                "prompt": str(arguments[0][0])[-ROW_CHARACTERS:],
+                "responses": responses,
+                **{metric: str(sample[metric]) for metric in sample["metrics"]},
+            }
             for label, fields[label], amount, size in _values(tasks[name], sample):
-                sums, sizes = parts[label]
-                sums[place] = amount
-                sizes[place] = size
+                parts[label][0][place] = amount
+                parts[label][1][place] = size
     figures = [
         Metric(label, tuple(sums), tuple(sizes), **fields[label])
         for label, (sums, sizes) in parts.items()
@@ -132,18 +135,20 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
     # Of the metrics that are quotients of sums over items: (name, fields, sum, size).
-    aggregation = task.aggregation()
-    higher = task.higher_is_better()
     for metric in sample["metrics"]:
-        if (form := FORMS.get(aggregation[metric])) is not None:
+        if (form := FORMS.get(task.aggregation()[metric])) is not None:
             label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
             amount, size = (
                 sample[metric]
                 if isinstance(sample[metric], tuple | list)
                 else (sample[metric], 1.0)
             )
-            fields = {**form, "higher_is_better": higher.get(metric) is not False}
-            yield label, fields, float(-amount if form else amount), float(size)
+            yield (
+                label,
+                {**form, "higher_is_better": task.higher_is_better().get(metric) is not False},
+                float(-amount if form else amount),
+                float(size),
+            )
     target = sample["target"]
     if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
         [(log_likelihood, _)] = sample["resps"][target]
@@ -182,8 +187,9 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
         start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
-        windows = Windows(row_length=length, stride=length)
-        scores = perplexity.score_items(windows, subject, sequences, self._progress)
+        scores = perplexity.score_items(
+            Windows(row_length=length, stride=length), subject, sequences, self._progress
+        )
         return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -202,14 +208,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
                     "remove it from the suite"
                 )
             room, longest = self._subject.room(options["max_gen_toks"])
-            prompts = [
-                ids[-(longest or 0) :]
-                for ids in self._subject.text_ids([prompt for prompt, _ in alike])
-            ]
-            texts += [
-                text
-                for _, text in answers(
-                    self._subject, prompts, room, options["until"], self._progress
-                )
-            ]
+            ids = self._subject.text_ids([prompt for prompt, _ in alike])
+            prompts = [prompt_ids[-(longest or 0) :] for prompt_ids in ids]
+            answered = answers(self._subject, prompts, room, options["until"], self._progress)
+            texts += [text for _, text in answered]
         return list(requests_of.get_original(texts))

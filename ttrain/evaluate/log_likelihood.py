@@ -73,7 +73,6 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
     always wins ("0" after "45 - 30").
     """
     encoder = subject.encoder
-    begin_ids = subject.begin_ids
     texts = [
         (bare := context.rstrip(), context[len(bare) :] + continuation)
         for context, continuation in texts
@@ -82,15 +81,16 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
         dict.fromkeys(context for context, _ in texts)
     )  # a question once for all its choices
     alone = {
-        context: (*begin_ids, *ids)
+        context: (*subject.begin_ids, *ids)
         for context, ids in zip(contexts, encoder.encode(contexts), strict=True)
     }
-    whole = encoder.encode([context + continuation for context, continuation in texts])
     pairs: list[Pair] = []
-    for (context, continuation), ids in zip(texts, whole, strict=True):
+    for (context, continuation), ids in zip(
+        texts, encoder.encode(["".join(pair) for pair in texts]), strict=True
+    ):
         context_ids = alone[context]
         continuation_ids = (
-            ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
+            ids[len(context_ids) - len(subject.begin_ids) :] or encoder.encode([continuation])[0]
         )
         if not continuation_ids:
             raise DataError(

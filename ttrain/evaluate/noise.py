@@ -52,6 +52,5 @@ class Noise:
 def noise_of(home: Path, metric: str, settings: JsonObject) -> Noise | None:
     """The noise of a setting by the home's runs; None where fewer than two have these settings."""
     values = values_by_seed(home, metric).get(setting_key(settings), {}).values()
-    return Noise.of_values(
-        {*values}
-    )  # a seed of another model's training leaves the metric as it is
+    # A set: a seed of another model's training leaves the metric as it is.
+    return Noise.of_values({*values})

@@ -25,6 +25,8 @@ LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
 
 ProgressCallback = Callable[[int, int], None]
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
+EXCERPT_CHARACTERS = 200
+log = logging.getLogger("ttrain")
 
 
 class Score(NamedTuple):
@@ -86,11 +88,14 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    most = batch_tokens or most_batch_tokens(device)
     enough = (
         512 if device.type == "cpu" else 8192
     )  # for full speed: on a CPU they take as long each as of 2048
-    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
+    batches = batch_slices(
+        [window.inputs for _, window in numbered_windows],
+        batch_tokens or most_batch_tokens(device),
+        enough,
+    )
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats = np.zeros(len(numbered_windows))
     was_training = model.training
@@ -143,8 +148,7 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
 def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
-    inputs_BT = np.zeros(shape, np.int64)
-    labels_BT = np.full(shape, IGNORE, np.int64)
+    inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
         inputs_BT[row, : end - start - 1] = ids[start : end - 1]
         labels_BT[row, first - start - 1 : end - start - 1] = np.where(
@@ -153,19 +157,16 @@ def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, 
     return torch.from_numpy(inputs_BT), torch.from_numpy(labels_BT)
 
 
-EXCERPT_CHARACTERS = 200
-
-log = logging.getLogger("ttrain")
-
-
 def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """Read the documents of a file, or those that the model's run held out.
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
     parse = sources.document_parser(spec.text_field)
-    fields = sources.document_fields(spec.text_field, f"tasks.{task}.")
-    of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
+    of_file = (
+        lambda row: accepted(parse(row), sources.TextDocument).text,
+        sources.document_fields(spec.text_field, f"tasks.{task}."),
+    )
     return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
 
@@ -206,9 +207,13 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
             items.items, sizes, scores, lossy, strict=True
         )
     ]
-    nats = tuple(score.nats for score in scores)
     bits = Metric(
-        "bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2
+        "bits_per_byte",
+        tuple(score.nats for score in scores),
+        tuple(map(float, sizes)),
+        False,
+        "bits per byte",
+        factor=1 / LN2,
     )
     return items.result(
         subject.name,

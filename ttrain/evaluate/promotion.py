@@ -34,6 +34,8 @@ FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
 OF_DOCUMENTS = frozenset(
     BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values()
 )  # metrics over held-out documents
+First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
+NO_CHAMPION = "there is no champion yet"
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Decision:
 
 def check_metric(settings: Settings) -> None:
     """Raise UsageError if no evaluation under these settings has `promotion.metric`."""
-    evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
-    models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
+    stages = {TRAININGS[0], *settings.trainings}  # there is a base, whichever stages train
+    models = [row.model for name, row in TRAINING_STAGES.items() if name in stages]
     of_heldout = [
         row.metric.of(model)
         for row in TRAINING_STAGES.values()
@@ -89,18 +91,14 @@ def check_metric(settings: Settings) -> None:
     name = re.sub(
         "/[^/:]*:.*", "", metric, flags=re.DOTALL
     )  # without a group such as lang:zh or source:a/b
-    any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
-    if not {name, any_name}.intersection(of_heldout + of_suites):
+    names = {name, re.sub("/.*/", f"/{ANY_FIGURE}/", name)}
+    if names.isdisjoint(of_heldout + of_suites):
         raise UsageError(
             f"promotion.metric is {metric}, which no evaluation of these settings has; "
             "choose one of "
             + ", ".join(of_heldout + of_suites)
             + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
         )
-
-
-First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
-NO_CHAMPION = "there is no champion yet"
 
 
 def first_champion(metrics: Mapping[str, Metric], challenger: Metric, settings: Promotion) -> First:
@@ -168,10 +166,15 @@ def _compared(
     # By the metric over all records.
 
     def decided(promote: bool, reason: str, **comparison: Any) -> Decision:
-        old = None if champion is None else champion.value
-        rules = (settings.margin, settings.confidence)
         return Decision(
-            promote, settings.metric, challenger.value, old, *rules, reason, **comparison
+            promote,
+            settings.metric,
+            challenger.value,
+            None if champion is None else champion.value,
+            settings.margin,
+            settings.confidence,
+            reason,
+            **comparison,
         )
 
     if not math.isfinite(challenger.value):
@@ -215,12 +218,14 @@ def _compared(
     )
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
-    numbers = {
-        "interval": compared.interval,
-        "smallest_difference": compared.smallest,
-        "samples": samples,
-    }
-    return decided(better, reason, difference=difference, **numbers)
+    return decided(
+        better,
+        reason,
+        difference=difference,
+        interval=compared.interval,
+        smallest_difference=compared.smallest,
+        samples=samples,
+    )
 
 
 def why_unknown(challenger: Metric, champion: Metric | None) -> str:
@@ -283,25 +288,19 @@ def judge(
             unknown = why_unknown(ours, theirs)
     if champion:
         texts += _of_other_models(challenger, champion, rules)
-    first = first_champion(challenger.metrics, deciding, rules)
-    of_champion = champion.metric(rules.metric) if champion else None
-    decision = decide(deciding, of_champion, rules, first=first, texts=texts, unknown=unknown)
-    return _kept_if_too_few(decision, len(deciding.records), rules), texts
-
-
-def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
-    # Keep the champion where values over too few records made the decision. With
-    # promotion.resamples=0, or without records, the values alone decide.
-    few = too_few(records, rules.min_samples)
-    if (
-        not few
-        or not records
-        or not rules.resamples
-        or decision.difference is None
-        or decision.lost
-    ):
-        return decision
-    return replace(decision, promote=False, reason=few)
+    decision = decide(
+        deciding,
+        champion.metric(rules.metric) if champion else None,
+        rules,
+        first=first_champion(challenger.metrics, deciding, rules),
+        texts=texts,
+        unknown=unknown,
+    )
+    # With promotion.resamples=0, or without records, the values alone decide, however few.
+    few = deciding.records and rules.resamples and too_few(len(deciding.records), rules.min_samples)
+    if few and decision.difference is not None and not decision.lost:
+        decision = replace(decision, promote=False, reason=few)
+    return decision, texts
 
 
 def _of_other_models(
@@ -311,8 +310,7 @@ def _of_other_models(
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:
             continue
-        ours = challenger.metrics.get(name)
-        theirs = champion.metrics.get(name)
+        ours, theirs = challenger.metrics.get(name), champion.metrics.get(name)
         if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):
             yield figure
 

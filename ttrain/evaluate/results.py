@@ -64,15 +64,11 @@ class Results:
         The fields of `PairedComparison`, `verdict` in words, and `p_of_all`: p corrected by Holm's
         rule.
         """
-        pairs = [
-            (first, other)
+        decisive = [
+            (first, other, metric, other_metric)
             for first, *others in map(dict.values, self._tasks.values())
             for other in others
-        ]
-        decisive = [
-            (*pair, *metrics)
-            for pair in pairs
-            for metrics in zip(*(of.compared for of in pair), strict=False)
+            for metric, other_metric in zip(first.compared, other.compared, strict=False)
         ]
         comparisons: list[JsonDict] = []
         for first, other, metric, other_metric in decisive:
@@ -80,13 +76,16 @@ class Results:
             compared = NOT_COMPARED
             if not why:
                 compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
-            names = {
-                "task": first.task,
-                "figure": metric.name,
-                "first": first.subject,
-                "second": other.subject,
-            }
-            comparisons.append({**names, **asdict(compared), "verdict": why})
+            comparisons.append(
+                {
+                    "task": first.task,
+                    "figure": metric.name,
+                    "first": first.subject,
+                    "second": other.subject,
+                    **asdict(compared),
+                    "verdict": why,
+                }
+            )
         corrected = statistics.holm([comparison["p"] for comparison in comparisons])
         for comparison, p in zip(comparisons, corrected, strict=True):
             comparison["p_of_all"] = p
@@ -126,18 +125,16 @@ class Results:
                     },
                 }
             )
-        compared = finite(self.comparisons())
         return {
             "confidence": self.rule.confidence,
             "models": self.models,
             "tasks": tasks,
-            "comparisons": compared,
+            "comparisons": finite(self.comparisons()),
         }
 
     def _figures(self, outcome: TaskResult) -> JsonDict:
-        figures = {}
-        for metric in outcome.figures:
-            figures[metric.name + metric.suffix] = finite(
+        return {
+            metric.name + metric.suffix: finite(
                 {
                     "value": metric.value,
                     "interval": statistics.interval(metric, self.rule),
@@ -147,7 +144,8 @@ class Results:
                     "items": metric.items,
                 }
             )
-        return figures
+            for metric in outcome.figures
+        }
 
     def table(self) -> Table:
         """(header, rows): a row for each metric, a column for each model.
@@ -181,13 +179,11 @@ class Results:
         """(header, rows): a row for each compared metric of a task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():
-            difference = pair["difference"]
-            interval = pair["interval"]
             cells = ("", "", "")
-            if not math.isnan(difference):
+            if not math.isnan(pair["difference"]):
                 cells = (
-                    _shown(difference, "+"),
-                    span(interval, "+") if interval else "",
+                    _shown(pair["difference"], "+"),
+                    span(pair["interval"], "+") if pair["interval"] else "",
                     _p(pair["p_of_all"]),
                 )
             rows.append(

@@ -18,6 +18,15 @@ from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
 ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
+Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
+FUNCTIONS: dict[str, Functions] = {
+    "text": (perplexity.read, perplexity.run),
+    "chats": (chats.read, chats.run),
+    "pairs": (chats.read_pairs, chats.run_pairs),
+    "choices": (choices.read, choices.score_choices),
+    "last_word": (choices.read, choices.score_passages),
+    "generation": (generation.read, generation.run),
+}
 
 
 def read(
@@ -64,17 +73,6 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[
     if not all(has_overlap):
         groups["overlap=no"] = tuple(number for number in numbers if not has_overlap[number])
     return replace(items, groups={**items.groups, **groups})
-
-
-Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
-FUNCTIONS: dict[str, Functions] = {
-    "text": (perplexity.read, perplexity.run),
-    "chats": (chats.read, chats.run),
-    "pairs": (chats.read_pairs, chats.run_pairs),
-    "choices": (choices.read, choices.score_choices),
-    "last_word": (choices.read, choices.score_passages),
-    "generation": (generation.read, generation.run),
-}
 
 
 def functions_of(spec: Task) -> Functions:

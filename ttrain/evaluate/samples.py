@@ -119,6 +119,11 @@ def continuations(
     samples: list[dict[str, str]] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         shown = answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer
-        reference = {"reference": prompt.reference} if prompt.reference else {}
-        samples.append({"prompt": prompt.text, "answer": shown, **reference})
+        samples.append(
+            {
+                "prompt": prompt.text,
+                "answer": shown,
+                **({"reference": prompt.reference} if prompt.reference else {}),
+            }
+        )
     return samples

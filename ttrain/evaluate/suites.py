@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.evaluate import HELDOUT, KINDS, Suite, Task
+from ttrain.config.evaluate import HELDOUT, KINDS, Suite
 from ttrain.config.loading import read_yaml
 from ttrain.config.yaml_text import configs_directory, one_line
 from ttrain.core.files import JsonDict, user_path
@@ -42,33 +42,27 @@ class LoadedSuite:
 
 def names() -> list[str]:
     """Names of the suites that ship with ttrain."""
-    return sorted(path.stem for path in _shipped().glob("*.yaml"))
+    return sorted(path.stem for path in (configs_directory() / "suites").glob("*.yaml"))
 
 
 def load(name: str) -> LoadedSuite:
     """Load a suite by name or file. Raises UsageError if it does not exist or is invalid."""
     file = find(name)
-    tree = read_yaml(file)
-    return LoadedSuite(name, checked(tree, str(file)), file, file.parent)
+    return LoadedSuite(name, checked(read_yaml(file), str(file)), file, file.parent)
 
 
 def load_heldout() -> LoadedSuite:
     """Load the tasks on everything that a run may have held out, also by its optional stages."""
-    suites = [load(name) for name in (HELDOUT, "pairs")]
-    return _with_tasks(
-        suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items())
-    )
-
-
-def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
-    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
+    heldout = load(HELDOUT)
+    tasks = {**heldout.suite.tasks, **load("pairs").suite.tasks}
+    return replace(heldout, suite=heldout.suite.model_copy(update={"tasks": tasks}))
 
 
 def find(name: str) -> Path:
     """Find the file of a suite by name or path. Raises UsageError if there is none."""
     path = user_path(name)
     if path.suffix not in ENDINGS and os.sep not in name:
-        path = _shipped() / f"{name}.yaml"
+        path = configs_directory() / "suites" / f"{name}.yaml"
         if not path.is_file():
             raise name_syntax.unknown(
                 "suite", name, names(), also="; or name a file that ends in .yaml"
@@ -86,7 +80,7 @@ def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
 
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
-    """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if none is left."""
+    """Drop tasks whose held-out part is not among `parts`. Raises UsageError if none is left."""
     tasks = {
         name: task
         for name, task in loaded.suite.tasks.items()
@@ -98,7 +92,7 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
             f"{loaded.name} evaluates only held-out {' and '.join(missing)}, but the run held out "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
-    return _with_tasks(loaded, tasks)
+    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
 
 
 def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
@@ -124,9 +118,12 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
                 else wrong["type"]
             )
             sentence = SENTENCES.get(kind, "").format(input=wrong["input"], **wrong.get("ctx", {}))
-            rule = sentence or rule_of(wrong)
             value = "" if sentence else f"{wrong['input']!r} but "
-            lines.append(one_line(f"{'.'.join(map(str, wrong['loc']))} is {value}{rule}"))
+            lines.append(
+                one_line(
+                    f"{'.'.join(map(str, wrong['loc']))} is {value}{sentence or rule_of(wrong)}"
+                )
+            )
         raise UsageError(f"{origin}: {'; '.join(lines)}") from None
 
 
@@ -162,7 +159,3 @@ def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
     for task in (task for task, count in counts.items() if count > 1):
         both = " and ".join(loaded.name for loaded in suites if task in loaded.suite.tasks)
         raise UsageError(f"both {both} have a task '{task}'; rename one of them")
-
-
-def _shipped() -> Path:
-    return configs_directory() / "suites"

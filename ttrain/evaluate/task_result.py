@@ -25,6 +25,7 @@ DIGEST_CHARACTERS = (
 Shown = (
     Literal["exp"] | None
 )  # how the quotient of a metric is displayed: as its exponential, or as it is
+SCORES = "scores.json"  # of an evaluation
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,13 @@ class Metric:
 
     def restricted(self, numbers: Sequence[int], group: str = "") -> Metric:
         """The same metric over some of the items."""
-        sums = tuple(self.sums[number] for number in numbers)
-        sizes = tuple(self.sizes[number] for number in numbers)
-        records = tuple(self.records[number] for number in numbers) if self.records else ()
-        return replace(self, sums=sums, sizes=sizes, records=records, group=group)
+        return replace(
+            self,
+            sums=tuple(self.sums[number] for number in numbers),
+            sizes=tuple(self.sizes[number] for number in numbers),
+            records=tuple(self.records[number] for number in numbers) if self.records else (),
+            group=group,
+        )
 
     def half(self, which: bool) -> Metric:
         """The same metric over one of two halves of its records, by their digests."""
@@ -174,9 +178,6 @@ def not_judged(count: int, *, noun: str = "held-out records") -> str:
     """The text in place of a winner, a star or a percentage; "" where there are enough records."""
     few = too_few(count, noun=noun)
     return f"not judged ({few})" if few else ""
-
-
-SCORES = "scores.json"  # of an evaluation
 
 
 def write_scores(directory: Path, metrics: Iterable[Metric]) -> None:

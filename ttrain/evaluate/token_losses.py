@@ -34,6 +34,7 @@ class TokenLosses:
     parts  decoder and head in the first case, else None
     """
 
+    # Not inference_mode, which would make tables that the model caches unusable in training.
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -74,8 +75,7 @@ class TokenLosses:
             decoder, head = self.parts
             states = decoder(**inputs).last_hidden_state.flatten(0, 1)
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
-        rows_N = live_N.to(states.device)
-        labels_N = labels_BT.flatten()[live_N].to(states.device)
+        rows_N, labels_N = live_N.to(states.device), labels_BT.flatten()[live_N].to(states.device)
         chunk = default_chunk_tokens(states.device)
         for rows_C, labels_C in zip(
             torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True
@@ -87,26 +87,23 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
     """The parts of a model whose logits are just head(decoder(input_ids)); None for any other."""
     causal = causal_of(model)
     try:
-        decoder = causal.get_decoder()
-        head = causal.get_output_embeddings()
+        decoder, head = causal.get_decoder(), causal.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
     if not isinstance(decoder, nn.Module) or not isinstance(head, nn.Module) or decoder is causal:
         return None
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
     logits = model(input_ids=input_ids_BT, use_cache=False).logits
-    return (
-        (decoder, head)
-        if hidden is not None and torch.equal(head(hidden).float(), logits.float())
-        else None
-    )
+    if hidden is None or not torch.equal(head(hidden).float(), logits.float()):
+        return None
+    return decoder, head
 
 
 def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     # Log-sum-exp in fp32 or the logits' wider type.
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    on_cpu = logits_CV.device.type == "cpu"
-    rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if on_cpu else len(labels_C))
+    slice_rows = SLICE_ENTRIES // logits_CV.shape[-1]
+    rows = max(1, slice_rows if logits_CV.device.type == "cpu" else len(labels_C))
     slices = zip(torch.split(logits_CV, rows), torch.split(labels_C, rows), strict=True)
     return torch.cat(
         [F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices]

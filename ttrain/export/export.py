@@ -79,6 +79,10 @@ SHARD_SIZE = re.compile(
 )  # as transformers takes it
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+SCRIPT = "convert_hf_to_gguf.py"
+OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+SHOWN_LINES = 3
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
 @dataclass(frozen=True)
@@ -287,13 +291,6 @@ def _copy_code(source: Path, work: Path) -> bool:
     return True
 
 
-SCRIPT = "convert_hf_to_gguf.py"
-
-OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
-
-SHOWN_LINES = 3
-
-
 def converter(path: Path) -> Path:
     """The converter's script, from its path or llama.cpp's directory. Raises UsageError."""
     script = user_path(path).absolute()
@@ -358,9 +355,6 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
         and not split.get("add_prefix_space")
     )
     return "gpt-2" if is_gpt2 else None
-
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:

@@ -32,6 +32,11 @@ class Order:
     _pieces: asyncio.Queue[Piece | TTrainError] = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the request or all of its answers have ended."""
+        return self.has_ended or all(answer.has_ended for answer in self.answers)
+
     def send(self, piece: Piece | TTrainError) -> None:
         """Pass a piece on from the thread that generates."""
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -117,11 +122,7 @@ class AnswerQueue:
     @property
     def requests(self) -> int:
         """Number of requests that are answered or wait."""
-        self._orders = [
-            of
-            for of in self._orders
-            if not (of.has_ended or all(each.has_ended for each in of.answers))
-        ]
+        self._orders = [order for order in self._orders if not order.is_done]
         return len(self._orders)
 
     def submit(self, order: Order) -> None:

@@ -31,6 +31,8 @@ WINDOW_BATCHES = (
 PARTIAL = ".partial"  # ending of the file that collects answers until all are complete
 
 TOO_LONG = "too long"
+ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
+NO_ANSWER = "-"
 
 
 @dataclass
@@ -160,11 +162,6 @@ def _batches(
             numbers.setdefault(room, []).append(at)
     for alike in numbers.values():
         yield from (alike[start : start + batch_size] for start in range(0, len(alike), batch_size))
-
-
-ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
-
-NO_ANSWER = "-"
 
 
 @dataclass(frozen=True)

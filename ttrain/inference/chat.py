@@ -102,7 +102,10 @@ class Chat:
             )
         except KeyboardInterrupt:
             pass
-        if completion is not None and completion.ended:
+        stop = "interrupted"
+        if completion is not None:
+            stop = "end" if completion.ended else "length"
+        if stop == "end":
             on_text(stream.end())
         self._question_count += 1
         self._turns += [user_message, Message("assistant", stream.shown)]
@@ -110,7 +113,7 @@ class Chat:
             text=stream.shown,
             by=loaded_model.name,
             tokens=len(stream.ids),
-            stop="interrupted" if completion is None else "end" if completion.ended else "length",
+            stop=stop,
             seconds=completion.seconds if completion else 0.0,
             forgotten=forgotten,
             choice=choice,
@@ -141,14 +144,11 @@ def save(path: Path, chats: Sequence[Chat]) -> int:
 
     Raises UsageError if the file cannot be written.
     """
-    lines = [
-        json.dumps(
-            {"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False
-        )
-        + "\n"
-        for chat in chats
-        if any(message.role == "assistant" for message in chat.messages)
-    ]
+    lines = []
+    for chat in chats:
+        if any(message.role == "assistant" for message in chat.messages):
+            row = {"messages": [message.to_json() for message in chat.messages]}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)

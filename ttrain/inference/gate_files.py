@@ -17,7 +17,7 @@ WEIGHTS = "model.safetensors"
 
 
 class GateFile(Section):
-    """Contents of `gate.json`: the router's settings, its metrics on held-out records, its digest."""
+    """Contents of `gate.json`: experts, the router's settings, its metrics and its digest."""
 
     experts: tuple[Expert, ...]
     settings: Gate

@@ -146,7 +146,7 @@ class TextStream:
 
 
 class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed here
-    """Adds Gumbel noise, after which the largest score is a sample of the softmax (arXiv:1411.0030).
+    """Adds Gumbel noise: the largest score is a sample of the softmax then (arXiv:1411.0030).
 
     Each row has its own generator, so that its answer does not depend on the other rows.
     """

@@ -60,7 +60,7 @@ class LoadedModel:
         return causal_model
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
-        """(tokens of an answer, most tokens of a prompt); an answer takes at most half of the context.
+        """(tokens of an answer, most tokens of a prompt): an answer takes at most half of both.
 
         Both are the same for all prompts, so that no answer depends on its batch.
         """
@@ -177,10 +177,9 @@ def with_encoder(
     causal = causal_of(model)
     config = causal.config.get_text_config()
     model_eos = causal.generation_config.eos_token_id
-    own_stops = (
-        [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
-    )
-    stops = {encoder.eos_id, encoder.end_id, *own_stops}
+    stops = {encoder.eos_id, encoder.end_id}
+    if model_eos is not None:
+        stops.update(model_eos if isinstance(model_eos, list) else [model_eos])
     adapter = getattr(model, "active_peft_config", None)
     virtual_tokens = (
         adapter.num_virtual_tokens if adapter is not None and adapter.is_prompt_learning else 0

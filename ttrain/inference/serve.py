@@ -45,7 +45,7 @@ class RefusedError(HTTPException):
 
 
 class Body(Sampling):
-    """The fields of a request, with OpenAI's defaults; `top_k` and `repetition_penalty` are ours."""
+    """The fields of a request; `top_k` and `repetition_penalty` are ours, not OpenAI's."""
 
     model_config = ConfigDict(strict=True)
     temperature: float = Field(1.0, ge=0, le=10)
