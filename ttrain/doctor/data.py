@@ -1,7 +1,6 @@
-"""Checks of the data: texts come back, targets are the next tokens, in chats the answers.
+"""Checks of the data: texts come back, targets are the next tokens, in chats the answers."""
 
-Targets are derived a second time here, from the text of the records.
-"""
+# Targets are derived a second time here, from the text of the records.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +67,10 @@ def round_trip(data: Data) -> Finding:
     """
     encoder = data.encoder
     normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
-    texts = [
-        "".join(chr(number) for number in range(first, first + BLOCK) if number not in SURROGATES)
-        for first in range(0, END, BLOCK)
-    ]
+    texts = []
+    for first in range(0, END, BLOCK):
+        block = range(first, first + BLOCK)
+        texts.append("".join(chr(number) for number in block if number not in SURROGATES))
     texts += AWKWARD
     for record in data.records[:TEXTS]:
         texts += [turn["content"] for turn in _turns(record)] or [record["text"]]
@@ -128,11 +127,9 @@ Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wron
 
 
 def labels(data: Data) -> Finding:
-    """Whether every target is the next token: in documents all but the first, in chats the answers.
-
-    Every run of targets of a chat ends with the token that ends an answer and has no other special
-    one; of the held-out rows, whose text is known, it is the text of an answer.
-    """
+    """Whether every target is the next token: all of a document but the first, a chat's answers."""
+    # Every run of targets of a chat ends with the token that ends an answer and has no other
+    # special one; of the held-out rows, whose text is known, it is the text of an answer.
     if data.masked:  # regions that are masked on purpose leave nothing else to compare
         return _check_rows(data.rows, lambda ids, labels: "")
     if data.kind == "documents":

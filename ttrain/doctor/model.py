@@ -1,7 +1,6 @@
-"""Checks of a model with its task: what a position sees, loss, gradients, ranks, resuming.
+"""Checks of a model with its task: what a position sees, loss, gradients, ranks, resuming."""
 
-Letters in names: B rows, T positions, V entries of the vocabulary.
-"""
+# Letters in names: B rows, T positions, V entries of the vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Mapping

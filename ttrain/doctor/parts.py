@@ -1,7 +1,6 @@
-"""The parts that a stage trains with, as arguments of the checks, so that tests can spoil them.
+"""The parts that a stage trains with, as arguments of the checks, so that tests can spoil them."""
 
-Letters in names: B rows, T positions.
-"""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -54,10 +53,9 @@ class Learner:
     """How a stage trains, and on what. Its functions are top-level ones, which can be pickled.
 
     build       makes the model; the same weights every time
-    is_trained  whether the base is a trained model, not one of random weights
+    is_trained  whether the base is a trained model
     steps       of the long run
     home        where the run will write
-    trainer     makes a Trainer of its arguments
     """
 
     config: Training

@@ -57,10 +57,10 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
 def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute loss in nats per token of the assistant's turns, end tokens included, and perplexity.
 
-    Adds the metrics of `answer_metrics` unless `answers` or `new_tokens` is 0. A chat that the
-    model's own template refuses is not scored. Raises UsageError for a model without a chat
-    template.
+    Adds `answer_metrics` unless `answers` or `new_tokens` is 0. Raises UsageError for a model
+    without a chat template.
     """
+    # A chat that the model's own template refuses, as some refuse a system turn, is not scored.
     spec = items.spec
     encoded = encode(items, subject, items.items)
     with_answers = bool(spec.new_tokens and spec.answers)
@@ -152,14 +152,9 @@ def turns_of(messages: Messages, most: int) -> list[int]:
 
 
 def answer_metrics(chats: Sequence[Sequence[JsonDict]]) -> list[Metric]:
-    """Metrics of all answers. A chat is one item, since its answers are not independent.
-
-    ended     share that the model ended by itself
-    clean     share without a token or a name that begins or ends a turn
-    empty     share of empty answers
-    repeated  share of runs of four words that already occurred in the answer
-    length    characters
-    """
+    """Metrics of all answers. A chat is one item, since its answers are not independent."""
+    # ended: the model ended by itself; clean: without a token or a name that begins or ends a turn;
+    # repeated: runs of four words that already occurred in the answer.
     return [
         _metric("ended", chats, lambda row: (row["ended"], 1)),
         _metric("clean", chats, lambda row: ("markers" not in row, 1)),
@@ -237,9 +232,9 @@ def run_pairs(
 ) -> TaskResult:
     """Compute the share of pairs whose chosen answer is likelier, and its mean lead in nats.
 
-    A tie counts one half. A pair that the model's own template refuses is not scored. Raises
-    UsageError for a model without a chat template.
+    A tie counts one half. Raises UsageError for a model without a chat template.
     """
+    # A pair that the model's own template refuses is not scored.
     conversations = [
         (*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)
     ]

@@ -119,13 +119,11 @@ def score_choices(
 ) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
-    choice_loss    nats of the right choice, the probabilities of an item's choices normalised to
-                   one
-    bits_per_byte  of the right choice after its question, whatever the other choices are
-
-    Both improve in small models while their accuracies are at chance. An item with a score that is
-    not finite counts as wrong.
+    choice_loss    nats of the right choice, the probabilities of an item's choices summing to one
+    bits_per_byte  of the right choice, whatever the others are
     """
+    # Both improve in small models while their accuracies are at chance. An item with a score that
+    # is not finite counts as wrong.
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
     rows = list[JsonDict]()
     losses = []

@@ -45,8 +45,8 @@ class TextFigure:
     """The values of challenger and champion on one held-out text, or in one metric.
 
     difference  by how much the challenger is better, in the metric's unit
-    judged      whether the bound applies; not to a text of few records
-    best        the best value of an earlier champion, where that was better than the champion
+    judged      whether the bound applies
+    best        of an earlier champion, where it was better than the champion
     """
 
     kind: str
@@ -92,9 +92,9 @@ def heldout_texts(
 ) -> list[HeldoutText]:
     """The texts among the scored records, by night, the oldest first, and by source.
 
-    `nights` and `sources` have digests of their records; `new` is the night that is decided. A
-    single night or source is no text of its own.
+    `nights` and `sources` have digests; `new` is the night that is decided.
     """
+    # A single night or source is everything, and no text of its own.
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
     labelled_sources = {f"source {name}": digests for name, digests in sources.items()}
@@ -121,9 +121,10 @@ def figures(
 ) -> list[TextFigure]:
     """Compare both models on each text, then on texts that are judged together.
 
-    Empty where the scores cannot be compared. `best` has the best values of champions so far: a
-    challenger that is worse than the champion must also stay within the bound of the best one.
+    Empty where the scores cannot be compared. `best` has the champions' best values so far.
     """
+    # The bound is one for all nights: a challenger that is worse than the champion must also stay
+    # within the bound of the best champion, or losses would add up.
     if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
         return []
     if not texts or not all(

@@ -177,10 +177,11 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric  the numbers that `answer_in` finds are equal
-    exact    the texts are equal once `normalised`: of the answer the text after the last `####`, or
-             its first non-empty line, if the right answer has one line
+    numeric  the numbers of `answer_in` are equal
+    exact    the `normalised` texts are equal
     """
+    # Exact: of the answer the text after the last `####`, or, if the right answer has one line, its
+    # first non-empty line.
     if match == "numeric":
         number = answer_in(answer)
         return None if number is None else str(number), number is not None and number == answer_in(

@@ -62,11 +62,11 @@ class SuiteFiles:
 class Items(Generic[T]):
     """The items of a task, the same for every model.
 
-    spec      settings of the task, of the kind that its own module reads
-    digests   of each item: evaluations with equal digests used the same items
+    spec      settings of the task
+    digests   evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
-    left_out  file, line and reason of each row that is not a valid item
-    groups    "lang=zh" -> numbers of the items that belong to it
+    left_out  file, line and reason of each bad row
+    groups    "lang=zh" -> numbers of its items
     """
 
     task: str

@@ -1,11 +1,8 @@
-"""Log-likelihoods of continuations after their contexts, as in lm-evaluation-harness.
+"""Log-likelihoods of continuations after their contexts, as in lm-evaluation-harness."""
 
-On a CPU, keys and values of a context are computed once for all its continuations, and common
-beginnings, such as worked examples, once for all contexts. A GPU takes about as long for one row as
-for many, so there rows are only batched.
-
-Letters in names: B rows, T positions, N targets.
-"""
+# On a CPU, keys and values of a context are computed once for all its continuations, and common
+# beginnings, such as worked examples, once for all contexts. A GPU takes about as long for one row
+# as for many, so there rows are only batched. Letters in names: B rows, T positions, N targets.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -67,11 +64,11 @@ def log_likelihoods(
 def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
     """Encode each (context, continuation) as one text, split after the tokens of the context.
 
-    As `TemplateLM._encode_pair` of the harness does: white space at the end of a context moves to
-    the continuation. A context without tokens is replaced by `beginning`. A continuation that
-    merges into its context is encoded by itself; the harness gives it probability 1, so that it
-    always wins ("0" after "45 - 30").
+    As `TemplateLM._encode_pair` of the harness. An empty context is replaced by `beginning`.
     """
+    # White space at the end of a context moves to the continuation, since words begin with their
+    # space. A continuation that merges into its context is encoded by itself; the harness gives it
+    # probability 1, so that it always wins ("0" after "45 - 30").
     encoder = subject.encoder
     texts = [
         (bare := context.rstrip(), context[len(bare) :] + continuation)

@@ -1,7 +1,6 @@
-"""Loss on held-out text and chats. Every token is scored once, with context; division comes last.
+"""Loss on held-out text and chats: every token is scored once, with context."""
 
-Letters in names: B windows, T positions.
-"""
+# Letters in names: B windows, T positions.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -52,10 +51,10 @@ class ScoringWindow(NamedTuple):
 def windows(tokens: int, length: int, stride: int) -> Iterator[ScoringWindow]:
     """Windows of at most `length` inputs in which each token after the first is scored once.
 
-    The first window scores all its tokens; each later one its last `stride` tokens, which have at
-    least `length - stride + 1` tokens before them
-    (https://huggingface.co/docs/transformers/perplexity).
+    As in https://huggingface.co/docs/transformers/perplexity, by `stride`.
     """
+    # The first window scores all its tokens; each later one its last `stride` tokens, which have at
+    # least `length - stride + 1` tokens before them.
     first = 1
     while first < tokens:
         end = min(tokens, length + 1 if first == 1 else first + stride)
@@ -76,9 +75,8 @@ def score_each(
 ) -> list[Score]:
     """Compute the loss of the live tokens of each sequence, (ids, live); the first is context only.
 
-    `batch_tokens` bounds the padded tokens of a pass. With `ranks`, each computes a share of the
-    batches and gets all scores: bit-identical on any number of ranks, equal up to 1e-7 with any
-    batch size. `progress` gets (batches done, batches) of this rank.
+    Bit-identical on any number of `ranks`, equal up to 1e-7 with any `batch_tokens` of a pass.
+    `progress` gets (batches done, batches) of this rank.
     """
     arrays = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
     numbered_windows = [
@@ -128,9 +126,9 @@ def score_each(
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
     """Split descending lengths into batches of at most `most` tokens, padded to their first.
 
-    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of
-    6,000 tokens in texts of log-normal lengths the padding is then 4 % instead of 29 %.
+    A batch with `enough` tokens ends before a length that would be padded by more than a tenth.
     """
+    # Of 6,000 tokens in texts of log-normal lengths the padding is then 4 % instead of 29 %.
     slices = []
     start = 0
     while start < len(lengths):
@@ -173,10 +171,11 @@ def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Compute bits per byte, loss in nats per token, and perplexity per token.
 
-    Bits are divided by the bytes of the file's text, so that models with different tokenizers can
-    be compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce
-    a text had less to predict: such documents are counted in a warning and `lossy` in the rows.
+    Bits per byte of the file's text can be compared between tokenizers
+    (https://arxiv.org/abs/2101.00027, section 3.1).
     """
+    # A tokenizer that does not reproduce a text had less to predict: such documents are counted in
+    # a warning and `lossy` in the rows.
     ids = subject.encoder.encode(items.items)
     scores = score_items(
         items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress

@@ -138,10 +138,11 @@ def decide(
 ) -> Decision:
     """Decide whether the challenger becomes champion.
 
-    It must have lost none of the texts and be better by more than the margin; with enough records
-    the complete interval must lie beyond the margin. A first challenger needs a finite metric and
-    `first`. `unknown`: why what it forgets cannot be determined, which promotes nothing.
+    first    the decision about a challenger where there is no champion
+    texts    none of which may be lost
+    unknown  why what it forgets cannot be determined, which promotes nothing
     """
+    # With enough records the complete interval of the difference must lie beyond the margin.
     decision = _compared(challenger, champion, settings, first)
     lost = [figure for figure in texts if figure.lost]
     decision = replace(decision, lost=tuple(figure.name for figure in lost))
@@ -267,14 +268,15 @@ def judge(
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> tuple[Decision, list[TextFigure]]:
-    """Decide by the evaluations of challenger and champion: (decision, values by text and metric).
+    """Decide by two evaluations: (decision, values by text and metric).
 
     nights  names of the held-out records of each night
-    new     the night that is decided, whose text nothing can forget
-    best    the best values of champions so far, by text
+    new     the night that is decided
+    best    the champions' best values so far, by text
 
     Raises UsageError if an evaluation does not have the metric.
     """
+    # The text of the new night cannot be forgotten.
     deciding = challenger.metric(rules.metric)
     texts = list[TextFigure]()
     unknown = ""

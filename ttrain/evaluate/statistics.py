@@ -1,9 +1,11 @@
 """Confidence intervals of metrics, paired comparisons of models, minimum detectable differences.
 
-Items are resampled and assumed to be independent, unlike the tokens of one document. Two models are
-compared on the same items, so that an item's difficulty for both cancels out. Letters in names: N
-items, R resamples. Loads only numpy and scipy.
+Loads only numpy and scipy.
 """
+
+# Items are resampled and assumed to be independent, unlike the tokens of one document. Two models
+# are compared on the same items, so that an item's difficulty for both cancels out. Letters in
+# names: N items, R resamples.
 
 import math
 from collections.abc import Sequence
@@ -41,9 +43,8 @@ class PairedComparison:
 
     better    "first" or "second"; "" if they are equal
     interval  of the difference, first - second; None below FEWEST_ITEMS
-    p         two-sided, of the hypothesis that the two are equally good
-    smallest  minimum detectable difference, with probability POWER and corrected for all
-              comparisons
+    p         two-sided, that the two are equally good
+    smallest  minimum detectable difference
     """
 
     difference: float
@@ -57,13 +58,14 @@ class PairedComparison:
 def interval(figure: Metric, rule: Rule) -> Interval | None:
     """Confidence interval of the metric for other items of the same kind; None of too few items.
 
-    Shares: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap covers a
-    share of 2 % on 20 items in 34 of 100 cases instead of 95, Wilson's in 94. Items with several
-    parts, as chats with answers, count as their number of independent parts
-    (https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503): of 2 % of answers in 20 to 60 chats it
-    covers 94 to 98 of 100 cases, the bootstrap 37 to 96. Everything else: bootstrap (Efron 1979,
-    https://doi.org/10.1214/aos/1176344552).
+    Shares: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953.
+    Items of several parts: https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503.
+    Everything else: bootstrap, Efron 1979, https://doi.org/10.1214/aos/1176344552.
     """
+    # The bootstrap covers a share of 2 % on 20 items in 34 of 100 cases instead of 95, Wilson's in
+    # 94. Items with several parts, as chats with answers, count as their number of independent
+    # parts: of 2 % of answers in 20 to 60 chats that covers 94 to 98 of 100 cases, the bootstrap 37
+    # to 96.
     sums, sizes = _counting(figure)
     if len(sums) < FEWEST_ITEMS or not math.isfinite(figure.value):
         return None
@@ -116,10 +118,10 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
 
 
 def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
-    """Minimum detectable difference: a test at `level` detects it here with probability POWER.
+    """Minimum detectable difference of a test at `level` with probability POWER, or None.
 
     Card et al. 2020, https://aclanthology.org/2020.emnlp-main.745. For one model alone, against an
-    independent one that is as good. None if there are too few items.
+    independent one that is as good.
     """
     sums, sizes = _counting(first)
     count = len(sums)
@@ -274,11 +276,9 @@ def _is_share(sums: Floats, sizes: Floats) -> bool:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p of the exact McNemar test; items on which both agree do not count.
-
-    It holds its level for two classifiers on one test set (Dietterich 1998,
-    https://doi.org/10.1162/089976698300017197).
-    """
+    """Two-sided p of the exact McNemar test; items on which both agree do not count."""
+    # It holds its level for two classifiers on one test set (Dietterich 1998,
+    # https://doi.org/10.1162/089976698300017197).
     from scipy import special
 
     return min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))

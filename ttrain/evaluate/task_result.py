@@ -32,12 +32,13 @@ SCORES = "scores.json"  # of an evaluation
 class Metric:
     """A quantity with each item's share: `factor * sum(sums) / sum(sizes)`, or its exponential.
 
-    accuracy       sums are 0 or 1, sizes 1 bits per byte  nats over bytes with factor 1/ln 2
-    perplexity     nats over tokens, shown as "exp"
-
-    An item whose size is 0 does not count. `higher_is_better` None: the evaluation does not say;
-    `records`: digests of the items; `group`: "lang=zh" restricts the items.
+    higher_is_better  None: the evaluation does not say
+    records           digests of the items
+    group             "lang=zh": of these items alone
     """
+
+    # accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2;
+    # perplexity: nats over tokens, shown as "exp". An item whose size is 0 does not count.
 
     name: str
     sums: tuple[float, ...]
@@ -114,9 +115,9 @@ def mean(
 class TaskResult:
     """The result of one model on one task; made by `Items.result`.
 
-    figures    the primary metric, that of each group of items, the other metrics
+    figures    the primary metric, that of each group, the other metrics
     rows       per item, as JSON: prompt, answer, whether it was right
-    baselines  values of the primary metric without the model: zlib, chance
+    baselines  values without the model: zlib, chance
     """
 
     items: Any  # `Items`, whose module imports this one
@@ -137,11 +138,8 @@ class TaskResult:
 
     @property
     def compared(self) -> tuple[Metric, ...]:
-        """The metrics on which models are compared.
-
-        The primary one, and next to an accuracy the bits per byte of the right answers, which
-        separate small models while their accuracies are at chance.
-        """
+        """The metrics on which models are compared: the primary one, and answers' bits per byte."""
+        # The latter next to an accuracy: they separate small models while accuracies are at chance.
         answers = (
             metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group
         )
@@ -166,11 +164,9 @@ def record_name(record: object) -> str:
 
 
 def too_few(count: int, least: int = FEWEST_RECORDS, *, noun: str = "held-out records") -> str:
-    """How many records there are of how many that are needed; "" where there are enough.
-
-    20 are the fewest on which a model that is better on three of four records is so by more than
-    chance (sign test: p = 0.04; on 16 of them 0.08).
-    """
+    """How many records there are of how many that are needed; "" where there are enough."""
+    # 20 are the fewest on which a model that is better on three of four records is so by more than
+    # chance (sign test: p = 0.04; on 16 of them 0.08).
     return "" if count >= least else f"{count:,} of {least:,} {noun}"
 
 

@@ -1,8 +1,7 @@
-"""Loss of each next token, only at the positions that count, without ever holding all logits.
+"""Loss of each next token, only at the positions that count, without ever holding all logits."""
 
-Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden
-states, V entries of the vocabulary.
-"""
+# Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden
+# states, V entries of the vocabulary.
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -27,12 +26,12 @@ SLICE_ENTRIES = (
 class TokenLosses:
     """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    Where a pass over a few tokens shows that the logits are just the head of the decoder's output,
-    the head is applied here, in chunks and only to the positions that count. Otherwise (a soft cap,
-    a prefix, no `get_decoder`) the model computes all its logits.
-
-    parts  decoder and head in the first case, else None
+    parts  decoder and head, where the logits are just the head of the decoder's output
     """
+
+    # Then the head is applied here, in chunks and only to the positions that count; a pass over a
+    # few tokens shows whether that is right. Otherwise (a soft cap, a prefix, no `get_decoder`) the
+    # model computes all its logits.
 
     # Not inference_mode, which would make tables that the model caches unusable in training.
     @torch.no_grad()
@@ -45,9 +44,9 @@ class TokenLosses:
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
         """Nats of each label that is not IGNORE, [N] in fp32, in the order of the labels.
 
-        `labels_BT` lies on the CPU, so that nothing waits for a GPU; `labels_BT[t]` follows
-        `input_ids_BT[t]`. `inputs` go to the model unchanged.
+        `labels_BT[t]` follows `input_ids_BT[t]` and lies on the CPU.
         """
+        # On the CPU, so that nothing waits for a GPU.
         return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 
     @torch.no_grad()

@@ -119,9 +119,9 @@ def export(
 ) -> Export:
     """Write the model of `reference` into the directory `target`; `say` gets a line for each step.
 
-    Raises UsageError for a target or an option that cannot be used, ArtifactError for weights that
-    do not fit their config. A target stays as it is until the export is complete.
+    Raises UsageError for an unusable target or option, ArtifactError for weights that do not fit.
     """
+    # A target stays as it is until the export is complete.
     target = user_path(target).resolve()
     _check_request(reference, request)
     _check_target(reference, target, request)
@@ -360,9 +360,10 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:
     """Write config, generation config and shards of at most `shard_size`; returns the parameters.
 
-    transformers casts the parameters, except those that it keeps in fp32, such as the bias of a
-    router, and buffers. Raises UsageError if a weight is too large for the type.
+    Raises UsageError if a weight is too large for the type.
     """
+    # transformers casts the parameters, except those that it keeps in fp32, such as the bias of a
+    # router, and buffers.
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -434,9 +435,9 @@ def check_repository(name: str) -> None:
 def push(exported: Export, repository: str, *, public: bool = False) -> str:
     """Upload the files of an export in one commit; returns the commit's address.
 
-    A new repository is private unless `public`. The token is that of HF_TOKEN or `hf auth login`.
-    Raises TTrainError where the Hub refuses or does not answer; the export is kept.
+    Raises TTrainError where the Hub refuses or does not answer.
     """
+    # A new repository is private unless `public`. The token is that of HF_TOKEN or `hf auth login`.
     import httpx2  # what the library talks with
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError

@@ -113,11 +113,9 @@ def identity(reference: Reference) -> list[str]:
 def write_answers(
     path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]
 ) -> int:
-    """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the rows that existed.
-
-    Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies their
-    inputs: the same command continues an interrupted one, any other has a file of its own.
-    """
+    """Write the rows of `make(n)`, from the n-th on, to `path`; n rows exist. Returns n."""
+    # Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies
+    # their inputs: the same command continues an interrupted one, any other has a file of its own.
     partial = path.with_name(f"{path.name}.{digest_of(header)[:12]}{PARTIAL}")
     done = _complete_rows(partial)
     with partial.open("ab") as file:

@@ -1,8 +1,7 @@
-"""The router of a gate: character n-grams, their mean embedding, and a small network.
+"""The router of a gate: character n-grams, their mean embedding, and a small network."""
 
-A bag of n-grams as in fastText (arXiv:1607.01759, arXiv:1607.04606) needs no tokenizer: a text of a
-page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
-"""
+# A bag of n-grams as in fastText (arXiv:1607.01759, arXiv:1607.04606) needs no tokenizer: a text of
+# a page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +32,9 @@ Ids = npt.NDArray[np.int64]
 
 
 def run_ids(text: str, settings: Gate) -> Ids:
-    """Ids, from 1 to `buckets`, of the distinct character n-grams in the text's beginning.
-
-    The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer
-    of SplitMix64 (prng.di.unimi.it/splitmix64.c).
-    """
+    """Ids, from 1 to `buckets`, of the distinct character n-grams in the text's beginning."""
+    # The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer
+    # of SplitMix64 (prng.di.unimi.it/splitmix64.c).
     codes = np.frombuffer(
         f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4"
     ).astype(np.uint64)

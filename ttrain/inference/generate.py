@@ -1,7 +1,6 @@
-"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache.
+"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache."""
 
-Letters in names: B rows, T positions.
-"""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ def generate(
 ) -> list[Completion]:
     """Generate answers to a batch of prompts (token ids).
 
-    numbers    identify rows: an answer depends on the seed and its own number, never on the batch
-    on_tokens  gets the answers with each new token, never a stop token, and may return rows to end
+    numbers    identify rows, whose answers never depend on the batch
+    on_tokens  gets the answers with each new token, may return rows to end
     kv_cache   of the conversation to which a single prompt belongs
 
     Raises DataError for a prompt that leaves no room for an answer.
@@ -203,11 +202,9 @@ class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
 def logits_processors(
     sampling: Sampling, numbers: Sequence[int], prompt_tokens: int
 ) -> LogitsProcessorList:
-    """Logits processors in transformers' order.
-
-    The repetition penalty applies to the answer only: over the prompt it would also penalise the
-    tokens that end a turn, and no answer would end.
-    """
+    """Logits processors in transformers' order."""
+    # The repetition penalty applies to the answer only: over the prompt it would also penalise the
+    # tokens that end a turn, and no answer would end.
     processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
         processors.append(

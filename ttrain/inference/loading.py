@@ -28,13 +28,12 @@ class LoadedModel:
     """A model loaded for text generation, with its tokenizer.
 
     name          the reference that the user gave
-    model         on its device, not training; its generation settings hold nothing but ids
     begin_ids     tokens before a text that is to be continued
     max_length    positions that the model accepts; None: no limit
     can_chat      whether the tokenizer has a chat template whose tokens the model knows
     has_prefix    whether an adapter puts virtual tokens before every text
-    batch_tokens  padded tokens of a batch of an evaluation, which bound the memory
-    ranks         that score texts and chats together; None: this process alone
+    batch_tokens  padded tokens of a batch of an evaluation
+    ranks         that score together; None: this process alone
     """
 
     name: str
@@ -60,21 +59,17 @@ class LoadedModel:
         return causal_model
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
-        """(tokens of an answer, most tokens of a prompt): an answer takes at most half of both.
-
-        Both are the same for all prompts, so that no answer depends on its batch.
-        """
+        """(tokens of an answer, most tokens of a prompt): an answer takes at most half of both."""
+        # Both are the same for all prompts, so that no answer depends on its batch.
         if self.max_length is None:
             return new_tokens, None
         tokens = min(new_tokens, self.max_length // 2)
         return tokens, self.max_length - tokens
 
     def beginning(self) -> tuple[int, ...]:
-        """Ids before a text, so that its first token is scored too.
-
-        Those that the tokenizer adds, else its bos, as in the harness, else its eos. The model does
-        not know a bos that ttrain added. Raises UsageError if it knows none of these.
-        """
+        """Ids before a text, so that its first token is scored too. Raises UsageError."""
+        # Those that the tokenizer adds, else its bos, as in the harness, else its eos. The model
+        # does not know a bos that ttrain added.
         rows = self.model.get_input_embeddings().weight.shape[0]
         bos_ids = () if self.encoder.tokens["bos_token"] == BOS else (self.encoder.bos_id,)
         for ids in (self.begin_ids, bos_ids, (self.encoder.eos_id,)):
