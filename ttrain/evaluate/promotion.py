@@ -299,8 +299,14 @@ def judge(
         unknown=unknown,
     )
     # With promotion.resamples=0, or without records, the values alone decide, however few.
-    few = deciding.records and rules.resamples and too_few(len(deciding.records), rules.min_samples)
-    if few and decision.difference is not None and not decision.lost:
+    few = too_few(len(deciding.records), rules.min_samples)
+    if (
+        few
+        and deciding.records
+        and rules.resamples
+        and decision.difference is not None
+        and not decision.lost
+    ):
         decision = replace(decision, promote=False, reason=few)
     return decision, texts
 
