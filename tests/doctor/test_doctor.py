@@ -1,7 +1,7 @@
-"""`ttrain doctor`: each check passes on sound parts, and finds the fault that is planted in one of them."""
+"""`ttrain doctor`: each check passes on sound parts, and finds the fault that is planted."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.data_commands import in_process
+from support.data_commands import Run, in_process
 from support.shard_sets import write_lines
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_trainers import CPU, Held, settings_of_training, tiny_model
@@ -33,6 +33,24 @@ from ttrain.train.trainer import Trainer
 FP32 = Precision("fp32", CPU)
 ROWS = NumberedRows(12)
 RUNTIME = Runtime(device="cpu", rows_per_device=4)
+FOOTPRINT = {
+    "weights": 100_000_000,
+    "gradients": 100_000_000,
+    "optimizer": 200_000_000,
+    "activations": 600_000_000,
+}
+TINY = (
+    "data.pretrain=docs.jsonl",
+    "model.hidden_size=32",
+    "model.layers=2",
+    "tokenizer.vocab_size=300",
+    "pretrain.row_length=64",
+    "pretrain.tokens_per_step=256",
+    "pretrain.tokens=20000",
+    "pretrain.precision=fp32",
+    "runtime.device=cpu",
+    "runtime.threads=1",
+)
 
 
 @dataclass
@@ -46,51 +64,34 @@ def build(**settings: Any) -> Subject:
 
 
 class Faulty(LanguageModeling):
-    """Language modelling whose batches and losses are changed."""
+    """Language modelling whose loss is changed; its validation is a step of training."""
 
     def __init__(
-        self,
-        config: Training,
-        module: nn.Module,
-        runtime: Runtime,
-        batch: Any = None,
-        loss: Any = None,
+        self, config: Training, module: nn.Module, runtime: Runtime, change: Any = None
     ) -> None:
         super().__init__(config, module)
-        self._change_batch, self._change_loss = batch, loss
+        self.change = change
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        given = self._change_batch(batch) if self._change_batch else batch
-        loss = super().train_step(model, given, device)
-        return self._change_loss(loss) if self._change_loss else loss
+        loss = super().train_step(model, batch, device)
+        return self.change(loss) if self.change else loss
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         with torch.no_grad():
             return self.train_step(model, batch, device)
 
 
-MEAN_OF_MEANS = partial(Faulty, loss=lambda loss: LossSum(loss.total / max(1, loss.count), 1))
-HALF = partial(
-    Faulty, loss=lambda loss: LossSum(loss.total / 2, loss.count)
-)  # as if its model were trained
-# Without its discovery the check would pass whatever the mask does.
-BLIND = partial(
-    Faulty, batch=lambda batch: replace(batch, input_ids_BT=np.full_like(batch.input_ids_BT, 9))
-)
+MEAN_OF_MEANS = partial(Faulty, change=lambda loss: LossSum(loss.total / max(1, loss.count), 1))
+# As if its model were trained.
+HALF = partial(Faulty, change=lambda loss: LossSum(loss.total / 2, loss.count))
 
 
-def language(config: Training, module: nn.Module, runtime: Runtime) -> TrainingTask:
-    return LanguageModeling(config, module)
+class Blind(Faulty):
+    """Gives the model the same ids always: without a check of its own, any mask would pass."""
 
-
-SOUND = Learner(
-    settings_of_training(optim=Optim(lr=1e-2)),
-    RUNTIME,
-    partial(build, dropout=0.1),
-    language,
-    ROWS,
-    FP32,
-)
+    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
+        same = replace(batch, input_ids_BT=np.full_like(batch.input_ids_BT, 9))
+        return super().train_step(model, same, device)
 
 
 class Masked(Faulty):
@@ -98,20 +99,15 @@ class Masked(Faulty):
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         causal: Any = model.causal
-        mask, ids_BT = (
-            self.mask(torch.from_numpy(batch.segments_BT)),
-            torch.from_numpy(batch.input_ids_BT),
-        )
+        mask = self.mask(torch.from_numpy(batch.segments_BT))
+        ids_BT = torch.from_numpy(batch.input_ids_BT)
         logits_BTV = causal(input_ids=ids_BT, attention_mask=mask, use_cache=False).logits
-        return LossSum(
-            token_loss_sum(logits_BTV, torch.from_numpy(batch.labels_BT)), batch.live_tokens
-        )
+        labels_BT = torch.from_numpy(batch.labels_BT)
+        return LossSum(token_loss_sum(logits_BTV, labels_BT), batch.live_tokens)
 
 
 class SeesTheFuture(Masked):
-    mask = staticmethod(
-        lambda segments_BT: (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
-    )
+    mask = staticmethod(lambda s_BT: (s_BT[:, :, None] == s_BT[:, None, :])[:, None])
 
 
 class SeesOtherRecords(Masked):
@@ -125,79 +121,75 @@ class NoiseOfItsOwn(Faulty):
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
-        return LossSum(
-            loss.total * (1 + 0.1 * torch.rand((), generator=self.generator)), loss.count
-        )
+        noise = torch.rand((), generator=self.generator)
+        return LossSum(loss.total * (1 + 0.1 * noise), loss.count)
 
 
-def forget_the_optimizer(trainer: Trainer) -> None:
+class LeavesOutALayer(Faulty):
+    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
+        mlp: Any = model.causal.model.layers[0].mlp  # type: ignore[union-attr]
+        hook = mlp.register_forward_hook(lambda module, inputs, out: out.detach())
+        try:
+            return super().train_step(model, batch, device)
+        finally:
+            hook.remove()
+
+
+def forgetful_trainer(*arguments: Any, **options: Any) -> Trainer:
+    """A trainer whose optimizer starts without the state that it loaded."""
+    trainer = Trainer(*arguments, **options)
     for optimizer in trainer.optimizers.optimizers:
         optimizer.state.clear()
+    return trainer
 
 
-def changed(change: Callable[[Trainer], None]) -> Callable[..., Trainer]:
-    def make(*arguments: Any, **options: Any) -> Trainer:
-        trainer = Trainer(*arguments, **options)
-        change(trainer)
-        return trainer
-
-    return make
+def language(config: Training, module: nn.Module, runtime: Runtime) -> TrainingTask:
+    return LanguageModeling(config, module)
 
 
-def ok(found: Finding | None) -> bool:
-    assert found is not None
-    return found.ok
+SOUND = Learner(settings_of_training(), RUNTIME, partial(build, dropout=0.1), language, ROWS, FP32)
 
 
-@pytest.mark.parametrize(
-    ("task", "future", "documents"),
-    [
-        (Masked, "", ""),
-        (SeesTheFuture, "changes logits before it", ""),
-        (SeesOtherRecords, "", "record 1 sees record 0"),
-        (BLIND, "does not see", ""),
-    ],
-)
-def test_a_model_that_sees_what_it_should_not_is_found(
-    task: Any, future: str, documents: str
-) -> None:
-    learner = replace(SOUND, task=task)
-    for check, fault in ((model.future, future), (model.documents, documents)):
-        found = check(learner)
-        assert ok(found) == (not fault) and fault in found.measured
+def check(finding: Finding | None, *parts: str, ok: bool = True) -> None:
+    """Check that the finding is as expected and names these parts."""
+    assert finding is not None
+    assert finding.ok == ok, finding
+    text = f"{finding.measured} {finding.fix}"
+    assert [part for part in parts if part not in text] == []
 
 
-def test_the_loss_at_the_start_is_near_the_logarithm_of_the_vocabulary_and_that_of_a_trained_base_below_it() -> (
-    None
-):
-    found = model.first_loss(SOUND)
-    assert ok(found) and f"{np.log(VOCAB):.3f}" in found.measured
-    assert not ok(model.first_loss(replace(SOUND, build=partial(build, init_std=1.0))))
-    assert not ok(
-        model.first_loss(replace(SOUND, build=partial(build, init_std=0.5), is_trained=True))
-    )
-    assert ok(model.first_loss(replace(SOUND, task=HALF, is_trained=True)))
+fails = partial(check, ok=False)
 
 
-def test_a_gradient_that_depends_on_how_rows_are_divided_is_found_also_where_the_data_masks_nothing() -> (
-    None
-):
-    assert ok(model.accumulation(SOUND))
-    assert not ok(
-        model.accumulation(
-            replace(SOUND, task=MEAN_OF_MEANS, rows=NumberedRows(12, live=[16] * 12))
-        )
-    )
+def test_a_model_that_sees_what_it_should_not_fails() -> None:
+    check(model.future(replace(SOUND, task=Masked)))
+    check(model.documents(replace(SOUND, task=Masked)))
+    fails(model.future(replace(SOUND, task=SeesTheFuture)), "changes logits before it")
+    check(model.documents(replace(SOUND, task=SeesTheFuture)))
+    check(model.future(replace(SOUND, task=SeesOtherRecords)))
+    fails(model.documents(replace(SOUND, task=SeesOtherRecords)), "record 1 sees record 0")
+    fails(model.future(replace(SOUND, task=Blind)), "does not see")
+    check(model.documents(replace(SOUND, task=Blind)))
 
 
-def test_what_a_checkpoint_does_not_restore_is_found() -> None:
-    assert ok(model.resume(SOUND))
-    for fault, differs in (
-        ({"trainer": changed(forget_the_optimizer)}, "weights"),
-        ({"task": NoiseOfItsOwn}, "losses"),
-    ):
-        found = model.resume(replace(SOUND, **fault))  # type: ignore[arg-type]
-        assert not ok(found) and differs in found.measured
+def test_a_first_loss_is_near_the_logarithm_of_the_vocabulary_or_of_a_trained_base_below() -> None:
+    check(model.first_loss(SOUND), f"{np.log(VOCAB):.3f}")
+    fails(model.first_loss(replace(SOUND, build=partial(build, init_std=1.0))))
+    uneven = partial(build, init_std=0.5)
+    fails(model.first_loss(replace(SOUND, build=uneven, is_trained=True)))
+    check(model.first_loss(replace(SOUND, task=HALF, is_trained=True)))
+
+
+def test_a_gradient_that_depends_on_how_rows_are_divided_fails_also_without_masks() -> None:
+    check(model.accumulation(SOUND))
+    unmasked = NumberedRows(12, live=[16] * 12)
+    fails(model.accumulation(replace(SOUND, task=MEAN_OF_MEANS, rows=unmasked)))
+
+
+def test_state_that_a_checkpoint_does_not_restore_fails() -> None:
+    check(model.resume(SOUND))
+    fails(model.resume(replace(SOUND, trainer=forgetful_trainer)), "weights")
+    fails(model.resume(replace(SOUND, task=NoiseOfItsOwn)), "losses")
 
 
 def test_one_batch_is_learnt_with_a_fitting_learning_rate_only() -> None:
@@ -206,130 +198,92 @@ def test_one_batch_is_learnt_with_a_fitting_learning_rate_only() -> None:
         config = settings_of_training(optim=optim, schedule=Schedule(warmup_steps=1000))
         return replace(SOUND, config=config, build=partial(build, layers=1))
 
-    found = model.learns(with_rate(1e-2))
-    assert ok(found) and found.measured.endswith("gradient: none")
-    slow, fast = (model.learns(with_rate(lr)) for lr in (1e-7, 1.0))
-    assert not ok(slow) and "raise training.optim.lr" in slow.fix
-    assert not ok(fast) and "lower training.optim.lr" in fast.fix
-    nothing = model.learns(with_rate(1e3))
-    assert not ok(nothing) and "to inf in " in nothing.measured
+    finding = model.learns(with_rate(1e-2))
+    check(finding, "gradient: none")
+    fails(model.learns(with_rate(1e-7)), "raise training.optim.lr")
+    fails(model.learns(with_rate(1.0)), "lower training.optim.lr")
+    fails(model.learns(with_rate(1e3)), "to inf in ")
 
 
-class LeavesOutALayer(Faulty):
-    def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        causal: Any = model.causal
-        hook = causal.model.layers[0].mlp.register_forward_hook(
-            lambda module, given, out: out.detach()
-        )
-        try:
-            return super().train_step(model, batch, device)
-        finally:
-            hook.remove()
+def test_a_weight_without_a_gradient_fails() -> None:
+    fails(model.learns(replace(SOUND, task=LeavesOutALayer)), "layers.0.mlp.gate_proj.weight")
 
 
-def test_a_weight_without_a_gradient_is_found() -> None:
-    found = model.learns(replace(SOUND, task=LeavesOutALayer))
-    assert not ok(found) and "layers.0.mlp.gate_proj.weight" in found.measured
-
-
-SMALL = {
-    "weights": 100_000_000,
-    "gradients": 100_000_000,
-    "optimizer": 200_000_000,
-    "activations": 600_000_000,
-}
-
-
-def test_memory_and_a_disk_that_do_not_suffice_are_told_before(
+def test_memory_and_a_disk_that_do_not_suffice_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "measure", lambda learner: SMALL)
+    monkeypatch.setattr(machine, "measure", lambda learner: FOOTPRINT)
     learner = replace(SOUND, steps=1000, home=tmp_path / "not" / "there")
 
-    def found(check: Any, available: float, **runtime: Any) -> Finding:
+    def finding_of(check: Any, available: float, **runtime: Any) -> Any:
+        usage = SimpleNamespace(free=available)
         monkeypatch.setattr(machine, "available_bytes", lambda device: available)
-        monkeypatch.setattr(
-            machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=available)
-        )
-        finding: Finding = check(replace(learner, runtime=RUNTIME.model_copy(update=runtime)))
-        return finding
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+        return check(replace(learner, runtime=RUNTIME.model_copy(update=runtime)))
 
-    assert ok(found(machine.memory, 1.1e9)) and not ok(found(machine.memory, 1.9e9, devices=2))
-    assert "rows_per_device=2" in found(machine.memory, 0.9e9).fix
-    assert not ok(found(machine.memory, 2e9, memory_limit_gb=0.5))
+    check(finding_of(machine.memory, 1.1e9))
+    fails(finding_of(machine.memory, 1.9e9, devices=2))
+    fails(finding_of(machine.memory, 0.9e9), "rows_per_device=2")
+    fails(finding_of(machine.memory, 2e9, memory_limit_gb=0.5))
     # 2 kept, the best, one being written, one where the decay begins: 5 of 0.3 GB, and the model.
-    assert found(machine.disk, 1.8e9).measured.startswith("1.6 GB of 1.8 GB free: 5 checkpoints")
-    assert ok(found(machine.disk, 1.8e9)) and not ok(found(machine.disk, 1.5e9))
-    assert not ok(found(machine.disk, 1.8e9, keep_every_steps=100))
+    check(finding_of(machine.disk, 1.8e9), "1.6 GB of 1.8 GB free: 5 checkpoints")
+    fails(finding_of(machine.disk, 1.5e9))
+    fails(finding_of(machine.disk, 1.8e9, keep_every_steps=100))
 
 
-def test_the_memory_of_a_step_is_measured_and_drawn_to_all_its_rows() -> None:
-    config = settings_of_training(row_length=128, tokens_per_step=128 * 512)
+def test_the_memory_of_a_step_is_measured_and_extrapolated_to_all_its_rows() -> None:
     wide = replace(
         SOUND,
-        config=config,
+        config=settings_of_training(row_length=128, tokens_per_step=128 * 512),
         runtime=Runtime(rows_per_device=1024),
         build=partial(build, hidden_size=64),
+        rows=NumberedRows(3, row_length=128),
     )
-    found = machine.measure(replace(wide, rows=NumberedRows(3, row_length=128)))
+    footprint = machine.measure(wide)
     parameters = sum(p.numel() for p in build(hidden_size=64).model.parameters())
-    assert found["weights"] == found["gradients"] == 4 * parameters
-    assert 8 * parameters <= found["optimizer"] <= 8.1 * parameters + 1000
-    # A row keeps at least the inputs of 14 matrices of 64 to 192 numbers a position: 500 kB. A step has no more than 512.
-    assert 512 * 100_000 < found["activations"] < 512 * 20_000_000
+    assert footprint["weights"] == footprint["gradients"] == 4 * parameters
+    assert 8 * parameters <= footprint["optimizer"] <= 8.1 * parameters + 1000
+    # A row keeps at least the inputs of 14 matrices of 64 to 192 numbers a position: 500 kB.
+    # A step has no more than 512 rows.
+    assert 512 * 100_000 < footprint["activations"] < 512 * 20_000_000
 
 
 def test_a_check_that_raises_is_a_finding_but_a_mistake_in_the_settings_rises() -> None:
-    def fails(error: Exception) -> Finding | None:
+    def finding_of(error: Exception) -> Finding:
         def fail(learner: Learner) -> Finding:
             raise error
 
         return dict(run.run_checks({"a": (fail, "")}, SOUND))["a"]
 
-    assert not ok(fails(TTrainError("no")))
-    found = fails(ValueError("why\nmore"))
-    assert not ok(found) and found is not None and found.measured == "ValueError: why"
+    fails(finding_of(TTrainError("no")))
+    finding = finding_of(ValueError("why\nmore"))
+    assert (finding.ok, finding.measured) == (False, "ValueError: why")
     with pytest.raises(UsageError):
-        fails(UsageError("no"))
+        finding_of(UsageError("no"))
 
 
 @pytest.fixture
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Run a command in a directory with docs.jsonl."""
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     for name in ("GLIBC_TUNABLES", "GOMP_SPINCOUNT", "PYTHONSAFEPATH"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
+    texts = [{"text": f"{n} is a number, and {n * 7} is another one"} for n in range(400)]
+    write_lines(tmp_path / "docs.jsonl", texts)
+    yield in_process(capsys)
     torch.use_deterministic_algorithms(False)
 
 
-TINY = (
-    *(
-        "model.hidden_size=32",
-        "model.layers=2",
-        "tokenizer.vocab_size=300",
-        "pretrain.row_length=64",
-        "runtime.device=cpu",
-    ),
-    *(
-        "pretrain.tokens_per_step=256",
-        "pretrain.tokens=20000",
-        "pretrain.precision=fp32",
-        "runtime.threads=1",
-    ),
-)
-
-
 @pytest.mark.soak
-def test_the_command_examines_a_training_from_end_to_end(
-    surroundings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lines(
-        surroundings / "docs.jsonl",
-        [{"text": f"{n} is a number, and {n * 7} is another one"} for n in range(400)],
-    )
-    done = in_process(capsys)("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
-    checks = done.json["checks"]
+def test_the_command_examines_a_training_from_end_to_end(command: Run, tmp_path: Path) -> None:
+    result = command("doctor", "--json", *TINY)
+    checks = result.json["checks"]
+    assert [check for check in checks if not check["ok"]] == []
+    assert all({*check} == {"name", "ok", "measured", "fix"} for check in checks)
+    assert {check["fix"] for check in checks} == {None}
     assert [check["name"] for check in checks] == [
         "data",
         "tokenizer round trip",
@@ -343,34 +297,23 @@ def test_the_command_examines_a_training_from_end_to_end(
         "save and resume",
         "one batch is learnt",
     ]
-    assert [check for check in checks if not check["ok"]] == []
-    assert all(
-        {*check} == {"name", "ok", "measured", "fix"} and check["fix"] is None for check in checks
-    )
-    assert done.code == 0
-    store = ArtifactStore(surroundings / "home")
-    assert [artifact.stage for artifact in store.artifacts()] == ["shards-pretrain", "tokenizer"], (
-        "as a run finds them"
-    )
+    assert result.code == 0
+    stages = [artifact.stage for artifact in ArtifactStore(tmp_path / "home").artifacts()]
+    assert stages == ["shards-pretrain", "tokenizer"], "as a run finds them"
 
 
-def test_the_command_prints_a_line_for_each_check_and_what_the_plan_estimates(
-    surroundings: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_a_line_for_each_check_and_the_estimate_of_the_plan(
+    command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = in_process(capsys)
     assert command("doctor", "pretrain.precision=tf32", "runtime.device=cpu").code == 2
     findings = {"labels": Finding(True, "all"), "disk": Finding(False, "too small", "buy one")}
     monkeypatch.setattr(run, "examine", lambda stage, plan: iter(findings.items()))
     monkeypatch.setattr(inputs, "missing_data", lambda stage, plan: [])
-    write_lines(surroundings / "docs.jsonl", [{"text": "one"}])
-    done = command("doctor", "data.pretrain=docs.jsonl", *TINY)
-    assert done.code == 1 and all(part in done.out for part in ("BAD disk", "too small", "buy one"))
-    assert all(part in done.out for part in ("1 of 2", "takes about", "passes)"))
-    done = command("doctor", "--json", "data.pretrain=docs.jsonl", *TINY)
-    assert done.json["checks"][1] == {
-        "name": "disk",
-        "ok": False,
-        "measured": "too small",
-        "fix": "buy one",
-    }
-    assert any(stage["passes"] for stage in done.json["estimate"]["stages"])
+    result = command("doctor", *TINY)
+    assert result.code == 1
+    shown = ("BAD disk", "too small", "buy one", "1 of 2", "takes about", "passes)")
+    assert [text for text in shown if text not in result.out] == []
+    tree = command("doctor", "--json", *TINY).json
+    disk = {"name": "disk", "ok": False, "measured": "too small", "fix": "buy one"}
+    assert tree["checks"][1] == disk
+    assert any(stage["passes"] for stage in tree["estimate"]["stages"])

@@ -1,14 +1,14 @@
-"""Chats as an evaluation: loss on the answers, and what answers look like, which these tests put into a model's mouth."""
+"""Chats as an evaluation: loss on the answers, and metrics of answers that the tests prescribe."""
 
 import json
-import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.evaluated_models import subject_of
+from support.evaluated_models import quiet, subject_of
 from support.tiny_data import chats as plain_chats
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
@@ -25,8 +25,10 @@ from ttrain.inference.loading import LoadedModel
 
 # Names in plain text, a special token at the end of each turn, and no system turn.
 NAMED = (
-    "{% for turn in messages %}{% if turn['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}"
-    "{{ '### ' + ('Human' if turn['role'] == 'user' else 'Assistant') + ': ' + turn['content'] + '<|end|>' + '\n' }}"
+    "{% for turn in messages %}"
+    "{% if turn['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}"
+    "{{ '### ' + ('Human' if turn['role'] == 'user' else 'Assistant') + ': ' + turn['content'] }}"
+    "{{ '<|end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Assistant: ' }}{% endif %}"
 )
 
@@ -37,20 +39,9 @@ def model(encoder: Encoder) -> Any:
 
 
 def turns(*contents: str, system: str = "") -> Messages:
-    roles = [
-        Message("user" if number % 2 == 0 else "assistant", text)
-        for number, text in enumerate(contents)
-    ]
-    return (*([Message("system", system)] if system else []), *roles)
-
-
-def saying(
-    encoder: Encoder, model: Any, said: Sequence[tuple[Sequence[int], bool]], **changes: Any
-) -> LoadedModel:
-    waiting = iter(said)
-    return subject_of(
-        model, encoder, said=lambda prompts, count: [next(waiting) for _ in prompts], **changes
-    )
+    roles = ("user", "assistant") * len(contents)
+    messages = [Message(role, text) for role, text in zip(roles, contents, strict=False)]
+    return (*([Message("system", system)] if system else []), *messages)
 
 
 def evaluated(
@@ -59,122 +50,99 @@ def evaluated(
     lines = [json.dumps({"messages": [vars(turn) for turn in messages]}) for messages in rows]
     (directory / "chats.jsonl").write_text("\n".join(lines))
     spec = ChatsTask(file="chats.jsonl", **settings)
-    return chats.run(
-        chats.read("talk", spec, SuiteFiles(directory)), subject, lambda done, total: None
-    )
+    return chats.run(chats.read("talk", spec, SuiteFiles(directory)), subject, quiet)
 
 
-def values(outcome: TaskResult) -> dict[str, float]:
-    return {figure.name: figure.value for figure in outcome.figures}
+def values(result: TaskResult) -> dict[str, float]:
+    return {metric.name: metric.value for metric in result.figures}
 
 
 def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) -> None:
     user = encoder.special("<|user|>")
-    assert chats.find_markers(encoder, [*encoder.encode(["Hello"])[0], user], "Hello") == [
-        f"token {user}"
-    ]
-    assert chats.find_markers(encoder, [len(encoder)], "") == [f"token {len(encoder)}"], (
-        "of no vocabulary"
-    )
-    found = chats.find_markers(encoder, [], "Yes.<|im_end|>\n### Human: and?\n用户：再见\n[INST]")
-    assert found == ["<|im_end|>", "### Human:", "用户：", "[INST]"]
-    assert (
-        chats.find_markers(encoder, [], "A user: somebody. The assistant said: if a < b | c > d")
-        == []
-    )
+    (hello,) = encoder.encode(["Hello"])
+    assert chats.find_markers(encoder, [*hello, user], "Hello") == [f"token {user}"]
+    outside = len(encoder)  # of the vocabulary
+    assert chats.find_markers(encoder, [outside], "") == [f"token {outside}"]
+    spelt = chats.find_markers(encoder, [], "Yes.<|im_end|>\n### Human: and?\n用户：再见\n[INST]")
+    assert spelt == ["<|im_end|>", "### Human:", "用户：", "[INST]"]
+    prose = "A user: somebody. The assistant said: if a < b | c > d"
+    assert chats.find_markers(encoder, [], prose) == []
 
 
 def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
     encoder: Encoder, model: Any, tmp_path: Path
 ) -> None:
     rows = plain_chats(5)
-    found = values(
-        evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=0, row_length=128)
-    )
-    nats, tokens = 0.0, 0
+    result = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=0, row_length=128)
+    nats = torch.tensor([])
     for messages in rows:
         ids, live = encode_chat(encoder, messages)
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].detach()
-        each = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")[
-            torch.tensor(live[1:])
-        ]
-        nats, tokens = nats + float(each.double().sum()), tokens + len(each)
-    assert found == {
-        "loss": pytest.approx(nats / tokens, rel=1e-6),
-        "perplexity": pytest.approx(2.71828 ** found["loss"], rel=1e-4),
-    }
+        losses = F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        nats = torch.cat([nats, losses[torch.tensor(live[1:])]])
+    loss = float(nats.double().mean())
+    perplexity = pytest.approx(math.exp(loss), rel=1e-4)
+    assert values(result) == {"loss": pytest.approx(loss, rel=1e-6), "perplexity": perplexity}
 
 
-def test_figures_of_answers_are_counted_by_hand(
+def test_metrics_of_answers_are_counted_by_hand(
     encoder: Encoder, model: Any, tmp_path: Path
 ) -> None:
-    long = turns(
-        "A question that is long",
-        "An answer",
-        "And what is there more to say, do you think?",
-        "Nothing more",
-    )
-    rows = [long, turns("Who is it, then?", "Me"), turns("Hm?", "Yes")]
-    texts = [
-        ("Nothing", True),
-        ("well well", True),
-        ("one two three four one two three four", False),
-        ("", True),
-    ]
-    said = [(encoder.encode([text])[0], ended) for text, ended in texts]
-    said[1] = ([*said[1][0], encoder.special("<|user|>")], True)
-    outcome = evaluated(rows, tmp_path, saying(encoder, model, said), new_tokens=40)
-    found = values(outcome)
-    assert found["ended"] == 3 / 4 and found["clean"] == 3 / 4 and found["empty"] == 1 / 4
-    assert found["repeated"] == 1 / 5
-    assert found["length"] == sum(len(text) for text, _ in texts) / 4
-    first = outcome.rows[0]["answers"]
-    assert [(turn["turn"], turn["reference"]) for turn in first] == [
-        (1, "An answer"),
-        (3, "Nothing more"),
-    ]
-    (ended,) = (figure for figure in outcome.figures if figure.name == "ended")
-    assert first[1]["answer"] == "Nothing" and ended.sizes[0] == 2
-    once = evaluated(rows, tmp_path, saying(encoder, model, said), new_tokens=40, answers=1)
-    assert [len(row["answers"]) for row in once.rows] == [1, 1, 1] and once.rows[0]["answers"][0][
-        "turn"
-    ] == 3
-    assert once.items.digests == outcome.items.digests, (
-        "how many answers are asked for makes no other items"
-    )
+    long = turns("A question that is long", "An answer", "And what more do you think?", "No more")
+    rows = [long, turns("Who is it?", "Me"), turns("Hm?", "Yes")]
+    texts = ["Nothing", "well well", "one two three four one two three four", ""]
+    answers = encoder.encode(texts)
+    answers[1] = [*answers[1], encoder.special("<|user|>")]
+
+    def result_of(**settings: Any) -> TaskResult:
+        answered = iter(zip(answers, [True, True, False, True], strict=True))
+        subject = subject_of(
+            model, encoder, said=lambda prompts, count: [next(answered) for _ in prompts]
+        )
+        return evaluated(rows, tmp_path, subject, new_tokens=40, **settings)
+
+    result = result_of()
+    metrics = values(result)
+    expected = {"ended": 3 / 4, "clean": 3 / 4, "empty": 1 / 4, "repeated": 1 / 5}
+    expected["length"] = sum(map(len, texts)) / 4
+    assert {name: metrics[name] for name in expected} == expected
+    first = result.rows[0]["answers"]
+    references = [(turn["turn"], turn["reference"]) for turn in first]
+    assert references == [(1, "An answer"), (3, "No more")]
+    assert first[1]["answer"] == "Nothing"
+    (ended,) = (metric for metric in result.figures if metric.name == "ended")
+    assert ended.sizes == (2, 1, 1)
+    limited = result_of(answers=1)
+    assert [[turn["turn"] for turn in row["answers"]] for row in limited.rows] == [[3], [1], [1]]
+    assert limited.items.digests == result.items.digests
 
 
-def test_a_short_context_gets_the_end_of_what_was_said(
+def test_a_short_context_gets_the_end_of_the_preceding_turns(
     encoder: Encoder, model: Any, tmp_path: Path
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
-        asked.extend((list(prompt), count) for prompt in prompts)
+        calls.extend((list(prompt), count) for prompt in prompts)
         return [([], True) for _ in prompts]
 
     rows = [turns("word " * 30, "Yes"), turns("Hi", "Yes")]
-    outcome = evaluated(
-        rows, tmp_path, subject_of(model, encoder, max_length=24, said=generate), new_tokens=50
-    )
-    whole = prompt_ids(encoder, rows[0][:1])
-    assert (whole[-12:], 12) in asked and len(outcome.rows[0]["answers"]) == 1
+    subject = subject_of(model, encoder, max_length=24, said=generate)
+    result = evaluated(rows, tmp_path, subject, new_tokens=50)
+    assert (prompt_ids(encoder, rows[0][:1])[-12:], 12) in calls
+    assert len(result.rows[0]["answers"]) == 1
 
 
-def test_chats_that_a_template_refuses_are_told_and_stop_nothing(
+def test_chats_that_a_template_refuses_are_reported_and_stop_nothing(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tokenizer(tmp_path / "named")
     (tmp_path / "named" / "chat_template.jinja").write_text(NAMED)
     encoder = Encoder(tmp_path / "named")
     rows = [turns("Hi", "Hello", system="Be kind."), turns("Hi", "Hello")]
-    with caplog.at_level(logging.WARNING, "ttrain"):
-        outcome = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=3)
-    assert (
-        "talk: 1 of 2 chats are not scored" in caplog.text and "no system turn here" in caplog.text
-    )
-    assert "no system turn here" in outcome.rows[0]["refused"] and outcome.rows[0]["answers"] == []
-    assert (
-        all(figure.sizes[0] == 0 for figure in outcome.figures)
-        and len(outcome.rows[1]["answers"]) == 1
-    )
+    result = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=3)
+    assert "talk: 1 of 2" in caplog.text
+    refused, scored = result.rows
+    assert "no system turn here" in refused["refused"]
+    assert (refused["answers"], len(scored["answers"])) == ([], 1)
+    assert all(metric.sizes[0] == 0 for metric in result.figures)

@@ -1,4 +1,4 @@
-"""Answers in a model's own words: which number they give, what ends them, and that no batch changes them."""
+"""Answers in a model's own words: their result, where they end, the prompts that they answer."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.errors import UsageError
 from ttrain.evaluate import generation
-from ttrain.evaluate.generation import answer_in
 from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel, with_encoder
@@ -48,6 +47,26 @@ RESULTS: dict[str, str | None] = {
     "": None,
     "####": None,
 }
+EXACT = [
+    ("Paris", "paris."),
+    ("  The   Louvre!\nand more", "the louvre"),
+    ("it is\n#### Paris", "Paris"),
+    ("\n\nParis\nor Rome", "Paris"),
+    ("「北京」。", "北京"),
+    ("北京。", "北京"),
+    ("ＡＢ", "ab"),
+    ("one\ntwo", "one\ntwo"),
+    ("〈静夜思〉", "静夜思"),
+    ("**-5**.", "-5"),
+    ("`C++`", "C++"),
+]
+NOT_EXACT = [
+    ("Paris or Rome", "Paris"),
+    ("", "Paris"),
+    ("『北京』市", "北京市"),
+    ("one", "one\ntwo"),
+]
+TWO_ROWS = [{"question": "first?", "answer": "1"}, {"question": "second?", "answer": "2"}]
 
 
 @pytest.fixture(scope="module")
@@ -55,64 +74,36 @@ def subject(encoder: Encoder) -> LoadedModel:
     return subject_of(tiny_model(vocab=len(encoder), init_std=0.4, tie_embeddings=False), encoder)
 
 
-def asked(tmp_path: Path, rows: Sequence[Any], subject: LoadedModel, **settings: Any) -> TaskResult:
+def evaluated(
+    tmp_path: Path, rows: Sequence[Any], subject: LoadedModel, **settings: Any
+) -> TaskResult:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = GenerationTask(file="a.jsonl", **{"new_tokens": 20, **settings})
     return generation.run(generation.read("sums", spec, SuiteFiles(tmp_path)), subject, quiet)
 
 
-def saying(subject: LoadedModel, *texts: str) -> LoadedModel:
-    """Answers the prompts, from the longest to the shortest, with these texts."""
-
-    def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
-        encoded = subject.encoder.encode(texts[: len(prompts)])
-        return [(ids[:count], len(ids) <= count) for ids in encoded]
-
-    return subject_of(subject.model, subject.encoder, said=generate, max_length=None)
-
-
-def watching(
-    subject: LoadedModel, answer: list[int], **changes: Any
+def answering(
+    subject: LoadedModel, *texts: str, **changes: Any
 ) -> tuple[LoadedModel, list[list[int]]]:
-    """(the model, answering each prompt so; the prompts that it gets)."""
-    given: list[list[int]] = []
+    """(a model with these answers, from the longest prompt on; the prompts that it gets)."""
+    prompts: list[list[int]] = []
 
-    def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
-        given.extend(map(list, prompts))
+    def generate(batch: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
         assert count == 20
-        return [(answer, True)] * len(prompts)
+        prompts.extend(map(list, batch))
+        return [(ids, True) for ids in subject.encoder.encode(texts)[: len(batch)]]
 
-    return subject_of(subject.model, subject.encoder, said=generate, **changes), given
+    return subject_of(subject.model, subject.encoder, said=generate, **changes), prompts
 
 
 def test_the_result_of_a_text() -> None:
     results = {text: result and Fraction(result) for text, result in RESULTS.items()}
-    assert {text: answer_in(text) for text in RESULTS} == results
+    assert {text: generation.answer_in(text) for text in RESULTS} == results
 
 
 def test_exact_answers() -> None:
-    right = [
-        ("Paris", "paris."),
-        ("  The   Louvre!\nand more", "the louvre"),
-        ("it is\n#### Paris", "Paris"),
-        ("\n\nParis\nor Rome", "Paris"),
-        ("「北京」。", "北京"),
-        ("北京。", "北京"),
-        ("ＡＢ", "ab"),
-        ("one\ntwo", "one\ntwo"),
-        ("〈静夜思〉", "静夜思"),
-        ("**-5**.", "-5"),
-        ("`C++`", "C++"),
-    ]
-    wrong = [
-        ("Paris or Rome", "Paris"),
-        ("", "Paris"),
-        ("『北京』市", "北京市"),
-        ("one", "one\ntwo"),
-    ]
-    assert [
-        pair for pair in (*right, *wrong) if generation.judge_answer(*pair, "exact")[1]
-    ] == right
+    pairs = [*EXACT, *NOT_EXACT]
+    assert [pair for pair in pairs if generation.judge_answer(*pair, "exact")[1]] == EXACT
 
 
 @pytest.mark.parametrize(
@@ -121,63 +112,55 @@ def test_exact_answers() -> None:
 def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     tmp_path: Path, subject: LoadedModel, last: str, match: str
 ) -> None:
-    rows = [
-        {"question": "longest question?", "answer": "#### 1,000"},
-        {"question": "question?", "answer": 2},
-        {"question": "why?", "answer": "..."},
-        {"question": "q?", "answer": last},
-    ]
-    outcome = asked(tmp_path, rows, saying(subject, "so 1000", "2", "3 apples"))
-    assert outcome.primary.name == f"accuracy_{match}"
-    assert [row["right"] for row in outcome.rows] == [match == "numeric", True, True]
-    assert len(outcome.items.left_out) == 1
-    few = GenerationTask(file="a.jsonl", limit=1, seed=3)  # the sample decides nothing
-    assert generation.read("sums", few, SuiteFiles(tmp_path)).spec.match == match
+    answers = {"longest question?": "#### 1,000", "question?": 2, "why?": "...", "q?": last}
+    rows = [{"question": question, "answer": answer} for question, answer in answers.items()]
+    answered, _ = answering(subject, "so 1000", "2", "3 apples", max_length=None)
+    result = evaluated(tmp_path, rows, answered)
+    assert result.primary.name == f"accuracy_{match}"
+    assert [row["right"] for row in result.rows] == [match == "numeric", True, True]
+    assert len(result.items.left_out) == 1
+    spec = GenerationTask(file="a.jsonl", limit=1, seed=3)  # the sample decides nothing
+    assert generation.read("sums", spec, SuiteFiles(tmp_path)).spec.match == match
 
 
-def test_a_text_ends_an_answer_and_what_follows_is_not_computed(
+def test_a_stop_text_ends_an_answer_and_what_follows_is_not_computed(
     tmp_path: Path, subject: LoadedModel
 ) -> None:
-    rows = [{"question": "first one?", "answer": "1"}, {"question": "another?", "answer": "2"}]
     real = with_encoder("real", subject.model, subject.encoder, subject.begin_ids, can_chat=True)
-    free = [row["answer"] for row in asked(tmp_path, rows, real, stop=(), new_tokens=40).rows]
+    unlimited = evaluated(tmp_path, TWO_ROWS, real, stop=(), new_tokens=40)
+    texts = [row["answer"] for row in unlimited.rows]
+    stops = tuple(text[6:9] for text in texts)
     passes: list[int] = []
     embedding: Any = real.model.get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, inputs, out: passes.append(1))
-    stops = tuple(text[6:9] for text in free)
-    outcome = asked(tmp_path, rows, real, stop=("", *stops), new_tokens=40)
+    result = evaluated(tmp_path, TWO_ROWS, real, stop=("", *stops), new_tokens=40)
     handle.remove()
-    ends = [min(text.find(stop) for stop in stops if stop in text) for text in free]
-    assert [row["answer"] for row in outcome.rows] == [
-        text[:end] for text, end in zip(free, ends, strict=True)
-    ]
-    assert all(row["ended"] for row in outcome.rows) and len(passes) < 20
+    ends = [min(text.find(stop) for stop in stops if stop in text) for text in texts]
+    expected = [(text[:end], True) for text, end in zip(texts, ends, strict=True)]
+    assert [(row["answer"], row["ended"]) for row in result.rows] == expected
+    assert len(passes) < 20
 
 
 def test_prompts_that_are_too_long_lose_their_oldest_examples_first(
     tmp_path: Path, subject: LoadedModel
 ) -> None:
     rows = [{"question": f"{number} {'word ' * 5}?", "answer": str(number)} for number in range(6)]
-    watched, given = watching(subject, [])
-    outcome = asked(tmp_path, rows, watched, shots=5)
-    assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in given)
-    assert all(subject.encoder.decode(ids).startswith("Question: ") for ids in given), (
-        "no example is cut in two"
-    )
-    assert outcome.figures[-1].name == "cut"
-    assert asked(tmp_path, rows, watched).figures[-1].name == "ended", "no prompt is cut"
-    assert all(subject.encoder.decode(ids).endswith("?\nAnswer:") for ids in given)
+    answered, prompts = answering(subject, *[""] * 6)
+    cut = evaluated(tmp_path, rows, answered, shots=5)
+    assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in prompts)
+    texts = [subject.encoder.decode(ids) for ids in prompts]
+    assert all(text.startswith("Question: ") for text in texts), "no example is cut in two"
+    assert all(text.endswith("?\nAnswer:") for text in texts)
+    complete = evaluated(tmp_path, rows, answered)
+    assert [result.figures[-1].name for result in (cut, complete)] == ["cut", "ended"]
 
 
 def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: LoadedModel) -> None:
-    rows = [{"question": "first?", "answer": "1"}, {"question": "second?", "answer": "2"}]
-    watched, given = watching(subject, subject.encoder.encode(["2"])[0])
-    outcome = asked(tmp_path, rows, watched, shots=1, chat=True)
+    answered, prompts = answering(subject, "2", "2")
+    result = evaluated(tmp_path, TWO_ROWS, answered, shots=1, chat=True)
     turns = (Message("user", "second?"), Message("assistant", "2"), Message("user", "first?"))
-    assert prompt_ids(subject.encoder, turns) in given
-    assert [row["right"] for row in outcome.rows] == [False, True]
-    with pytest.raises(
-        UsageError,
-        match=r"tasks.sums.chat is true, but the tokenizer of 'tiny' has no chat template",
-    ):
-        asked(tmp_path, rows, subject_of(subject.model, subject.encoder, can_chat=False), chat=True)
+    assert prompt_ids(subject.encoder, turns) in prompts
+    assert [row["right"] for row in result.rows] == [False, True]
+    without = subject_of(subject.model, subject.encoder, can_chat=False)
+    with pytest.raises(UsageError, match=r"tasks.sums.chat is true"):
+        evaluated(tmp_path, TWO_ROWS, without, chat=True)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness judges our models as it judges them through its own Hugging Face backend, item by item."""
+"""lm-evaluation-harness judges our models item by item as through its own Hugging Face backend."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.evaluated_models import quiet
 from support.tiny_data import LINES
 from support.tiny_models import speaker, write_model
 
@@ -18,7 +19,8 @@ from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
 lm_eval = pytest.importorskip("lm_eval")
-ITEMS, SHOTS = 12, 2
+ITEMS = 12
+SHOTS = 2
 ROWS = [
     {
         "question": f"{number}. {LINES[number % 6]}",
@@ -28,8 +30,17 @@ ROWS = [
     }
     for number in range(ITEMS)
 ]
-COMMON = {"dataset_path": "json", "test_split": "test"}
-COMMON["doc_to_text"] = "{{question}}"
+METRICS = {  # of each task; Matthews' correlation, mcc, is no mean over items
+    "choices": ["acc", "acc_norm", "acc_bytes", "mcc"],
+    "words": ["perplexity", "acc"],
+    "texts": ["word_perplexity", "bits_per_byte"],
+    "answers": ["exact_match"],
+}
+OUR_METRICS = {
+    "accuracy": "acc",
+    "accuracy_characters": "acc_norm",
+    "accuracy_bytes": "acc_bytes",
+}
 TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice",
@@ -38,164 +49,159 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_fewshot": SHOTS,
         "fewshot_split": "test",
         "fewshot_config": {"sampler": "first_n"},
-        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_bytes", "mcc")],
     },
-    "words": {
-        "output_type": "loglikelihood",
-        "doc_to_target": " {{choices[0]}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    },
+    "words": {"output_type": "loglikelihood", "doc_to_target": " {{choices[0]}}"},
     "texts": {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
     },
     "answers": {
         "output_type": "generate_until",
         "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": [" ", "e"], "max_gen_toks": 12, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
     },
 }
 
 
+def task_file(name: str, rows: Path) -> str:
+    content = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "metric_list": [{"metric": metric} for metric in METRICS.get(name, ["acc"])],
+        **TASKS.get(name, TASKS["words"]),
+    }
+    return json.dumps(content)
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("harness")
     write_model(directory / "model")
     (directory / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    data = {"data_files": {"test": str(directory / "items.jsonl")}}
-    absent = {
-        **TASKS["words"],
-        "dataset_kwargs": {"data_files": {"test": str(directory / "absent.jsonl")}},
-    }
-    for name, task in {**TASKS, "broken": absent}.items():
-        content = {"task": name, **COMMON, "dataset_kwargs": data, **task}
-        (directory / f"{name}.yaml").write_text(json.dumps(content))
+    for name in TASKS:
+        (directory / f"{name}.yaml").write_text(task_file(name, directory / "items.jsonl"))
+    (directory / "broken.yaml").write_text(task_file("broken", directory / "absent.jsonl"))
     (directory / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
     return directory
 
 
 @pytest.fixture(scope="module")
-def subject(place: Path) -> LoadedModel:
-    return speaker(place / "model")
+def subject(directory: Path) -> LoadedModel:
+    return speaker(directory / "model")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The files of `datasets` go away with the tests, and nothing is asked of the Hub. The harness
-    knows these tasks alone: its own 14,000 files take 8 s to read."""
+def cache(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the files of `datasets` with the tests, and ask the Hub for nothing. The harness knows
+    these tasks alone: its own 14,000 files take 8 s to read."""
     import datasets
 
-    index = lm_eval_tasks.TaskManager(include_path=place, include_defaults=False)
+    index = lm_eval_tasks.TaskManager(include_path=directory, include_defaults=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         patch.setattr(lm_eval_tasks, "task_index", lambda: index)
         yield
 
 
-def read(place: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessItem]:
-    return lm_eval_tasks.read("theirs", HarnessTask(task=name, **settings), SuiteFiles(place))
+def read(directory: Path, name: str, **settings: Any) -> Items[lm_eval_tasks.HarnessItem]:
+    spec = HarnessTask(task=name, **settings)
+    return lm_eval_tasks.read("theirs", spec, SuiteFiles(directory))
 
 
-def asked(place: Path, name: str, subject: LoadedModel, **settings: Any) -> TaskResult:
-    return lm_eval_tasks.run(read(place, name, **settings), subject, lambda done, total: None)
+def evaluated(directory: Path, name: str, subject: LoadedModel, **settings: Any) -> TaskResult:
+    return lm_eval_tasks.run(read(directory, name, **settings), subject, quiet)
 
 
 @pytest.fixture(scope="module")
-def theirs(place: Path, cache: None) -> dict[str, Any]:
+def theirs(directory: Path, cache: None) -> dict[str, Any]:
+    """The results of the harness's own backend: {"results": ..., "samples": ...} by task."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(place / "model")
-    backend = HFLM(
-        model, tokenizer=AutoTokenizer.from_pretrained(place / "model"), batch_size=4, device="cpu"
-    )
-    tasks = [json.loads((place / f"{name}.yaml").read_text()) for name in TASKS]
+    model = AutoModelForCausalLM.from_pretrained(directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lm_eval.evaluator.add_env_info", lambda results: None
-        )  # processes that ask pip and git: 1.5 s
-        found: dict[str, Any] = lm_eval.simple_evaluate(
-            backend,
-            tasks=tasks,
+        # Its processes ask pip and git: 1.5 s.
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            HFLM(model, tokenizer=tokenizer, batch_size=4, device="cpu"),
+            tasks=[json.loads((directory / f"{name}.yaml").read_text()) for name in TASKS],
             bootstrap_iters=0,
             task_manager=TaskManager(include_defaults=False),
         )
-    samples = {
-        name: sorted(found["samples"][name], key=lambda one: one["doc_id"]) for name in TASKS
-    }
-    return {name: {"figures": found["results"][name], "samples": samples[name]} for name in TASKS}
+    for samples in results["samples"].values():
+        samples.sort(key=lambda sample: sample["doc_id"])
+    return results
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_item_is_judged_as_by_its_own_backend(
-    place: Path, subject: LoadedModel, name: str, theirs: dict[str, Any]
+    directory: Path, subject: LoadedModel, name: str, theirs: dict[str, Any]
 ) -> None:
-    outcome, found = asked(place, name, subject), theirs[name]
-    assert len(outcome.items.digests) == len(set(outcome.items.digests)) == ITEMS
-    figures = [
-        figure for figure in outcome.figures if name == "texts" or figure.name != "bits_per_byte"
+    result = evaluated(directory, name, subject)
+    assert len(result.items.digests) == len(set(result.items.digests)) == ITEMS
+    listed = [metric for metric in METRICS[name] if metric != "mcc"]
+    metrics = [
+        metric for metric in result.figures if name == "texts" or metric.name != "bits_per_byte"
     ]
-    for figure in figures:
-        assert figure.value == pytest.approx(found["figures"][f"{figure.name},none"], rel=1e-4)
-        if figure.shown is None and figure.factor == 1:
-            assert figure.sums == tuple(sample[figure.name] for sample in found["samples"])
-    assert [figure.name for figure in figures] == [
-        metric["metric"] for metric in TASKS[name]["metric_list"] if metric["metric"] != "mcc"
-    ]  # Matthews' correlation is no mean over items
+    assert [metric.name for metric in metrics] == listed
+    for metric in metrics:
+        value = theirs["results"][name][f"{metric.name},none"]
+        assert metric.value == pytest.approx(value, rel=1e-4)
+        if metric.shown is None and metric.factor == 1:
+            samples = theirs["samples"][name]
+            assert metric.sums == tuple(sample[metric.name] for sample in samples)
 
 
 def test_our_multiple_choice_is_the_harness_s(
-    place: Path, subject: LoadedModel, theirs: dict[str, Any]
+    directory: Path, subject: LoadedModel, theirs: dict[str, Any]
 ) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
-    ours = choices.score_choices(
-        choices.read("ours", spec, SuiteFiles(place)), subject, lambda done, total: None
-    )
-    samples = theirs["choices"]["samples"]
-    for name, metric in (
-        ("accuracy", "acc"),
-        ("accuracy_characters", "acc_norm"),
-        ("accuracy_bytes", "acc_bytes"),
-    ):
-        (figure,) = (figure for figure in ours.figures if figure.name == name)
-        assert figure.sums == tuple(sample[metric] for sample in samples)
-    harness = asked(place, "choices", subject).figures[-1]
-    bits = next(figure for figure in ours.figures if figure.name == "bits_per_byte")
+    items = choices.read("ours", spec, SuiteFiles(directory))
+    ours = choices.score_choices(items, subject, quiet)
+    metrics = {metric.name: metric for metric in ours.figures}
+    samples = theirs["samples"]["choices"]
+    for name, theirs_name in OUR_METRICS.items():
+        assert metrics[name].sums == tuple(sample[theirs_name] for sample in samples)
+    harness = evaluated(directory, "choices", subject).figures[-1]
     right = tuple(-sample["resps"][sample["target"]][0][0] for sample in samples)
-    assert harness.name == "bits_per_byte" and harness.sums == pytest.approx(right, abs=1e-4)
-    assert bits.sums == pytest.approx(right, abs=1e-4) and bits.sizes == harness.sizes
+    assert harness.name == "bits_per_byte"
+    assert harness.sums == pytest.approx(right, abs=1e-4)
+    bits = metrics["bits_per_byte"]
+    assert bits.sums == pytest.approx(right, abs=1e-4)
+    assert bits.sizes == harness.sizes
     for row, sample in zip(ours.rows, samples, strict=True):
-        assert row["nats"] == pytest.approx([-one[0] for one in sample["filtered_resps"]], abs=1e-4)
+        log_probabilities = [-response[0] for response in sample["filtered_resps"]]
+        assert row["nats"] == pytest.approx(log_probabilities, abs=1e-4)
 
 
-def test_data_and_names_that_the_harness_does_not_have_are_refused(place: Path) -> None:
-    with pytest.raises(DataError, match=r"tasks.theirs.task is broken, which cannot be loaded"):
-        read(place, "broken")
-    (place / "evil.txt").write_text("task: mine\nprocess_docs: !function evil.run\n")
-    for name in ("wordz", str(place / "evil.txt"), str(place)):
-        with pytest.raises(
-            UsageError, match=rf"theirs\.task is {name}, .* does not know; `lm-eval ls tasks` lists"
-        ):
-            read(place, name)
+def test_data_and_names_that_the_harness_does_not_have_are_refused(directory: Path) -> None:
+    with pytest.raises(DataError, match=r"tasks.theirs.task is broken"):
+        read(directory, "broken")
+    evil = directory / "evil.txt"
+    evil.write_text("task: mine\nprocess_docs: !function evil.run\n")
+    for name in ("wordz", str(evil), str(directory)):
+        with pytest.raises(UsageError, match=rf"theirs\.task is {name}, "):
+            read(directory, name)
 
 
-def test_a_group_counts_every_item_and_shows_each_task(place: Path, subject: LoadedModel) -> None:
-    outcome = asked(place, "both", subject)
-    assert outcome.items.groups == {
-        "task=words": tuple(range(ITEMS)),
-        "task=answers": tuple(range(ITEMS, 2 * ITEMS)),
-    }
-    accuracy, exact = (
-        next(one for one in outcome.figures if one.name == name) for name in ("acc", "exact_match")
-    )
-    assert (sum(accuracy.sizes), sum(exact.sizes)) == (ITEMS, ITEMS)
-    of_one_task = asked(place, "both", subject, limit=1)
-    assert (len(of_one_task.items.digests), of_one_task.items.groups) == (1, {})
-    assert all(figure.sizes == (1.0,) for figure in of_one_task.figures)
+def test_a_group_counts_every_item_and_shows_each_task(
+    directory: Path, subject: LoadedModel
+) -> None:
+    result = evaluated(directory, "both", subject)
+    numbers = tuple(range(2 * ITEMS))
+    groups = {"task=words": numbers[:ITEMS], "task=answers": numbers[ITEMS:]}
+    assert result.items.groups == groups
+    counts = {metric.name: sum(metric.sizes) for metric in result.figures if not metric.group}
+    assert (counts["acc"], counts["exact_match"]) == (ITEMS, ITEMS)
+    limited = evaluated(directory, "both", subject, limit=1)
+    assert (len(limited.items.digests), limited.items.groups) == (1, {})
+    assert all(metric.sizes == (1.0,) for metric in limited.figures)
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(
@@ -204,5 +210,5 @@ def test_without_the_harness_the_error_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "ttrain.evaluate.lm_eval_tasks")
     monkeypatch.delattr("ttrain.evaluate.lm_eval_tasks")
-    with pytest.raises(UsageError, match=r"task arc_easy needs .* pip install 'ttrain\[harness\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
         run.functions_of(HarnessTask(task="arc_easy"))

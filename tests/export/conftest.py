@@ -30,8 +30,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
         paths = {name: artifact.path for name, artifact in inputs.items()}
         result = run_here(module, settings, output, paths, settings.runtime)
         used = {
-            name: {"stage": one.stage, "key": one.key, "content": one.content}
-            for name, one in inputs.items()
+            name: {"stage": each.stage, "key": each.key, "content": each.content}
+            for name, each in inputs.items()
         }
         manifest = {"result": result, "ingredients": planned.ingredients, "inputs": used}
         return home.store.publish(stage.name, planned.key, output, manifest)

@@ -19,97 +19,83 @@ EXPORTED = Exported(name="mine", files="model", dtype="bf16", parameters=1, conf
 
 
 def artifact(stage: str, **manifest: Any) -> Artifact:
-    return Artifact(
-        stage,
-        "k" * 64,
-        Path("/nowhere"),
-        {"inputs": {}, "ingredients": {}, "files": {}, "result": {}, **manifest},
-    )
+    empty: dict[str, Any] = {name: {} for name in ("inputs", "ingredients", "files", "result")}
+    return Artifact(stage, "k" * 64, Path("/nowhere"), {**empty, **manifest})
 
 
 @pytest.mark.usefixtures("use_trained_home")
-def test_the_card_tells_training_settings_and_lineage_from_the_manifests(
+def test_the_card_has_training_settings_and_lineage_from_the_manifests(
     tmp_path: Path, trained: ArtifactStore
 ) -> None:
     export(resolve("sft"), tmp_path / "out", Request(licence="apache-2.0"))
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    path = tmp_path / "out" / "README.md"
+    text = path.read_text(encoding="utf-8")
+    metadata = ModelCard.load(path).data.to_dict()
+    expected = {"library_name": "transformers", "license": "apache-2.0", "tags": ["ttrain"]}
+    assert metadata.items() >= {**expected, "pipeline_tag": "text-generation"}.items()
     base, chat = trained.latest("pretrain"), trained.latest("sft")
-    metadata = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
-    assert (metadata["library_name"], metadata["license"]) == ("transformers", "apache-2.0")
-    assert metadata["pipeline_tag"] == "text-generation" and metadata["tags"] == ["ttrain"]
-    assert "46,048" in text and "bf16" in text and 'from_pretrained("THIS_DIRECTORY"' in text
-    assert "## Data" not in text and "## Evaluation" not in text, "their records are not there"
-    for artifact in (base, chat):
-        figures = (f"{artifact.result[name]:.4f}" for name in ("loss", "validation_loss"))
-        assert f"| {artifact.stage} | {artifact.result['steps']} | " in text
-        assert all(figure in text for figure in figures)
-        assert f"| {artifact.stage} | `{artifact.key[:12]}` | `{artifact.content[:12]}` |" in text
-    assert f"base `{base.key[:12]}`" in text
-    changed, _, every = text.partition("<details>")
-    assert (
-        "model.hidden_size=32" in changed
-        and "sft.packing" not in changed
-        and "sft.packing" in every
-    )
-    assert str(trained.root) not in text, "no path of the user's disk"
-    with pytest.raises(UsageError, match="one word"):  # which would break the card
-        export(resolve("sft"), tmp_path / "other", Request(licence="mit\ntags: [x]"))
+    assert base
+    assert chat
+    parts = ["46,048", "bf16", 'from_pretrained("THIS_DIRECTORY"', f"base `{base.key[:12]}`"]
+    for each in (base, chat):
+        parts += [f"{each.result[name]:.4f}" for name in ("loss", "validation_loss")]
+        parts.append(f"| {each.stage} | {each.result['steps']} | ")
+        parts.append(f"| {each.stage} | `{each.key[:12]}` | `{each.content[:12]}` |")
+    assert [part for part in parts if part not in text] == []
+    absent = ("## Data", "## Evaluation", str(trained.root))  # no records, no path of this disk
+    assert [part for part in absent if part in text] == []
+    changed, _, details = text.partition("<details>")
+    assert "model.hidden_size=32" in changed
+    assert "sft.packing" not in changed
+    assert "sft.packing" in details
+    with pytest.raises(UsageError):  # two lines would break the card
+        export(resolve("sft"), tmp_path / "second", Request(licence="mit\ntags: [x]"))
 
 
-def test_the_card_of_an_adapter_says_what_it_belongs_to_and_how_it_is_loaded() -> None:
+def test_the_card_of_an_adapter_names_its_base_and_how_it_is_loaded() -> None:
     adapter = replace(EXPORTED, files="adapter", base_digest="fedcba" * 10, has_code=True)
     text = card(adapter, History((artifact("sft"), artifact("lora")), None, {}, "owner/name"))
     metadata = ModelCard(text).data.to_dict()
     assert (metadata["library_name"], metadata["base_model"]) == ("peft", "owner/name")
-    for part in (
-        f"`{'fedcba' * 10}`",
-        'from_pretrained("BASE", trust_remote_code=True)',
-        'from_pretrained(base, "THIS_DIR',
-    ):
-        assert part in text
+    assert f"`{'fedcba' * 10}`" in text
+    assert 'from_pretrained("BASE", trust_remote_code=True)' in text
+    assert 'from_pretrained(base, "THIS_DIR' in text
 
 
 @pytest.mark.parametrize(
-    ("stage", "sentence"),
-    [
-        ("pretrain", "A language model trained on documents"),
-        ("sft", "A language model fine-tuned on chats"),
-        ("dpo", "A language model tuned on pairs of answers, of which one is preferred"),
-        ("base-model", "A causal language model"),
-    ],
+    ("stage", "word"),
+    [("pretrain", "documents"), ("sft", "chats"), ("dpo", "pairs"), ("base-model", "causal")],
 )
-def test_the_card_says_in_a_sentence_what_the_model_learnt_from(stage: str, sentence: str) -> None:
-    text = card(EXPORTED, History((artifact(stage),)))
-    assert (
-        f"# mine\n\n{sentence}, with 1 parameters. Its numbers are bf16. Made with ttrain.\n"
-        in text
-    )
+def test_the_card_names_the_model_and_the_kind_of_its_data(stage: str, word: str) -> None:
+    title, sentence = card(EXPORTED, History((artifact(stage),))).partition("# mine")[1:]
+    assert title == "# mine"
+    first = sentence.strip().splitlines()[0]
+    assert [part for part in (word, "1 parameters", "bf16") if part not in first] == []
 
 
 @pytest.mark.parametrize(("start", "base"), [("owner/name@main", "owner/name"), ("here", None)])
-def test_where_a_pipeline_started_and_read_is_told_of_public_places_only(
+def test_the_card_names_the_sources_of_a_pipeline_in_public_places_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, base: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    store, inputs = ArtifactStore(tmp_path / "home"), dict[str, Any]()
-    data = [
-        "hf://owner/data",
-        "/home/me/secret.jsonl",
-        {"path": "https://example.org/x.jsonl", "weight": 2},
-    ]
+    store = ArtifactStore(tmp_path / "home")
+    public = ("hf://owner/data", "https://example.org/x.jsonl")
+    data = [public[0], "/home/me/secret.jsonl", {"path": public[1], "weight": 2}]
     provenance = {"settings": {"sft": {"start_from": start}, "data": {"sft": data}}}
-    for stage in ("base-model", "shards-sft", "sft"):
+    inputs: dict[str, Any] = {}
+    stages = ["base-model", "shards-sft", "sft"]
+    for stage in stages:
         manifest = {"inputs": dict(inputs), "provenance": provenance}
-        made = night_files.artifact(store, stage, stage, {"x": ""}, **manifest)
+        published = night_files.artifact(store, stage, stage, {"x": ""}, **manifest)
         inputs[stage] = {"stage": stage, "key": stage}
-    history = History.of(made, store)
-    assert [one.stage for one in history.artifacts] == ["base-model", "shards-sft", "sft"]
-    assert history.locations == {"sft": ("hf://owner/data", "https://example.org/x.jsonl")}
+    history = History.of(published, store)
+    assert [each.stage for each in history.artifacts] == stages
+    assert history.locations == {"sft": public}
     assert history.base == base
 
 
-def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() -> None:
+def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> None:
     def shards(dataset: str, name: str, **manifest: Any) -> Artifact:
         file = {"role": "train", "kept": 7, "tokens": 70, "bytes": 700, "name": name}
         return artifact(f"shards-{dataset}", result={"files": [file]}, **manifest)
@@ -118,39 +104,35 @@ def test_the_card_tells_the_data_its_digests_and_what_is_known_of_its_licence() 
     own = shards("pretrain", "docs.jsonl", ingredients=named)
     shipped = shards("sft", "sft.jsonl", inputs={"source": {"stage": "source", "key": "k" * 64}})
     source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
-    text = card(
-        EXPORTED,
-        History((source, own, shipped, artifact("sft")), None, {"pretrain": ("hf://owner/name",)}),
+    artifacts = (source, own, shipped, artifact("sft"))
+    text = card(EXPORTED, History(artifacts, None, {"pretrain": ("hf://owner/name",)}))
+    parts = (
+        "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |",
+        "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |",
+        "sft: PSF-2.0",
+        "pretrain: not recorded",
+        "(`hf://owner/name`)",
     )
-    for dataset, name, digest in (
-        ("pretrain", "docs.jsonl", "abcdefabcdef"),
-        ("sft", "sft.jsonl", "fedcbafedcba"),
-    ):
-        assert f"| {dataset} | train | {name} | 7 | 70 | 700 | `{digest}` |" in text
-    assert (
-        "sft: PSF-2.0" in text
-        and "pretrain: not recorded" in text
-        and "(`hf://owner/name`)" in text
-    )
+    assert [part for part in parts if part not in text] == []
 
 
-def test_the_card_scores_the_model_itself_and_not_what_was_trained_on_top_of_it() -> None:
-    metrics = {
-        "bits_per_byte": 1.5,
-        "chat_loss_base": 3.0,
-        "chat_loss_sft": 2.0,
-        "chat_loss_lora": 2.5,
+def test_the_card_scores_the_model_itself_and_no_later_stage() -> None:
+    result = {
+        "metrics": {
+            "bits_per_byte": 1.5,
+            "chat_loss_base": 3.0,
+            "chat_loss_sft": 2.0,
+            "chat_loss_lora": 2.5,
+        },
+        "counts": {"chats": 50},
+        "intervals": {"chat_loss_sft": [1.9, 2.1]},
+        "samples": {
+            "sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}],
+            "lora": [{"prompt": "x", "answer": "hidden"}],
+        },
     }
-    said = {
-        "sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}],
-        "lora": [{"prompt": "x", "answer": "hidden"}],
-    }
-    intervals = {"chat_loss_sft": [1.9, 2.1]}
-    result = {"metrics": metrics, "counts": {"chats": 50}, "samples": said, "intervals": intervals}
-    text = card(
-        EXPORTED,
-        History((artifact("pretrain"), artifact("sft")), artifact("evaluate", result=result), {}),
-    )
-    assert "2.000 (1.900 to 2.100)" in text and "-1.000" in text
-    assert "lora" not in text and "hidden" not in text
-    assert all(part in text for part in ("Who \\| 'you'?", "`I am`"))
+    trained = (artifact("pretrain"), artifact("sft"))
+    text = card(EXPORTED, History(trained, artifact("evaluate", result=result), {}))
+    parts = ("2.000 (1.900 to 2.100)", "-1.000", "Who \\| 'you'?", "`I am`")
+    assert [part for part in parts if part not in text] == []
+    assert [part for part in ("lora", "hidden") if part in text] == []

@@ -15,7 +15,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(directory: Path) -> LoadedModel:
+def model(directory: Path) -> LoadedModel:
     return speaker(directory)
 
 

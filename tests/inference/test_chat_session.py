@@ -1,9 +1,9 @@
-"""Conversations: what the model is given, what commands do, what a pipe and a terminal show; and answers to files."""
+"""Conversations: the prompts that the model gets, commands, and the answers in a pipe."""
 
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,133 +20,121 @@ from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
-QUESTIONS = ("Who?", "123 456", "def f(x): return x", "東京")
+Pipe = Callable[..., Result]
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    found: list[list[int]] = []
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that models get."""
+    prompts: list[list[int]] = []
     real = generate.generate
 
-    def noting(
-        speaker: LoadedModel, prompts: Sequence[Sequence[int]], *more: Any, **options: Any
-    ) -> Any:
-        found.extend(list(prompt) for prompt in prompts)
-        return real(speaker, prompts, *more, **options)
+    def noting(model: LoadedModel, batch: Any, *arguments: Any, **options: Any) -> Any:
+        prompts.extend(map(list, batch))
+        return real(model, batch, *arguments, **options)
 
     monkeypatch.setattr(generate, "generate", noting)
-    return found
+    return prompts
 
 
-def test_the_model_is_given_system_prompt_history_and_question(
-    one: LoadedModel, given: list[list[int]]
+def test_the_model_gets_system_prompt_history_and_question(
+    model: LoadedModel, prompts: list[list[int]]
 ) -> None:
-    chat = chat_with(one, system="Be brief.")
+    chat = chat_with(model, system="Be brief.")
     first = chat.ask("Who?")
     chat.ask("Why?")
     texts = ("Be brief.", "Who?", first.text, "Why?")
     turns = tuple(map(Message, ("system", "user", "assistant", "user"), texts))
-    assert given == [prompt_ids(one.encoder, turns[:2]), prompt_ids(one.encoder, turns)]
+    assert prompts == [prompt_ids(model.encoder, turns[:2]), prompt_ids(model.encoder, turns)]
     chat.reset()
     assert chat.ask("Who?").text == first.text
-    assert given[2] == given[0]
+    assert prompts[2] == prompts[0]
 
 
 def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(
-    one: LoadedModel, given: list[list[int]]
+    model: LoadedModel, prompts: list[list[int]]
 ) -> None:
-    chat = chat_with(one, system="Stay.")
-    lengths = (40, 45, 4, 45, 4, 40)
-    forgotten = [
-        chat.ask(f"{number} " + "x" * length).forgotten for number, length in enumerate(lengths)
-    ]
+    chat = chat_with(model, system="Stay.")
+    questions = [f"{at} " + "x" * length for at, length in enumerate((40, 45, 4, 45, 4, 40))]
+    forgotten = [chat.ask(question).forgotten for question in questions]
     assert forgotten[0] == 0
     assert forgotten[-1] >= 4
     assert all(count % 2 == 0 for count in forgotten)
-    assert all(len(ids) + SHORT.max_tokens <= 128 for ids in given)
-    system = prompt_ids(one.encoder, (Message("system", "Stay."),))[:-1]
-    assert all(ids[: len(system)] == system for ids in given)
-    assert "5 xxx" in one.encoder.decode(given[-1])
-    assert len(chat.messages) == 13  # nothing is lost of what can be saved
-    with pytest.raises(DataError, match="the question has"):
+    assert all(len(ids) + SHORT.max_tokens <= 128 for ids in prompts)
+    system = prompt_ids(model.encoder, (Message("system", "Stay."),))[:-1]
+    assert all(ids[: len(system)] == system for ids in prompts)
+    assert "5 xxx" in model.encoder.decode(prompts[-1])
+    with pytest.raises(DataError):
         chat.ask("y" * 500)
-    assert len(chat.messages) == 13
+    assert len(chat.messages) == 13  # all of them can be saved
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(one: LoadedModel) -> None:
-    heard: list[str] = []
+def test_ctrl_c_ends_the_answer_and_keeps_its_beginning(model: LoadedModel) -> None:
+    pieces: list[str] = []
 
     def stop(piece: str) -> None:
-        heard.append(piece)
-        if len(heard) == 2:
+        pieces.append(piece)
+        if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    chat = chat_with(one, sampling=Sampling(max_tokens=40, temperature=3.0))
+    chat = chat_with(model, sampling=Sampling(max_tokens=40, temperature=3.0))
     reply = chat.ask("Who?", stop)
     assert reply.stop == "interrupted"
-    assert reply.text.startswith("".join(heard))
+    assert reply.text.startswith("".join(pieces))
     assert chat.messages[-1].content == reply.text
     assert chat.ask("Why?").stop != "interrupted"
 
 
-def test_commands_save_and_end_the_conversation(one: LoadedModel, tmp_path: Path) -> None:
-    chat = chat_with(one)
-    assert (
-        chat_screen.run_command(f"/save {tmp_path / 'none'}", [chat])
-        == "there is nothing to save yet"
-    )
+def test_commands_save_the_conversation(model: LoadedModel, tmp_path: Path) -> None:
+    chat = chat_with(model)
+    path = tmp_path / "chat.jsonl"
+    chat_screen.run_command(f"/save {path}", [chat])
+    assert path.read_text() == "", "there is nothing to save yet"
     chat.ask("Who?")
     for _ in range(2):
-        chat_screen.run_command(f"/save {tmp_path / 'chat.jsonl'}", [chat])
-    lines = (tmp_path / "chat.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    assert json.loads(lines[1])["messages"] == [message.to_json() for message in chat.messages]
+        chat_screen.run_command(f"/save {path}", [chat])
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["messages"] == [message.to_json() for message in chat.messages]
+    assert second["messages"] == first["messages"]
     if chat.messages[-1].content.strip():
-        assert parse_conversation(json.loads(lines[0])) == Conversation(tuple(chat.messages))
-    with pytest.raises(UsageError, match="cannot write"):
-        chat_screen.run_command(f"/save {tmp_path}", [chat])
-    with pytest.raises(UsageError, match="no command /rest"):
-        chat_screen.run_command("/rest", [chat])
-
-
-Pipe = Callable[..., Result]
+        assert parse_conversation(first) == Conversation(tuple(chat.messages))
+    for command in (f"/save {tmp_path}", "/rest"):
+        with pytest.raises(UsageError, match=command.split()[-1]):
+            chat_screen.run_command(command, [chat])
 
 
 @pytest.fixture
 def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
     def ask(lines: bytes, *arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-        return run("chat", *arguments, "--device", "cpu", "--max-tokens", "6", "--temperature", "0")
+        options = ("--device", "cpu", "--max-tokens", "6", "--temperature", "0", "--json")
+        return run("chat", *arguments, *options)
 
     return ask
 
 
 def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(
-    one: LoadedModel, directory: Path, pipe: Pipe
+    model: LoadedModel, directory: Path, pipe: Pipe
 ) -> None:
-    chat = chat_with(one)
-    expected = [chat.ask(question).text for question in ("Who?", "/usr/bin?")]
+    chat = chat_with(model)
+    expected = [(question, chat.ask(question).text) for question in ("Who?", "/usr/bin?")]
     chat.reset()
-    expected += [chat.ask(question).text for question in ("Who?", "你好")]
-    lines = "Who?\n\n/usr/bin?\r\n/reset\nWho?\n你好".encode()
-    done = pipe(lines, directory, "--json")
-    found = [json.loads(line) for line in done.out.splitlines()]
-    assert done.code == 0
-    assert [reply["answer"] for reply in found] == expected
-    assert [reply["question"] for reply in found] == ["Who?", "/usr/bin?", "Who?", "你好"]
-    assert "你好" in done.out  # for eyes too
-    assert {reply["stop"] for reply in found} <= {"length", "end"}
-    assert "the conversation is forgotten" in done.err
-    refused = pipe(
-        b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory, "--json"
-    )  # a byte order mark is no text
-    assert refused.code == 1 and "line 2 of standard input is not valid UTF-8" in refused.err
-    assert refused.json["question"] == "Who?"
+    expected += [(question, chat.ask(question).text) for question in ("Who?", "你好")]
+    result = pipe("Who?\n\n/usr/bin?\r\n/reset\nWho?\n你好".encode(), directory)
+    replies = [json.loads(line) for line in result.out.splitlines()]
+    assert result.code == 0
+    assert [(reply["question"], reply["answer"]) for reply in replies] == expected
+    assert "你好" in result.out, "characters are not escaped"
+    assert {reply["stop"] for reply in replies} <= {"length", "end"}
+    refused = pipe(b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory)
+    assert refused.code == 1
+    assert "line 2 " in refused.err
+    assert refused.json["question"] == "Who?", "without the byte order mark"
 
 
 def test_two_models_answer_side_by_side(directory: Path, tmp_path: Path, pipe: Pipe) -> None:
-    other = write_model(tmp_path / "other", seed=2)
-    reply = pipe(b"Who?\n", directory, "--versus", other, "--json").json
-    answers = [chat_with(speaker(place)).ask("Who?").text for place in (directory, other)]
-    assert [each["answer"] for each in reply["answers"]] == answers
+    second = write_model(tmp_path / "second", seed=2)
+    reply = pipe(b"Who?\n", directory, "--versus", second).json
+    answers = [chat_with(speaker(path)).ask("Who?").text for path in (directory, second)]
+    assert [answer["answer"] for answer in reply["answers"]] == answers
     assert answers[0] != answers[1]

@@ -1,8 +1,6 @@
-"""Checks of the data: texts come back, targets are the next tokens, in chats the answers.
+"""Checks of the data: texts come back, targets are the next tokens, in chats the answers."""
 
-What should be trained on is derived here a second time, from the text of the records, not by the
-code that makes rows.
-"""
+# Targets are derived a second time here, from the text of the records.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +20,13 @@ from ttrain.doctor.parts import Finding
 TEXTS = 200  # records of the data, through the tokenizer and back
 COMPARED = 3  # conversations
 MOST_ROWS = 64
-SHOWN_CHARACTERS, SHOWN_TOKENS = 40, 8
+SHOWN_CHARACTERS = 40
+SHOWN_TOKENS = 8
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
 SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
-BLOCK, END = 1 << 12, 0x110000  # code points of one text, and of Unicode
+BLOCK = 1 << 12
+END = 0x110000  # code points of one text, and of Unicode
 AWKWARD = (
     "",
     " ",
@@ -41,11 +41,9 @@ AWKWARD = (
 
 @dataclass(frozen=True)
 class Data:
-    """What a stage reads.
+    """What a stage reads. `kind`: documents, chats or pairs; `records`: the held-out ones as text.
 
-    kind       of its rows: documents, chats or pairs
-    records    the held-out ones as text
-    masked     whether regions of them are masked on purpose, by `mask_intervals`
+    `masked`: regions of them are masked on purpose, by `mask_intervals`.
     """
 
     kind: str
@@ -57,23 +55,22 @@ class Data:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns of a chat, or of a prompt and its answers."""
+    # Of a chat, or of a prompt and its answers.
     parts = (record.get(name, ()) for name in ("messages", "prompt", "chosen", "rejected"))
     return list(itertools.chain.from_iterable(parts))
 
 
 def round_trip(data: Data) -> Finding:
-    """Whether all characters, awkward strings and texts of the data come back normalized.
+    """Whether all characters and texts of the data come back from the tokenizer, normalized.
 
-    And whether text that spells a special token does not become one. All characters have all bytes
-    that UTF-8 has.
+    And whether no text becomes a special token. All characters have all bytes that UTF-8 has.
     """
     encoder = data.encoder
     normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
-    texts = [
-        "".join(chr(number) for number in range(first, first + BLOCK) if number not in SURROGATES)
-        for first in range(0, END, BLOCK)
-    ]
+    texts = []
+    for first in range(0, END, BLOCK):
+        block = range(first, first + BLOCK)
+        texts.append("".join(chr(number) for number in block if number not in SURROGATES))
     texts += AWKWARD
     for record in data.records[:TEXTS]:
         texts += [turn["content"] for turn in _turns(record)] or [record["text"]]
@@ -101,7 +98,7 @@ def round_trip(data: Data) -> Finding:
 
 
 def template(data: Data) -> Finding | None:
-    """Whether, in some conversations, targets begin where the prompt for an answer ends."""
+    """Whether targets begin where the prompt for an answer ends, in some conversations."""
     compared = 0
     for record in data.records:
         turns = record.get("messages") or [*record.get("prompt", ()), *record.get("chosen", ())]
@@ -130,11 +127,9 @@ Fault = Callable[[Array, Array], str]  # (ids, labels) of a record: what is wron
 
 
 def labels(data: Data) -> Finding:
-    """Every target is the next token: in documents all but the first, in chats the answers.
-
-    Every run of targets of a chat ends with the token that ends an answer and has no other special
-    one; of the held-out rows, whose text is at hand, it is the text of an answer.
-    """
+    """Whether every target is the next token: all of a document but the first, a chat's answers."""
+    # Every run of targets of a chat ends with the token that ends an answer and has no other
+    # special one; of the held-out rows, whose text is known, it is the text of an answer.
     if data.masked:  # regions that are masked on purpose leave nothing else to compare
         return _check_rows(data.rows, lambda ids, labels: "")
     if data.kind == "documents":
@@ -150,13 +145,13 @@ def labels(data: Data) -> Finding:
 
 
 def _check_rows(rows: Rows, fault: Fault) -> Finding:
-    """Check that every target is the next token, and that the labels of no record have a fault."""
     positions = targets = 0
     shown = min(MOST_ROWS, len(rows))
     for number in (row * len(rows) // shown for row in range(shown)):
         batch = rows.batch([number])
         for start, end in batch.spans(0):
-            ids, labels = batch.input_ids_BT[0, start:end], batch.labels_BT[0, start:end]
+            ids = batch.input_ids_BT[0, start:end]
+            labels = batch.labels_BT[0, start:end]
             others = (labels[:-1] != IGNORE) & (labels[:-1] != ids[1:])
             wrong = "a target is not the next token" if others.any() else fault(ids, labels)
             if wrong:
@@ -170,7 +165,7 @@ def _check_rows(rows: Rows, fault: Fault) -> Finding:
 
 
 def _document_fault(encoder: Encoder, ids: Array, labels: Array) -> str:
-    """Every token of a document but its first is a target, at the position before it."""
+    # Every token of a document but its first is a target, at the position before it.
     if (labels == encoder.bos_id).any():
         return "the token that begins a document is trained on"
     without = labels[: -1 if ids[-1] == encoder.eos_id else None] == IGNORE
@@ -184,14 +179,15 @@ def _answer_fault(
     _ids: Array,
     labels: Array,
 ) -> str:
-    """What is wrong with the runs of targets of a chat. `answers`: their texts, where known."""
+    # `answers`: their texts, where known.
     encoder = data.encoder
     is_own = encoder.template == "own"  # whose words around an answer may be trained on with it
     is_whole = not rows.counts().get("cut_records")
     for run in np.split(labels, np.flatnonzero(np.diff(labels != IGNORE)) + 1):
         if run[0] == IGNORE:
             continue
-        text, why = encoder.decode(run.tolist()), ""
+        text = encoder.decode(run.tolist())
+        why = ""
         words = text.strip().strip(REPLACEMENT)  # a part may end within a character
         # As text: a token may belong to an answer and to what the template writes before it.
         is_said = (

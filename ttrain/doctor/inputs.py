@@ -22,7 +22,7 @@ RANDOM_WORDS = 30_000
 def missing_data(stage: str, plan: Plan) -> list[Planned]:
     """The stages before any training that a stage reads and the store lacks, in order.
 
-    Raises UsageError for a stage that is none, or that is not part of the pipeline.
+    Raises UsageError if there is no such stage, or it is not part of the pipeline.
     """
     if stage not in TRAININGS:
         raise name_syntax.unknown("training stage", stage, TRAININGS)

@@ -23,12 +23,12 @@ MEASURED_ROWS = 3
 
 @functools.lru_cache(maxsize=1)
 def measure(learner: Learner) -> dict[str, int]:
-    """The bytes of a rank: weights, gradients, optimizer, and what a micro-batch adds at its peak.
+    """Bytes of a rank: weights, gradients, optimizer, and activations at the peak of a micro-batch.
 
-    Measured with one row and with three, and extrapolated, so that the doctor itself does not run
-    out of memory.
+    Extrapolated from one row and three, so that the doctor itself does not run out of memory.
     """
-    subject, device = learner.build(), learner.precision.device
+    subject = learner.build()
+    device = learner.precision.device
     sample = select_rows(learner.rows, MEASURED_ROWS, positions=None)
     grown = {}
     for count in (1, 1, MEASURED_ROWS):  # the first step loads what libraries load once
@@ -70,8 +70,10 @@ def memory_growth(work: Callable[[], object], device: torch.device) -> int:
 
 
 def memory(learner: Learner) -> Finding:
-    """Whether a step fits: of each rank in its GPU's memory, else of all ranks in the machine's."""
-    footprint, runtime, device = measure(learner), learner.runtime, learner.precision.device
+    """Whether a step fits: each rank's in its GPU's memory, else all ranks' in the machine's."""
+    footprint = measure(learner)
+    runtime = learner.runtime
+    device = learner.precision.device
     ranks = 1 if device.type == "cuda" else runtime.devices
     available = available_bytes(device)
     if runtime.memory_limit_gb is not None:
@@ -81,15 +83,18 @@ def memory(learner: Learner) -> Finding:
     where = f"on {device}" if ranks == 1 else f"for {ranks} ranks"
     return Finding(
         needed <= available,
-        f"{format_size(needed)} of {format_size(available)} {where}, in {learner.precision.word}: {parts}",
+        f"{format_size(needed)} of {format_size(available)} {where}, in {learner.precision.word}: "
+        f"{parts}",
         f"set runtime.rows_per_device={max(1, runtime.rows_per_device // 2)} or "
         "runtime.gradient_checkpointing=true (the weights stay the same), or take a smaller model",
     )
 
 
 def disk(learner: Learner) -> Finding:
-    """Whether checkpoints and the model fit in what is free."""
-    footprint, runtime, steps = measure(learner), learner.runtime, learner.steps
+    """Whether checkpoints and the model fit into the free space."""
+    footprint = measure(learner)
+    runtime = learner.runtime
+    steps = learner.steps
     every = steps // runtime.keep_every_steps if runtime.keep_every_steps else 0
     # 3: the best one, the one being written, and the one where the decay begins.
     most = min(steps // runtime.checkpoint_every_steps, runtime.keep_checkpoints + every) + 3
@@ -99,13 +104,14 @@ def disk(learner: Learner) -> Finding:
     free = shutil.disk_usage(existing).free
     return Finding(
         needed <= free,
-        f"{format_size(needed)} of {format_size(free)} free: {most} checkpoints of {format_size(checkpoint)}, "
+        f"{format_size(needed)} of {format_size(free)} free: "
+        f"{most} checkpoints of {format_size(checkpoint)}, "
         f"the model {format_size(footprint['weights'])}",
     )
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all tensors; one that occurs twice counts once."""
+    # A tensor that occurs twice counts once.
     return sum(
         {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values()
     )

@@ -1,7 +1,6 @@
-"""Checks of a model with its task: what a position sees, loss, gradients, ranks, resuming.
+"""Checks of a model with its task: what a position sees, loss, gradients, ranks, resuming."""
 
-Letters in names: B rows, T positions, V entries of the vocabulary.
-"""
+# Letters in names: B rows, T positions, V entries of the vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -44,10 +43,15 @@ LOSS_ROWS = 8
 SLACK = 0.1  # of ln(V), and half a nat at least: logits of a deviation s cost about s^2/2 nats
 # Experts by token: in groups, the last bits of a token follow how many others are in its group.
 ALONE = "batched_mm"
-ROWS, ODD = 7, 3  # of a step, which 3 do not divide
-GRADIENTS, LOSSES = 1e-6, 1e-5  # largest relative distance in fp32
-LEARNT_STEPS, LEARNT = 10, 0.02  # steps on one batch, and the share by which they lower its loss
-STEPS, ROWS_PER_STEP, ROWS_PER_DEVICE = 4, 3, 2
+ROWS = 7
+ODD = 3  # of a step, which 3 do not divide
+GRADIENTS = 1e-6
+LOSSES = 1e-5  # largest relative distance in fp32
+LEARNT_STEPS = 10
+LEARNT = 0.02  # steps on one batch, and the share by which they lower its loss
+STEPS = 4
+ROWS_PER_STEP = 3
+ROWS_PER_DEVICE = 2
 
 
 def future(learner: Learner) -> Finding:
@@ -100,10 +104,8 @@ def first_loss(learner: Learner) -> Finding:
 
 
 def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array) -> Any:
-    """Which positions, [B, T], have other logits where the marked tokens of the row are others.
-
-    Logits as the task's own forward pass makes them, mask and all.
-    """
+    # Which positions, [B, T], have other logits where the marked tokens of the row are others, by
+    # the # task's own forward pass, mask and all.
     task, model = learner.prepared()
     causal: Any = getattr(model, "causal", model)
     if getattr(causal.config, "_experts_implementation", None) not in (None, "eager"):
@@ -130,19 +132,16 @@ def _moved(learner: Learner, row_T: Array, altered_BT: Array, segments_T: Array)
 
 
 def accumulation(learner: Learner) -> Finding:
-    """Whether one micro-batch, rows one by one, and unequal parts give the same gradient.
-
-    In fp32, with uneven masks.
-    """
+    """Whether one micro-batch, single rows, and unequal parts give the same gradient in fp32."""
     sample = unevenly_masked(select_rows(learner.rows, ROWS))
     step = partial(first_step, learner, sample, Ranks(0, 1, learner.precision.device))
     others = [step(rows_per_device=size) for size in (1, ODD)]
-    return _agreement(
+    return agreement(
         step(rows_per_device=ROWS), others, f"{ROWS} rows at once, one by one, and {ODD} at a time"
     )
 
 
-def _agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
+def agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
     """Whether the steps have the expected loss and gradients."""
     gradient = loss = 0.0
     for step_loss, gradients in steps:
@@ -159,7 +158,8 @@ def resume(learner: Learner) -> Finding:
     order = ShuffledOrder(len(rows), ROWS_PER_STEP, STEPS * ROWS_PER_STEP, learner.config.seed)
     make = partial(trainer_of, learner, rows=rows, order=order, rows_per_device=ROWS_PER_DEVICE)
     half = STEPS // 2
-    subject, straight = learner.build(), LossRecorder()
+    subject = learner.build()
+    straight = LossRecorder()
     with temporary_directory("doctor") as directory:
         checkpoints = Checkpoints(
             directory,
@@ -176,7 +176,8 @@ def resume(learner: Learner) -> Finding:
         first.fit()
         checkpoints.close()
         snapshot = read(list_checkpoints(directory)[0], subject.weights_file)
-    resumed, continued = learner.build(), LossRecorder()
+    resumed = learner.build()
+    continued = LossRecorder()
     torch.seed()  # what random numbers were drawn before must not matter
     second = make(resumed, callbacks=[continued], origin=Origin(snapshot))
     second.fit()
@@ -193,13 +194,11 @@ def resume(learner: Learner) -> Finding:
 
 
 def learns(learner: Learner) -> Finding:
-    """Whether ten steps on one batch lower its loss and give each weight a gradient.
-
-    At the peak learning rate.
-    """
+    """Whether ten steps on one batch, at the peak rate, lower its loss and reach every weight."""
     flat = {"kind": "constant", "warmup_steps": 0, "hold_steps": 0}
     learner = learner.changed(schedule=learner.config.schedule.model_copy(update=flat))
-    rows, subject = select_rows(learner.rows, ROWS_PER_STEP), learner.build()
+    rows = select_rows(learner.rows, ROWS_PER_STEP)
+    subject = learner.build()
     recorder = LossRecorder()
     silence(subject.model, *DROPOUT)
     trainer = trainer_of(
@@ -221,7 +220,8 @@ def learns(learner: Learner) -> Finding:
         trainer.fit()
     except NonFinite:
         recorder.losses.append(math.inf)
-    first, last = recorder.losses[0], recorder.losses[-1]
+    first = recorder.losses[0]
+    last = recorder.losses[-1]
     # A preference is trained with small steps: its loss has to fall at all.
     least = LEARNT if rows.whole.divisible else 0.0
     is_lower = last < first - least * abs(first)
@@ -244,14 +244,14 @@ def distance(first: Tensors, second: Tensors) -> float:
 
 
 def _same(first: Tensors, second: Tensors) -> bool:
-    """Whether names and every bit are equal."""
     return {*first} == {*second} and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_device: int) -> Step:
     """(loss, gradients before any clip) of a step on all the rows, in fp32 without dropout."""
     learner = learner.changed(optim=learner.config.optim.model_copy(update={"clip": None}))
-    subject, recorder = learner.build(), LossRecorder()
+    subject = learner.build()
+    recorder = LossRecorder()
     silence(subject.model, *DROPOUT, "noise_scale")  # routers' noise follows micro-batches, too
     trainer = trainer_of(
         replace(learner, precision=Precision("fp32", ranks.device)),
@@ -273,7 +273,7 @@ def first_step(learner: Learner, rows: InMemoryRows, ranks: Ranks, *, rows_per_d
 
 
 def _watch_gradients(trainer: Trainer, note: Callable[[str, Tensor], object]) -> list[str]:
-    """Call `note` with each gradient before each step; returns the names of what is trained."""
+    # Call `note` with each gradient before each step; returns the names of trained weights.
     trained = {id(parameter) for parameter in trainer.optimizers.parameters}
     named = {name: p for name, p in trainer.bare.named_parameters() if id(p) in trained}
 

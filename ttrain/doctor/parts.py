@@ -1,7 +1,6 @@
-"""The parts that a stage trains with. The checks are given them, so that tests can give wrong ones.
+"""The parts that a stage trains with, as arguments of the checks, so that tests can spoil them."""
 
-Letters in names: B rows, T positions.
-"""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -53,11 +52,10 @@ class Finding:
 class Learner:
     """How a stage trains, and on what. Its functions are top-level ones, which can be pickled.
 
-    build         makes the model; the same weights every time
-    is_trained    whether the base is a trained model, not one of random weights
-    steps         of the long run
-    home          where the run will write
-    trainer       makes a Trainer of the arguments of one
+    build       makes the model; the same weights every time
+    is_trained  whether the base is a trained model
+    steps       of the long run
+    home        where the run will write
     """
 
     config: Training
@@ -76,7 +74,7 @@ class Learner:
         return replace(self, config=self.config.model_copy(update=settings))
 
     def prepared(self) -> tuple[TrainingTask, Any]:
-        """The task, and its model on the device, which does not train."""
+        """The task, and its model on the device in eval mode."""
         task = self.task(self.config, self.build().model, self.runtime)
         return task, task.build_model().to(self.precision.device).eval()
 
@@ -85,7 +83,8 @@ class InMemoryRows:
     """A few of the user's rows. `references`: log-probabilities by the numbers of answers."""
 
     def __init__(self, whole: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
-        self.whole, self.references = whole, references
+        self.whole = whole
+        self.references = references
         self.row_length = whole.input_ids_BT.shape[1]
 
     def __len__(self) -> int:
@@ -106,8 +105,9 @@ class InMemoryRows:
 
 
 def with_references(learner: Learner) -> Learner:
-    """The learner with a few of its pairs, scored each by the model before its first step."""
-    sample, device = select_rows(learner.rows, PAIR_ROWS), learner.precision.device
+    """The learner with a few of its pairs, scored by the model before its first step."""
+    sample = select_rows(learner.rows, PAIR_ROWS)
+    device = learner.precision.device
     references = np.full(1 + cast("PairBatch", sample.whole).answer_ids_A.max(), np.nan)
     _, scored = learner.prepared()
     with torch.no_grad():
@@ -122,10 +122,7 @@ def select_rows(
     count: int,
     positions: int | None = POSITIONS,
 ) -> InMemoryRows:
-    """`count` of the rows, evenly spread, again from the first where there are fewer.
-
-    Each is cut to so many positions around its first target, so that there is something to learn.
-    """
+    """`count` of the rows, evenly spread, cut to `positions` around their first target."""
     step = max(1, len(rows) // count)
     batch = rows.batch([number * step % len(rows) for number in range(count)])
     if not batch.divisible:
@@ -177,7 +174,7 @@ def trainer_of(
     callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Trainer:
-    """The stage's trainer for these rows. `options`: others of a trainer than the stage's."""
+    """The stage's trainer for these rows. `options` replace those of the stage."""
     config = learner.config.model_copy(
         update={
             "tokens": order.total_rows * rows.row_length,

@@ -73,10 +73,10 @@ CHECKS: Checks[Learner] = {
 
 
 def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
-    """Yield the name of each check with what it found, as it is done.
+    """Yield the name and finding of each check as it is done.
 
-    The store has what `inputs.missing_data` names. Raises UsageError where the settings cannot be
-    met, DataError where the data cannot be read.
+    The store has the artifacts of `inputs.missing_data`. Raises UsageError where the settings
+    cannot be met, DataError where the data cannot be read.
     """
     transformers.utils.logging.disable_progress_bar()  # of an existing model that is loaded
     with temporary_directory("doctor") as directory:
@@ -86,7 +86,8 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
             "data",
             Finding(
                 True,
-                f"{counts['rows']} rows of {read.rows.row_length} tokens, {counts['fill']:.1%} full",
+                f"{counts['rows']} rows of {read.rows.row_length} tokens, "
+                f"{counts['fill']:.1%} full",
             ),
         )
         yield from run_checks(DATA_CHECKS, read)
@@ -99,13 +100,15 @@ def examine(stage: str, plan: Plan) -> Iterator[tuple[str, Finding]]:
 def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
     """(how the stage trains, what it reads).
 
-    Raises UsageError and DataError for what the stage itself would refuse before its first step.
+    Raises UsageError and DataError for what the stage would refuse before its first step.
     """
-    settings, row = plan.settings, TRAINING_STAGES[stage]
+    settings = plan.settings
+    row = TRAINING_STAGES[stage]
     config: Training = getattr(settings, stage)
     device = training.start(settings.runtime).device
     paths, is_trained = paths_of(stage, settings, plan.paths, directory)
-    encoder, shards = Encoder(paths["tokenizer"]), paths["shards"]
+    encoder = Encoder(paths["tokenizer"])
+    shards = paths["shards"]
     rows = open_rows(shards / "train", encoder, config)
     config = config.resolved(rows.epoch)
     order = order_of(config, rows)
@@ -139,7 +142,7 @@ def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> traini
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:
-    """Yield what the checks find; an exception becomes a finding, and the others follow.
+    """Yield the findings; an exception becomes a finding, and the next check follows.
 
     UsageError is not caught: the settings are wrong, and there is nothing to examine.
     """

@@ -1,1 +1,1 @@
-"""Evaluation of models: task suites, metrics with confidence intervals, comparisons, promotion decisions."""
+"""Evaluation of models: suites, metrics with confidence intervals, comparisons, promotion."""

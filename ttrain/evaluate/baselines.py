@@ -1,8 +1,7 @@
-"""Bits per byte without a language model: baselines that a model has to beat.
+"""Bits per byte without a language model: baselines that a model has to beat."""
 
-None of them has seen the text before: compressors and byte models learn only from the bytes before each byte. (A model of
-fixed frequencies counted in the same text would already know what it has to predict.)
-"""
+# Compressors and byte models learn only from the bytes before each byte. Fixed frequencies counted
+# in the same text would already know what they have to predict.
 
 import functools
 import lzma
@@ -21,9 +20,9 @@ Floats = npt.NDArray[np.float64]
 
 @functools.lru_cache(maxsize=8)  # once for all models: xz takes a second for a megabyte
 def bits_per_byte(data: bytes) -> dict[str, float]:
-    """Bits per byte of zlib -9, of xz -9e and of byte models of order 0 and 3, each over the text as one stream.
+    """Compute bits per byte of zlib -9, xz -9e and byte models of order 0 and 3.
 
-    Of a text longer than MOST_BYTES only the beginning counts; an empty text gives {}.
+    Only the first MOST_BYTES count; an empty text gives {}.
     """
     if not data:
         return {}
@@ -37,14 +36,14 @@ def bits_per_byte(data: bytes) -> dict[str, float]:
 
 
 def adaptive_bits(data: bytes, order: int) -> Floats:
-    """Cost of each byte in bits under an adaptive model of the `order` <= 3 bytes before it; of shape [bytes].
+    """Cost of each byte in bits, of shape [bytes], by a model of the `order` <= 3 bytes before it.
 
-    Before byte b it has met the context c n(c) times, n(c, b) times with b after it and d(c) different bytes after it, and
-    expects b with (n(c, b) + d(c) p(b | c shortened by a byte)) / (n(c) + d(c)); the shortest context falls back on 1/256.
-    A new context is skipped. This is Witten and Bell's estimate of unseen symbols (their method C,
-    https://doi.org/10.1109/18.87000), mixed over all lengths of context instead of coded as an escape. The sum is the length
-    of an arithmetic code, which needs no table to be sent (prequential, https://doi.org/10.2307/2981683).
+    Method C of Witten and Bell (https://doi.org/10.1109/18.87000), over all lengths of context.
+    The sum is the length of an arithmetic code (https://doi.org/10.2307/2981683).
     """
+    # Before byte b its context c has occurred n(c) times, n(c, b) times followed by b, and followed
+    # by d(c) different bytes. The probability of b is (n(c, b) + d(c) p(b | c shortened by a byte))
+    # / (n(c) + d(c)); the shortest context falls back on 1/256, a new one is skipped.
     assert 0 <= order <= 3, (
         f"order {order}; a context and the byte after it have to fit into 32 bits"
     )
@@ -66,6 +65,6 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
 
 
 def _earlier(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """How often each key occurs before its position."""
+    # How often each key occurs before its position.
     counts: npt.NDArray[np.int64] = pd.Series(keys).groupby(keys, sort=False).cumcount().to_numpy()
     return counts

@@ -1,7 +1,7 @@
 """Tasks on conversations.
 
-chats  loss on the assistant's turns, and metrics of the model's own answers in their place
-pairs  whether a model gives the chosen answer a higher probability than the rejected one
+chats  loss on the assistant's turns, and metrics of the model's own answers
+pairs  whether the chosen answer is likelier than the rejected one
 """
 
 import logging
@@ -25,11 +25,24 @@ from ttrain.evaluate.task_result import Metric, TaskResult
 from ttrain.inference.loading import LoadedModel
 
 log = logging.getLogger("ttrain")
+# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>,
+# [INST], <s>. Or a line that begins like a turn of any template.
+MARKER = re.compile(
+    r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>"
+    r"|^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]",
+    re.IGNORECASE | re.MULTILINE,
+)
+REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase
+# A character of a script without spaces, a word or number of any other, a sign.
+WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
+RATED = "a single rated answer, which has no other one to be compared with"
 
 
 def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
-    """Read the chats of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
-    DataError if it has no chat."""
+    """Read the chats of a file, or those that the model's run held out.
+
+    Raises UsageError if the file does not exist, DataError if it has no chat.
+    """
     parsers = Parsers(
         (
             lambda row: accepted(records.parse_conversation(row), records.Conversation).messages,
@@ -42,12 +55,12 @@ def read(task: str, spec: ChatsTask, files: SuiteFiles) -> Items[Messages]:
 
 
 def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
-    """Compute loss in nats per token of the assistant's turns, their end tokens included, and its exponential; and the
-    metrics of `answer_metrics` unless `answers` or `new_tokens` is 0.
+    """Compute loss in nats per token of the assistant's turns, end tokens included, and perplexity.
 
-    A chat that the model's own template refuses, as some refuse a system turn, is not scored but reported in a warning.
-    Raises UsageError for a model without a chat template.
+    Adds `answer_metrics` unless `answers` or `new_tokens` is 0. Raises UsageError for a model
+    without a chat template.
     """
+    # A chat that the model's own template refuses, as some refuse a system turn, is not scored.
     spec = items.spec
     encoded = encode(items, subject, items.items)
     with_answers = bool(spec.new_tokens and spec.answers)
@@ -74,11 +87,14 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
 def encode(
     items: Items[Any], subject: LoadedModel, conversations: Sequence[Messages]
 ) -> list[Tokens | str]:
-    """Encode the conversations of a task as (ids, live), or, if the model's template refuses one, as the error message; one
-    of these is reported in a warning. Raises UsageError for a model without a chat template."""
+    """Encode conversations as (ids, live), or as the error of the template that refuses one.
+
+    Warns of the first error. Raises UsageError for a model without a chat template.
+    """
     if not subject.can_chat:
         raise UsageError(
-            f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has no chat template whose "
+            f"{items.task} evaluates {items.spec.kind}, but the tokenizer of {subject.name} has "
+            "no chat template whose "
             "tokens the model knows; remove the task"
         )
     encoded: list[Tokens | str] = []
@@ -102,10 +118,9 @@ def encode(
 def ask(
     chats: Sequence[Messages], subject: LoadedModel, spec: ChatsTask, progress: ProgressCallback
 ) -> list[list[JsonDict]]:
-    """Generate greedy answers to at most `spec.answers` turns of each chat, the last ones, each after the chat's own
-    preceding turns; as rows.
+    """Generate greedy answers to the last `spec.answers` turns of each chat, as rows.
 
-    With a short context the answers take at most half of it, and only the end of the preceding turns is given.
+    Each answer follows the chat's own preceding turns, of which a short context gets only the end.
     """
     room, longest = subject.room(spec.new_tokens)
     places = [
@@ -121,26 +136,25 @@ def ask(
     answers: list[list[JsonDict]] = [[] for _ in chats]
     for (number, turn), (completion, text) in zip(places, generated, strict=True):
         markers = find_markers(subject.encoder, completion.ids, text)
-        reference = chats[number][turn].content
-        row = {"turn": turn, "answer": text, "reference": reference, "ended": completion.ended}
+        row = {
+            "turn": turn,
+            "answer": text,
+            "reference": chats[number][turn].content,
+            "ended": completion.ended,
+        }
         answers[number].append({**row, "markers": markers} if markers else row)
     return answers
 
 
 def turns_of(messages: Messages, most: int) -> list[int]:
-    """Numbers of at most `most` assistant turns that answer something, the last ones."""
+    """Numbers of the last assistant turns that answer something, at most `most`."""
     return [number for number, turn in enumerate(messages) if number and is_live(turn)][-most:]
 
 
 def answer_metrics(chats: Sequence[Sequence[JsonDict]]) -> list[Metric]:
-    """Metrics of all answers; those of a chat form one item, since they are not independent:
-
-    ended     share that the model ended by itself
-    clean     share without a token or a name that begins or ends a turn
-    empty     share of empty answers
-    repeated  share of runs of four words that already occurred in the answer
-    length    characters
-    """
+    """Metrics of all answers. A chat is one item, since its answers are not independent."""
+    # ended: the model ended by itself; clean: without a token or a name that begins or ends a turn;
+    # repeated: runs of four words that already occurred in the answer.
     return [
         _metric("ended", chats, lambda row: (row["ended"], 1)),
         _metric("clean", chats, lambda row: ("markers" not in row, 1)),
@@ -160,55 +174,42 @@ def _metric(
     higher: bool = True,
     unit: str = "share",
 ) -> Metric:
-    """Build the metric whose items sum their answers' (amount, size) parts."""
-    parts = [list(map(part, answers)) for answers in chats]
-    sums = tuple(float(sum(amount for amount, _ in of_chat)) for of_chat in parts)
-    sizes = tuple(float(sum(size for _, size in of_chat)) for of_chat in parts)
-    return Metric(name, sums, sizes, higher_is_better=higher, unit=unit)
-
-
-# A special token spelt out as text, as by a model of another template: <|im_start|>, <｜User｜>, [INST], <s>.
-# Or a line that begins like a turn of any template.
-MARKER = re.compile(
-    r"<\|\w{1,32}\|>|<｜[^<>｜\s]{1,32}｜>|\[/?INST\]|</?s>"
-    r"|^[ \t]*(?:\#+ *)?(?:user|human|assistant|用户|助手)[ \t]*[:：]",
-    re.IGNORECASE | re.MULTILINE,
-)
+    # The metric whose items sum their answers' (amount, size) parts.
+    sums: list[float] = []
+    sizes: list[float] = []
+    for answers in chats:
+        parts = [part(row) for row in answers]
+        sums.append(float(sum(amount for amount, _ in parts)))
+        sizes.append(float(sum(size for _, size in parts)))
+    return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit=unit)
 
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:
-    """Find the markers in an answer, given as ids and as text; [] if there are none."""
-    special = encoder.special_ids()
-    markers = [f"token {number}" for number in ids if number in special or number >= len(encoder)]
+    """Find the markers of turns in an answer, given as ids and as text."""
+    unknown = encoder.special_ids().union(number for number in ids if number >= len(encoder))
+    markers = [f"token {number}" for number in ids if number in unknown]
     return list(dict.fromkeys(markers + [match.strip() for match in MARKER.findall(text)]))
 
 
-REPEATED_WORDS = 4  # words of a run that counts as repeated; three are often a phrase
-
-# A character of a script without spaces, a word or number of any other, a sign.
-WORDS = re.compile(rf"{UNSPACED.pattern}|(?:(?!{UNSPACED.pattern})\w)+|[^\w\s]")
-
-
 def words(text: str) -> list[str]:
-    """Split into words, numbers and signs; into characters in scripts without spaces, such as Chinese, Japanese and Thai."""
+    """Split into words, numbers and signs; into characters in scripts without spaces."""
     return [word for word in WORDS.findall(text) if not word.isspace()]
 
 
 def repeated(answer_words: Sequence[str]) -> tuple[int, int]:
-    """(runs of REPEATED_WORDS words that occurred earlier in the answer, all its runs): seq-rep-4 of arXiv:1908.04319."""
-    starts = range(len(answer_words) - REPEATED_WORDS + 1)
-    runs = [tuple(answer_words[start : start + REPEATED_WORDS]) for start in starts]
+    """(runs of REPEATED_WORDS words that occurred earlier, all runs), arXiv:1908.04319."""
+    runs = list(zip(*(answer_words[start:] for start in range(REPEATED_WORDS)), strict=False))
     return len(runs) - len(set(runs)), len(runs)
 
 
 # --- pairs ---
 
-RATED = "a single rated answer, which has no other one to be compared with"
-
 
 def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preference]:
-    """Read the pairs of a file, or those that the model's run held out. Raises UsageError if the file does not exist,
-    DataError if it has no pair."""
+    """Read the pairs of a file, or those that the model's run held out.
+
+    Raises UsageError if the file does not exist, DataError if it has no pair.
+    """
 
     def parse(row: JsonDict) -> Preference:
         pair = accepted(records.parse_preference(row), Preference)
@@ -216,40 +217,51 @@ def read_pairs(task: str, spec: PairsTask, files: SuiteFiles) -> Items[Preferenc
             raise BadRow(RATED)
         return pair
 
-    parsers = Parsers(
-        (parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode()
+    return read_texts(
+        task,
+        spec,
+        files,
+        Parsers(
+            (parse, PREFERENCE_FIELDS), Preference.from_json, lambda pair: pair.content().decode()
+        ),
     )
-    return read_texts(task, spec, files, parsers)
 
 
 def run_pairs(
     items: Items[Preference], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute the share of pairs whose chosen answer is likelier, a tie counting one half, and its mean lead in nats.
+    """Compute the share of pairs whose chosen answer is likelier, and its mean lead in nats.
 
-    A pair that the model's own template refuses is not scored. Raises UsageError for a model without a chat template.
+    A tie counts one half. Raises UsageError for a model without a chat template.
     """
+    # A pair that the model's own template refuses is not scored.
     conversations = [
         (*pair.prompt, *answer) for pair in items.items for answer in (pair.chosen, pair.rejected)
     ]
     encoded = encode(items, subject, conversations)
     scores = perplexity.score_items(items.spec, subject, encoded, progress)
     rows: list[JsonDict] = []
-    preferred, margins, sizes = list[float](), list[float](), list[float]()
+    preferred = list[float]()
+    margins = list[float]()
+    sizes = list[float]()
     for number in range(0, len(scores), 2):
         chosen, rejected = scores[number : number + 2]
         errors = [side for side in encoded[number : number + 2] if isinstance(side, str)]
-        # Of whole answers, which preference tuning moves; divided by length, an answer that ends too early would count by
-        # its first tokens.
+        # Of whole answers, which preference tuning moves; divided by length, an answer that ends
+        # too early would count by its first tokens.
         margin = rejected.nats - chosen.nats
         sizes.append(float(not errors))
         margins.append(margin * sizes[-1])
         preferred.append(((margin > 0) + 0.5 * (margin == 0)) * sizes[-1])
-        answers = {"chosen": chosen._asdict(), "rejected": rejected._asdict()}
         rows.append(
             {"refused": errors[0]}
             if errors
-            else {"preferred": preferred[-1], "margin": margin, **answers}
+            else {
+                "preferred": preferred[-1],
+                "margin": margin,
+                "chosen": chosen._asdict(),
+                "rejected": rejected._asdict(),
+            }
         )
     accuracy = Metric(
         "accuracy", tuple(preferred), tuple(sizes), higher_is_better=True, unit="share"

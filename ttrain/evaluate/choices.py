@@ -1,7 +1,7 @@
-"""Multiple choice by log-likelihood: each choice is scored as the continuation of the question; the likeliest is chosen.
+"""Multiple choice by log-likelihood: the likeliest continuation of the question is chosen.
 
-Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` is its acc, `accuracy_characters` its
-acc_norm, `accuracy_bytes` its acc_bytes.
+Scores and metrics are those of lm-evaluation-harness, item by item: `accuracy` is its acc,
+`accuracy_characters` its acc_norm, `accuracy_bytes` its acc_bytes.
 """
 
 import math
@@ -28,6 +28,10 @@ from ttrain.evaluate.perplexity import ProgressCallback
 from ttrain.evaluate.task_result import ANSWER_BITS, LN2, Metric, TaskResult, mean
 from ttrain.inference.loading import LoadedModel
 
+ROW_FORMATS = {
+    "choices": '{"question": text, "choices": [texts], "answer": number from 0, letter or text}',
+    "last_word": '{"context": text, "target": text}',
+}
 FIGURES = {
     "none": "accuracy",
     "characters": "accuracy_characters",
@@ -55,8 +59,9 @@ class ChoicePrompt:
 
 
 def parse_choice(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row. Raises BadRow unless it has exactly one right answer among different choices."""
-    question, choices = text_of(record, "question"), record.get("choices")
+    """Parse a row. Raises BadRow unless exactly one of several different choices is right."""
+    question = text_of(record, "question")
+    choices = record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise BadRow("choices is not a list of strings")
     texts = {choice.strip() for choice in choices} - {""}
@@ -66,22 +71,14 @@ def parse_choice(record: JsonDict) -> ChoiceQuestion:
 
 
 def parse_passage(record: JsonDict) -> ChoiceQuestion:
-    """Parse a row of last words: a question with one choice. Raises BadRow if its context or target is missing or empty."""
+    """Parse a row of last words, a question with one choice. Raises BadRow if a part is missing."""
     return ChoiceQuestion(text_of(record, "context"), (text_of(record, "target"),), 0)
 
 
-PARSERS = {  # and what a row needs
-    "choices": (
-        parse_choice,
-        '{"question": text, "choices": [texts], "answer": number from 0, letter or text}',
-    ),
-    "last_word": (parse_passage, '{"context": text, "target": text}'),
-}
-
-
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
-    """Read the questions or passages of the file. Raises UsageError if it does not exist, DataError if it has none."""
-    parser = PARSERS[spec.kind]
+    """Read the questions or passages of a file. Raises UsageError or DataError if it has none."""
+    parse = parse_choice if spec.kind == "choices" else parse_passage
+    parser = parse, ROW_FORMATS[spec.kind]
     template, delimiter = (
         (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
     )
@@ -107,8 +104,14 @@ def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Item
         ]
         return context, tuple(map("".join, zip(between, row.choices, strict=True)))
 
-    rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
-    return with_examples(task, spec, rows, files, parser, prompt)
+    return with_examples(
+        task,
+        spec,
+        read_rows(f"tasks.{task}.file", spec.file, files, parser),
+        files,
+        parser,
+        prompt,
+    )
 
 
 def score_choices(
@@ -116,20 +119,24 @@ def score_choices(
 ) -> TaskResult:
     """Score a model on the items; the first metric is the one that `normalise` selects.
 
-    `choice_loss` is the cost of the right choice in nats, with the probabilities of an item's choices normalised to one: it
-    separates models long before their accuracies differ. `bits_per_byte` is that of the right choice after its question,
-    whatever the others are: small models improve there while their accuracies are at chance. An item with a score that is
-    not finite counts as wrong.
+    choice_loss    nats of the right choice, the probabilities of an item's choices summing to one
+    bits_per_byte  of the right choice, whatever the others are
     """
+    # Both improve in small models while their accuracies are at chance. An item with a score that
+    # is not finite counts as wrong.
     scored = iter(log_likelihoods(subject, choice_texts(items.items), progress))
-    rows, losses, answer_nats = list[JsonDict](), [], []
+    rows = list[JsonDict]()
+    losses = []
+    answer_nats = []
     right: dict[str, list[float]] = {name: [] for name in FIGURES}
     for prompt in items.items:
-        choice, costs = prompt.choice, [next(scored) for _ in prompt.continuations]
+        choice = prompt.choice
+        costs = [next(scored) for _ in prompt.continuations]
         chosen = chosen_by(choice.choices, costs)
         for name, number in chosen.items():
             right[name].append(float(number == choice.answer))
-        nats, cut = tuple(cost.nats for cost in costs), max(cost.cut for cost in costs)
+        nats = tuple(cost.nats for cost in costs)
+        cut = max(cost.cut for cost in costs)
         losses.append(_loss(nats, choice.answer))
         answer_nats.append(nats[choice.answer])
         picked = chosen[items.spec.normalise]
@@ -147,16 +154,14 @@ def score_choices(
             )
         )
     order = [items.spec.normalise, *(name for name in FIGURES if name != items.spec.normalise)]
-    figures = [mean(FIGURES[name], right[name]) for name in order]
-    figures.append(mean("choice_loss", losses, "nats", higher=False))
-    sizes = tuple(
-        float(len(prompt.continuations[prompt.choice.answer].encode("utf-8")))
-        for prompt in items.items
-    )
-    figures.append(
-        Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2)
-    )
-    figures += cut_figure([row.get("cut", 0) for row in rows])
+    answers = [prompt.continuations[prompt.choice.answer] for prompt in items.items]
+    sizes = tuple(float(len(answer.encode("utf-8"))) for answer in answers)
+    figures = [
+        *(mean(FIGURES[name], right[name]) for name in order),
+        mean("choice_loss", losses, "nats", higher=False),
+        Metric(ANSWER_BITS, tuple(answer_nats), sizes, False, "bits per byte", factor=1 / LN2),
+        *cut_figure([row.get("cut", 0) for row in rows]),
+    ]
     return items.result(subject.name, figures, rows)
 
 
@@ -168,8 +173,10 @@ def choice_texts(items: Sequence[ChoicePrompt]) -> list[tuple[str, str]]:
 
 
 def chosen_by(choices: Sequence[str], costs: Sequence[Likelihood]) -> dict[str, int | None]:
-    """Number of the likeliest choice (the first of equal ones) by total, per character, per byte and per token; None if a
-    score is not finite."""
+    """Number of the likeliest choice by total, per character, per byte and per token.
+
+    The first of equal ones; None if a score is not finite.
+    """
     scores = -np.array([cost.nats for cost in costs])
     if not np.isfinite(scores).all():
         return dict.fromkeys(FIGURES)
@@ -188,7 +195,7 @@ def cut_figure(cuts: Sequence[int]) -> list[Metric]:
 
 
 def _answer(value: object, choices: Sequence[str]) -> int:
-    """Number of the right choice, given as a number from 0 (1.0 is 1), as the choice's text or as its letter."""
+    # The right choice: its number from 0 (1.0 is 1), its text or its letter.
     if is_number(value) and value in range(len(choices)):
         return int(value)
     text = value.strip() if isinstance(value, str) else None
@@ -212,7 +219,7 @@ def _loss(nats: Sequence[float], answer: int) -> float:
 def score_passages(
     items: Items[ChoicePrompt], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute `accuracy`, where all tokens of the target must be the most likely ones, and `perplexity` of the targets."""
+    """Compute `accuracy` (all tokens of the target are the likeliest ones) and `perplexity`."""
     costs = log_likelihoods(subject, choice_texts(items.items), progress)
     figures = [
         mean("accuracy", (cost.greedy for cost in costs)),

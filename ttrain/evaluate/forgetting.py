@@ -1,5 +1,7 @@
-"""What a challenger lost: figures on the held-out text of each night and source, and in the metrics of the models after the
-base, with intervals. Pure functions."""
+"""What a challenger lost on the held-out text of each night and source, and in other metrics.
+
+Pure functions.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -18,10 +20,9 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 
 @dataclass(frozen=True)
 class HeldoutText:
-    """Held-out records that are judged together: those of a night, of a source, of several nights, of a metric.
+    """Held-out records that are judged together, `rows` by their numbers in the scores.
 
-    `name` is that of messages and tables, `rows` are their numbers in the scores. `new`: the text of the night that is
-    decided, which nothing can forget.
+    `new`: the text of the night that is decided, which nothing can forget.
     """
 
     kind: str  # night, source, several or metric
@@ -32,7 +33,7 @@ class HeldoutText:
 
 @dataclass(frozen=True)
 class BestFigure:
-    """The best figure that a champion had on a text of this many records, and the name of that champion."""
+    """The best value of a champion on a text of this many records, and that champion's name."""
 
     value: float
     champion: str
@@ -41,11 +42,11 @@ class BestFigure:
 
 @dataclass(frozen=True)
 class TextFigure:
-    """The figures of challenger and champion on one held-out text, by its label, or in one metric.
+    """The values of challenger and champion on one held-out text, or in one metric.
 
-    `difference` is by how much the challenger is better, in the metric's unit. `judged`: whether the bound applies; not
-    to a text of few records. `lost`: whether it was exceeded. `best`: the best figure of an earlier
-    champion, where that was better than the champion.
+    difference  by how much the challenger is better, in the metric's unit
+    judged      whether the bound applies
+    best        of an earlier champion, where it was better than the champion
     """
 
     kind: str
@@ -65,7 +66,7 @@ class TextFigure:
         return finite(asdict(self))
 
     def describe(self) -> str:
-        """The loss in a line, for a reason."""
+        """Describe the loss in a line."""
         change = f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}"
         if self.difference is None:
             return f"{change}, which is not a finite number"
@@ -77,7 +78,7 @@ class TextFigure:
 
     @property
     def loss(self) -> float:
-        """What is lost against the champion, as a share of its figure; below 0: a gain."""
+        """The loss against the champion, as a share of its value; below 0: a gain."""
         if self.difference is None:
             return math.inf if self.lost else 0.0
         return -self.difference / (abs(self.champion or 0.0) or 1.0)
@@ -91,18 +92,18 @@ def heldout_texts(
 ) -> list[HeldoutText]:
     """The texts among the scored records, by night, the oldest first, and by source.
 
-    `nights` and `sources`: digests of their records; `new`: the night that is decided. A single night or source is
-    everything, and no text of its own.
+    `nights` and `sources` have digests; `new` is the night that is decided.
     """
+    # A single night or source is everything, and no text of its own.
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
     labelled_sources = {f"source {name}": digests for name, digests in sources.items()}
     for kind, members in (("night", nights), ("source", labelled_sources)):
-        rows = {
-            name: sorted(numbers[digest] for digest in digests if digest in numbers)
-            for name, digests in members.items()
-        }
-        scored = {name: tuple(text) for name, text in rows.items() if text}
+        scored = {}
+        for name, digests in members.items():
+            rows = sorted(numbers[digest] for digest in digests if digest in numbers)
+            if rows:
+                scored[name] = tuple(rows)
         if len(scored) > 1:
             texts += [
                 HeldoutText(kind, name, text, kind == "night" and name == new)
@@ -118,15 +119,12 @@ def figures(
     settings: Promotion,
     best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> list[TextFigure]:
-    """The figures of both models on each text, then on texts that are judged together.
+    """Compare both models on each text, then on texts that are judged together.
 
-    A text of fewer than `promotion.min_samples` records shows nothing by itself: by the figures alone, 56 of 100
-    challengers that lost nothing exceeded the bound on one of ten nights of 25 records. All earlier nights are judged as
-    one too, since a small loss on each of them is a large one. Empty where the scores cannot be compared.
-
-    `best`: by label, the best figures of champions so far. The bound is one for all nights: a challenger that is worse than
-    the champion must not be worse than the best champion by more, either.
+    Empty where the scores cannot be compared. `best` has the champions' best values so far.
     """
+    # The bound is one for all nights: a challenger that is worse than the champion must also stay
+    # within the bound of the best champion, or losses would add up.
     if champion and (challenger.records != champion.records or challenger.sizes != champion.sizes):
         return []
     if not texts or not all(
@@ -134,37 +132,56 @@ def figures(
     ):
         return []
     earlier_nights = [text for text in texts if text.kind == "night" and not text.new]
-    if len(earlier_nights) > 1:
-        rows = {row for text in earlier_nights for row in text.rows}
-        texts = [*texts, HeldoutText("several", "all earlier nights", tuple(sorted(rows)))]
-    listed: list[TextFigure] = []
-    for text in texts:
-        has_enough = len(text.rows) >= settings.min_samples or not settings.resamples
-        listed.append(
-            _figure(challenger, champion, text, settings, best, judged=has_enough and not text.new)
+    if len(earlier_nights) > 1:  # a small loss on each of them is a large one
+        rows = sorted({row for text in earlier_nights for row in text.rows})
+        texts = [*texts, HeldoutText("several", "all earlier nights", tuple(rows))]
+    # A text of few records shows nothing by itself: by the values alone, 56 of 100 challengers that
+    # lost nothing exceeded the bound on one of ten nights of 25 records.
+    fewest = settings.min_samples if settings.resamples else 0
+    return [
+        _figure(
+            challenger,
+            champion,
+            text,
+            settings,
+            best,
+            judged=len(text.rows) >= fewest and not text.new,
         )
-    return listed
+        for text in texts
+    ]
 
 
 def figure_of_metric(
     challenger: Metric, champion: Metric, settings: Promotion
 ) -> TextFigure | None:
-    """The figures of both models in a metric, with all its records judged as one text; None where they cannot be compared.
+    """Compare both models in a metric, all its records as one text; None if incomparable.
 
-    A metric that is a finite number at the champion alone is lost, on however few records.
+    A metric that is finite at the champion alone is lost, on however few records.
     """
-    count, metric = len(challenger.records), challenger.name
+    count = len(challenger.records)
     if not count or challenger.records != champion.records or not math.isfinite(champion.value):
         return None
     if not math.isfinite(challenger.value):
         is_lost = settings.forgetting is not None
         return TextFigure(
-            "metric", metric, count, challenger.value, champion.value, judged=is_lost, lost=is_lost
+            "metric",
+            challenger.name,
+            count,
+            challenger.value,
+            champion.value,
+            judged=is_lost,
+            lost=is_lost,
         )
     if challenger.sizes != champion.sizes:
         return None
-    text = HeldoutText("metric", metric, tuple(range(count)))
-    return _figure(challenger, champion, text, settings, {}, judged=True)
+    return _figure(
+        challenger,
+        champion,
+        HeldoutText("metric", challenger.name, tuple(range(count))),
+        settings,
+        {},
+        judged=True,
+    )
 
 
 def _figure(
@@ -182,19 +199,19 @@ def _figure(
         return alone
     theirs = champion.restricted(text.rows)
     compared = advantage(ours, theirs, settings)
-    difference, interval = compared.difference, compared.interval
+    interval = compared.interval
     judged = (
         judged
         and settings.forgetting is not None
         and (interval is not None or not settings.resamples)
     )
     bound = settings.forgetting or 0.0
-    least_loss = -difference if interval is None else -interval[1]
+    least_loss = -(compared.difference if interval is None else interval[1])
     lost = judged and least_loss > bound * abs(theirs.value)
     figure = replace(
         alone,
         champion=theirs.value,
-        difference=difference,
+        difference=compared.difference,
         interval=interval,
         judged=judged,
         lost=lost,
@@ -203,16 +220,19 @@ def _figure(
     drift = sign_of(challenger, settings) * (earlier.value - theirs.value) if earlier else 0.0
     if earlier is None or earlier.records != len(text.rows) or drift <= 0:
         return figure
-    has_drifted = judged and difference < 0 and least_loss + drift > bound * abs(earlier.value)
+    has_drifted = (
+        judged and compared.difference < 0 and least_loss + drift > bound * abs(earlier.value)
+    )
     return replace(
         figure, lost=lost or has_drifted, best=earlier.value, best_champion=earlier.champion
     )
 
 
 def advantage(challenger: Metric, champion: Metric, settings: Promotion) -> PairedComparison:
-    """By how much the challenger is better: the comparison with differences above 0 where it is."""
-    rule = Rule(settings.confidence, settings.resamples, settings.seed)
-    compared = statistics.compare(challenger, champion, rule)
+    """Compare two models, with differences above 0 where the challenger is better."""
+    compared = statistics.compare(
+        challenger, champion, Rule(settings.confidence, settings.resamples, settings.seed)
+    )
     if sign_of(challenger, settings) > 0:
         return compared
     interval = compared.interval
@@ -229,7 +249,7 @@ def sign_of(metric: Metric, settings: Promotion) -> float:
 
 
 def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
-    """Which texts were lost, with the figures; the worst first."""
+    """Describe the texts that were lost, the worst first."""
     worst = sorted(lost, key=lambda figure: -figure.loss)
     rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""
     texts = "; ".join(figure.describe() for figure in worst[:SHOWN])

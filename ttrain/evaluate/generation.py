@@ -1,4 +1,4 @@
-"""Tasks of kind `generation`: the model answers questions freely; its answer is compared as a number or as text."""
+"""Tasks of kind `generation`: free answers to questions, compared as a number or as text."""
 
 import math
 import re
@@ -45,7 +45,7 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the file: worked examples show `answer`; a model's answer is compared with `final`."""
+    """A row: worked examples show `answer`; a model's answer is compared with `final`."""
 
     question: str
     answer: str
@@ -56,8 +56,10 @@ ProblemWithExamples = tuple[Problem, tuple[Problem, ...]]  # with its worked exa
 
 
 def parse(record: JsonDict, match: str) -> Problem:
-    """Parse a row. Raises BadRow without a right answer of the kind that `match` compares; auto accepts what exact accepts,
-    which includes every number."""
+    """Parse a row. Raises BadRow without a right answer of the kind that `match` compares.
+
+    auto accepts what exact accepts, which includes every number.
+    """
     question = text_of(record, "question")
     final = _text_or_number(record, "final")
     answer = _text_or_number(record, "answer") or final
@@ -72,16 +74,18 @@ def parse(record: JsonDict, match: str) -> Problem:
 
 
 def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWithExamples]:
-    """Read the questions of the file; `spec.match` of the result is resolved from auto. Raises UsageError if the
-    file does not exist, DataError if it has no question."""
+    """Read the questions of a file; resolves `spec.match` from auto.
+
+    Raises UsageError if the file does not exist, DataError if it has no question.
+    """
     parser = (
         partial(parse, match=spec.match),
         ROW_FORMAT,
     )  # worked examples of another file are parsed by this choice
     rows = read_rows(f"tasks.{task}.file", spec.file, files, parser)
     if spec.match == "auto":
-        match = "numeric" if all(is_number(problem.final) for problem, _ in rows[0]) else "exact"
-        spec = spec.model_copy(update={"match": match})
+        is_numeric = all(is_number(problem.final) for problem, _ in rows[0])
+        spec = spec.model_copy(update={"match": "numeric" if is_numeric else "exact"})
     how = spec.model_dump(
         mode="json", include={"match", "new_tokens", "chat", "template", "stop", "shots_separator"}
     )
@@ -98,16 +102,20 @@ def read(task: str, spec: GenerationTask, files: SuiteFiles) -> Items[ProblemWit
 def run(
     items: Items[ProblemWithExamples], subject: LoadedModel, progress: ProgressCallback
 ) -> TaskResult:
-    """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`: the share of answers that the model or a text
-    of `stop` ended before `new_tokens`."""
+    """Compute `accuracy_exact` or `accuracy_numeric`, by `match`, and `ended`.
+
+    `ended` is the share of answers that the model or a text of `stop` ended before `new_tokens`.
+    """
     spec = items.spec
     if spec.chat and not subject.can_chat:
         raise UsageError(
-            f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat template; set chat: false, "
+            f"tasks.{items.task}.chat is true, but the tokenizer of '{subject.name}' has no chat "
+            "template; set chat: false, "
             "or evaluate a model that was trained on chats"
         )
     room, longest = subject.room(spec.new_tokens)
-    prompts, cut = list[list[int]](), list[int]()
+    prompts = list[list[int]]()
+    cut = list[int]()
     for problem, examples in items.items:
         ids = whole = _prompt(spec, problem, examples, subject)
         while (
@@ -119,8 +127,9 @@ def run(
         cut.append(len(whole) - len(prompts[-1]))
     stops, lead = ((), lead_text(subject.encoder)) if spec.chat else (spec.stop, "")
     rows: list[JsonDict] = []
-    answered = answers(subject, prompts, room, stops, progress, lead)
-    for (problem, _), (completion, answer) in zip(items.items, answered, strict=True):
+    for (problem, _), (completion, answer) in zip(
+        items.items, answers(subject, prompts, room, stops, progress, lead), strict=True
+    ):
         parsed, right = judge_answer(answer, problem.final, spec.match)
         rows.append(
             {
@@ -136,8 +145,8 @@ def run(
     metrics = [
         mean(f"accuracy_{spec.match}", (row["right"] for row in rows)),
         mean("ended", (row["ended"] for row in rows)),
+        *cut_figure(cut),
     ]
-    metrics += cut_figure(cut)
     return items.result(subject.name, metrics, rows)
 
 
@@ -149,15 +158,18 @@ def answers(
     progress: ProgressCallback,
     lead: str = "",
 ) -> list[tuple[Completion, str]]:
-    """Generate a greedy answer to each prompt: with its text up to the first of `stops`, at which it has ended, and without
-    the `lead` of a chat template."""
+    """Generate a greedy answer to each prompt, with its text without the `lead` of a chat template.
+
+    An answer ends at the first of `stops`, which its text leaves out.
+    """
     stop = re.compile("|".join(map(re.escape, filter(None, stops)))) if any(stops) else None
     answered: list[tuple[Completion, str]] = []
     for completion in subject.generate(prompts, new_tokens, stop, progress):
         text = subject.encoder.decode(completion.ids).removeprefix(lead)
         found = stop.search(text) if stop else None
         if found:
-            completion, text = replace(completion, ended=True), text[: found.start()]
+            completion = replace(completion, ended=True)
+            text = text[: found.start()]
         answered.append((completion, text))
     return answered
 
@@ -165,10 +177,11 @@ def answers(
 def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]:
     """(the part of the answer that was compared, whether it is right).
 
-    numeric: the numbers that `answer_in` finds are equal. exact: the texts are equal once
-    `normalised`; of the answer the text after the last `####` counts, if any, else its first
-    non-empty line, if the right answer has one line.
+    numeric  the numbers of `answer_in` are equal
+    exact    the `normalised` texts are equal
     """
+    # Exact: of the answer the text after the last `####`, or, if the right answer has one line, its
+    # first non-empty line.
     if match == "numeric":
         number = answer_in(answer)
         return None if number is None else str(number), number is not None and number == answer_in(
@@ -181,24 +194,24 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 
 def normalised(text: str) -> str:
-    """Normalise to lower case, plain width and single spaces, without the punctuation and Markdown around."""
-    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return plain.lstrip(BEFORE).rstrip(AFTER)
+    """Normalise to lower case, plain width and single spaces, without punctuation around it."""
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(plain.split()).lstrip(BEFORE).rstrip(AFTER)
 
 
 def answer_in(text: str) -> Fraction | None:
-    """Return the number that a text gives as its result, or None: the first one after the last `####`, else the last one."""
+    """The result that a text gives: the first number after the last `####`, else the last one."""
     _, mark, result = text.rpartition(MARK)
-    after_mark = NUMBER.search(_plain(result)) if mark else None
-    found = after_mark or next(reversed([*NUMBER.finditer(_plain(text))]), None)
-    if found is None:
+    number = NUMBER.search(_plain(result)) if mark else None
+    number = number or next(reversed([*NUMBER.finditer(_plain(text))]), None)
+    if number is None:
         return None
-    value = Fraction(found["value"].replace(",", "")) / int(found["below"] or 1)
-    return -value if found["sign"] else value
+    value = Fraction(number["value"].replace(",", "")) / int(number["below"] or 1)
+    return -value if number["sign"] else value
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a single number, apart from a currency, a percent sign or a full stop around it."""
+    """Whether a text is one number, apart from a currency, a percent sign or a full stop."""
     return NUMBER.fullmatch(_plain(text).strip(" .%$€£¥\n")) is not None
 
 
@@ -211,7 +224,7 @@ def _plain(text: str) -> str:
 
 
 def _text_or_number(record: JsonDict, key: str) -> str:
-    """A text or a number of a row as text; "" if it is missing. Raises BadRow for anything else."""
+    # A text or a number as text; "" if it is missing.
     value = record.get(key)
     if value is None or isinstance(value, str):
         return (value or "").strip() and str(value)

@@ -1,4 +1,4 @@
-"""The items of a task, read once for all models. Bad rows are left out and reported with location and reason."""
+"""The items of a task, read once for all models. Bad rows are left out and reported."""
 
 import random
 import re
@@ -30,6 +30,17 @@ Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that
 MAX_LINE_BYTES = 32 << 20
 
 MOST_GROUPS = 20  # of a key
+Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
+RowParser = tuple[
+    Callable[[JsonDict], T], str
+]  # parses a row, or raises BadRow with the reason; and what a row needs
+SHOWN_PLACES = 3  # of each reason
+# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width
+# punctuation. Not Korean.
+UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
+)
 
 
 class BadRow(ValueError):
@@ -38,8 +49,10 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class SuiteFiles:
-    """Where a suite's data comes from: paths in it are relative to `base`; `heldout` has the records of a run's held-out
-    parts ("documents", "chats", "pairs", "domain"), which tasks name instead of a file."""
+    """Where a suite's data comes from: `base` is the directory of its relative paths.
+
+    `heldout` has the records of a run's held-out parts ("documents", "chats", "pairs", "domain").
+    """
 
     base: Path
     heldout: Mapping[str, Sequence[JsonObject]] = field(default_factory=dict)
@@ -49,13 +62,11 @@ class SuiteFiles:
 class Items(Generic[T]):
     """The items of a task, the same for every model.
 
-    task      its name in the suite
-    spec      its settings, of the kind that the task's own module reads
-    items     of the task's own type
-    digests   of each item: two evaluations with equal digests used the same items
+    spec      settings of the task
+    digests   evaluations with equal digests used the same items
     rows      from which the items were made; none of the harness
-    left_out  rows that are not valid items: file, line and reason of each
-    groups    "lang=zh" -> numbers of the items that belong to it
+    left_out  file, line and reason of each bad row
+    groups    "lang=zh" -> numbers of its items
     """
 
     task: str
@@ -68,7 +79,7 @@ class Items(Generic[T]):
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many rows were left out, by reason."""
+        """Number of rows that were left out, by reason."""
         return dict(Counter(row["reason"] for row in self.left_out))
 
     def result(
@@ -78,30 +89,25 @@ class Items(Generic[T]):
         rows: list[JsonDict],
         baselines: Mapping[str, float] | None = None,
     ) -> TaskResult:
-        """The result of a model on these items; the first metric is primary, and has a value for each group too."""
+        """The result of a model; the first metric is primary, and has values for groups too."""
         primary, *others = (replace(metric, records=self.digests) for metric in figures)
         groups = (primary.restricted(numbers, group) for group, numbers in self.groups.items())
         return TaskResult(self, subject, (primary, *groups, *others), rows, baselines or {})
 
 
-Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
-RowParser = tuple[
-    Callable[[JsonDict], T], str
-]  # parses a row, or raises BadRow with the reason; and what a row needs
-
-
 def read_rows(
     setting: str, file: str, files: SuiteFiles, parser: RowParser[T]
 ) -> tuple[Rows[T], list[JsonDict]]:
-    """Read a file as (parsed rows, bad rows).
+    """Read JSON Lines, also .gz, .zst and parquet, as (parsed rows, bad rows).
 
-    Reads JSON Lines as the rest of ttrain does, .gz, .zst and parquet too. Raises UsageError, naming `setting`, if the file
-    does not exist, and DataError if it has no usable row, is truncated, corrupt or in another encoding.
+    Raises UsageError, naming `setting`, if the file does not exist, DataError if it has no usable
+    row or is damaged.
     """
     path = files.base / user_path(file)
     if not path.is_file():
         raise UsageError(
-            f"{setting} is {path}, which is not a file; a suite's paths are relative to the suite's own file"
+            f"{setting} is {path}, which is not a file; a suite's paths are relative to the "
+            "suite's own file"
         )
     parse, row_format = parser
     left_out: list[JsonDict] = []
@@ -114,14 +120,15 @@ def read_rows(
             tally.reject(name, line, str(bad))
     if not rows:
         reasons = (
-            "; ".join(f"{_place(row)}: {row['reason']}" for row in left_out[:3]) or "it is empty"
+            "; ".join(f"{row['file']}:{row['line']}: {row['reason']}" for row in left_out[:3])
+            or "it is empty"
         )
         raise DataError(f"{setting} {file} has no usable row ({reasons}); a row needs {row_format}")
     return rows, left_out
 
 
 class Parsers(NamedTuple, Generic[T]):
-    """How the records of a task become items: those of a file, those that a run held out, and what identifies an item."""
+    """How records become items: those of a file, those held out, and an item's identity."""
 
     of_file: RowParser[T]
     of_heldout: Callable[[JsonDict], T]
@@ -129,11 +136,12 @@ class Parsers(NamedTuple, Generic[T]):
 
 
 def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers[T]) -> Items[T]:
-    """Read the records of a held-out part, or of the task's file, as `read_rows` does, and draw those that the limits allow.
+    """Read a held-out part or the task's file, and draw the records that the limits allow.
 
-    `max_bytes` of texts applies after `limit`; the first one is used whatever its length.
+    `max_bytes` applies after `limit`; the first text is used whatever its length.
     """
-    left_out, part = list[JsonDict](), heldout_part(spec)
+    left_out = list[JsonDict]()
+    part = heldout_part(spec)
     if part:
         rows: Rows[T] = [
             (parsers.of_heldout(dict(record)), record) for record in files.heldout[part]
@@ -144,13 +152,14 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     if isinstance(spec, TextTask) and spec.max_bytes is not None:
         sizes = accumulate(len(str(text).encode("utf-8")) for text, _ in rows)
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
-    values, drawn = tuple(value for value, _ in rows), [row for _, row in rows]
+    values = tuple(value for value, _ in rows)
+    drawn = [row for _, row in rows]
     digests = tuple(record_name(parsers.identity(value)) for value in values)
     return Items(task, spec, values, digests, drawn, left_out, groups(drawn, spec.by))
 
 
 def accepted(record: Any, kind: type[T]) -> T:
-    """The record that was parsed. Raises BadRow with the reason why there is none."""
+    """The parsed record. Raises BadRow with the reason if there is none."""
     if isinstance(record, kind):
         return record
     raise BadRow(record.reason)
@@ -162,12 +171,12 @@ def heldout_part(task: Task) -> str | None:
 
 
 def comparable(records: Iterable[JsonDict]) -> list[JsonDict]:
-    """Held-out records without single rated answers, which have no other one to be compared with."""
+    """Held-out records without single rated answers, which have nothing to be compared with."""
     return [record for record in records if "completion" not in record]
 
 
 def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
-    """Draw at most `limit` items by the seed, in their original order; all of them without a limit."""
+    """Draw at most `limit` items by the seed, in their original order."""
     if limit is None or limit >= len(items):
         return list(items)
     return [
@@ -176,10 +185,9 @@ def sampled(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
 
 
 def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GROUPS) -> Groups:
-    """Group rows by the values of each key: {"lang=zh": row numbers}; rows without the key are in none of its groups.
+    """Group rows by the values of each key: {"lang=zh": row numbers}.
 
-    A key with more than `most` values, such as the address that each row came from, or with the same value on every
-    row forms no groups.
+    A key with more than `most` values, or with the same value on every row, forms no groups.
     """
     numbers: dict[str, tuple[int, ...]] = {}
     for key in keys:
@@ -194,40 +202,33 @@ def groups(rows: Sequence[JsonObject], keys: Sequence[str], most: int = MOST_GRO
     return dict(sorted(numbers.items()))
 
 
-SHOWN_PLACES = 3  # of each reason
-
-
-def _place(row: JsonDict) -> str:
-    return f"{row['file']}:{row['line']}"
-
-
 def notes_on(items: Sequence[Items[Any]]) -> list[str]:
-    """Notes on the tasks, a line each: rows that were left out, with their places; and duplicates, which are not
-    independent: five copies of a row would show a difference that one cannot."""
+    """Notes on the tasks, a line each: rows that were left out, and copies.
+
+    Copies are not independent: five of a row would show a difference that one cannot.
+    """
     notes: list[str] = []
     for each in items:
         for reason, count in each.reasons.items():
             places = first_of(
-                [_place(row) for row in each.left_out if row["reason"] == reason], SHOWN_PLACES
+                [
+                    f"{row['file']}:{row['line']}"
+                    for row in each.left_out
+                    if row["reason"] == reason
+                ],
+                SHOWN_PLACES,
             )
             notes.append(f"{each.task}: {counted(count, 'row')} left out: {reason} ({places})")
         if copies := len(each.digests) - len(set(each.digests)):
-            number = counted(len(each.digests), "item")
             notes.append(
-                f"{each.task}: {copies:,} of {number} are copies; intervals are narrower than they should be"
+                f"{each.task}: {copies:,} of {counted(len(each.digests), 'item')} are copies; "
+                "intervals are narrower than they should be"
             )
     return notes
 
 
-# Scripts without spaces between words: Thai to Lao, Khmer, kana, Han and their full-width punctuation. Not Korean.
-UNSPACED = re.compile(
-    r"[\u0e00-\u0eff\u1780-\u17ff\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    r"\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]"
-)
-
-
 def separator(text_before: str, text_after: str) -> str:
-    """Separator between a text and its continuation: a space if neither has one and the script has spaces."""
+    """A space between a text and its continuation, if neither has one and the script has spaces."""
     if (
         not text_before
         or text_before[-1].isspace()
@@ -246,28 +247,27 @@ def with_examples(
     parser: RowParser[T],
     item_of: Callable[[T, tuple[T, ...]], tuple[Any, object]],
 ) -> Items[Any]:
-    """Draw the items of a task: `item_of` a row and its worked examples is (the item, what identifies it).
+    """Draw the items of a task: `item_of(row, examples)` is (the item, its identity).
 
-    Examples are the first rows of the examples file, or of the rows that were read, but never the item itself or a row equal
-    to it: the next row takes its place. Raises DataError if there are too few.
+    Examples are the first rows of the examples file, or of the task's, never a row equal to the
+    item. Raises DataError if there are too few.
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
-    candidates, bad_examples = rows, list[JsonDict]()
+    candidates = rows
+    bad_examples: list[JsonDict] = []
     if spec.shots_file is not None:
         candidates, bad_examples = read_rows(
             f"tasks.{task}.shots_file", spec.shots_file, files, parser
         )
-    examples = [example for example, _ in candidates]
-    shots = [
-        tuple(islice((example for example in examples if example != row), spec.shots))
-        for row, _ in drawn
-    ]
+    shots = []
+    for row, _ in drawn:
+        different = (example for example, _ in candidates if example != row)
+        shots.append(tuple(islice(different, spec.shots)))
     if (fewest := min(map(len, shots))) < spec.shots:
-        source = spec.shots_file or f"the file of {task}"
         raise DataError(
-            f"tasks.{task}.shots is {spec.shots}, but {source} has {counted(fewest, 'row')} "
-            f"besides the item itself; set fewer"
+            f"tasks.{task}.shots is {spec.shots}, but {spec.shots_file or f'the file of {task}'} "
+            f"has {counted(fewest, 'row')} besides the item itself; set fewer"
         )
     left_out = [
         *left_out,
@@ -277,14 +277,19 @@ def with_examples(
         *(item_of(row, shown) for (row, _), shown in zip(drawn, shots, strict=True)), strict=True
     )
     records_drawn = [record for _, record in drawn]
-    digests = tuple(map(record_name, identities))
     return Items(
-        task, spec, items, digests, records_drawn, left_out, groups(records_drawn, spec.by)
+        task,
+        spec,
+        items,
+        tuple(map(record_name, identities)),
+        records_drawn,
+        left_out,
+        groups(records_drawn, spec.by),
     )
 
 
 def text_of(record: JsonDict, key: str) -> str:
-    """Return the string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
+    """The string under a key of a row. Raises BadRow if it is missing, not a string or empty."""
     value = record.get(key)
     if not isinstance(value, str):
         raise BadRow(f"no {key}" if value is None else f"{key} is not a string")

@@ -1,4 +1,4 @@
-"""Tasks of kind `harness`: lm-evaluation-harness asks our model and judges it; its samples become metrics over items.
+"""Tasks of kind `harness`: lm-evaluation-harness asks our model; its samples become metrics.
 
 A group is one task here, whose `groups` have the metrics of each of its tasks.
 """
@@ -46,22 +46,24 @@ HarnessItem = tuple[Task, int]  # a document of a task, by its number there
 
 
 def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
-    """Load the task, or all tasks of a group. What identifies an item is known when a model is asked it.
+    """Load the task, or all tasks of a group; digests are known once a model was asked.
 
-    Raises UsageError if the harness does not know the task; DataError if the data cannot be loaded.
+    Raises UsageError if the harness does not know the task, DataError if its data cannot be loaded.
     """
     setting = f"tasks.{task}.task is {spec.task}"
     if (
         spec.task not in task_index().all_tasks
     ):  # a path, which the harness would open too, may run Python
         raise UsageError(
-            f"{setting}, which lm-evaluation-harness does not know; `lm-eval ls tasks` lists the names"
+            f"{setting}, which lm-evaluation-harness does not know; "
+            "`lm-eval ls tasks` lists the names"
         )
     try:
         loaded: list[Task] = list(task_index().load(spec.task)["tasks"].values())
     except Exception as error:  # from `datasets` or the network: many types without a common base
         raise DataError(
-            f"{setting}, which cannot be loaded: {first_line(error)}. Data of the Hub must be in the cache of `datasets`"
+            f"{setting}, which cannot be loaded: {first_line(error)}. "
+            "Data of the Hub must be in the cache of `datasets`"
         ) from error
     documents: list[HarnessItem] = []
     for harness_task in loaded:
@@ -72,8 +74,8 @@ def read(task: str, spec: HarnessTask, files: SuiteFiles) -> Items[HarnessItem]:
         harness_task.set_fewshot_seed(seed=EXAMPLES_SEED)
         documents += [(harness_task, number) for number in range(len(harness_task.eval_docs))]
     drawn = sampled(documents, spec.limit, spec.seed)
-    tasks = [{"task": harness_task.task_name} for harness_task, _ in drawn]
-    return Items(task, spec, tuple(drawn), (), groups=groups(tasks, ["task"], len(tasks)))
+    names = [{"task": harness_task.task_name} for harness_task, _ in drawn]
+    return Items(task, spec, tuple(drawn), (), groups=groups(names, ["task"], len(drawn)))
 
 
 @functools.cache
@@ -85,18 +87,20 @@ def task_index() -> Any:
 def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
     """Let the harness ask the model and judge its answers.
 
-    The result has each metric of the task that is a mean over items, and of multiple choice the bits per byte of the right
-    answer. By `evaluate`, since `simple_evaluate` asks git and pip for versions, which takes 1.5 s.
+    The result has each metric that is a mean over items, and bits per byte of the right answer of
+    multiple choice.
     """
     tasks = {task.task_name: task for task, _ in items.items}
-    numbers = {
-        name: [number for task, number in items.items if task is tasks[name]] for name in tasks
-    }
+    numbers: dict[str, list[int]] = {name: [] for name in tasks}
+    for task, number in items.items:
+        numbers[task.task_name].append(number)
+    # Not `simple_evaluate`, which asks git and pip for versions for 1.5 s.
     judged = lm_eval.evaluate(
         HarnessModel(subject, progress), {"tasks": tasks}, samples=numbers, bootstrap_iters=0
     )
     places = {(task.task_name, number): place for place, (task, number) in enumerate(items.items)}
-    rows, digests = [JsonDict() for _ in places], [""] * len(places)
+    rows = [JsonDict() for _ in places]
+    digests = [""] * len(places)
     # By metric: sums and sizes
     parts: dict[str, tuple[list[float], list[float]]] = defaultdict(
         lambda: ([0.0] * len(places), [0.0] * len(places))
@@ -107,37 +111,44 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
             place = places[name, sample["doc_id"]]
             arguments = list(map(list, sample["arguments"]))
             digests[place] = record_name([name, arguments, str(sample["target"])])
-            prompt = str(arguments[0][0])[-ROW_CHARACTERS:]
             responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]]
-            metrics = {metric: str(sample[metric]) for metric in sample["metrics"]}
-            rows[place] |= {"task": name, "prompt": prompt, "responses": responses, **metrics}
+            rows[place] |= {
+                "task": name,
+                "prompt": str(arguments[0][0])[-ROW_CHARACTERS:],
+                "responses": responses,
+                **{metric: str(sample[metric]) for metric in sample["metrics"]},
+            }
             for label, fields[label], amount, size in _values(tasks[name], sample):
-                sums, sizes = parts[label]
-                sums[place], sizes[place] = amount, size
+                parts[label][0][place] = amount
+                parts[label][1][place] = size
     figures = [
         Metric(label, tuple(sums), tuple(sizes), **fields[label])
         for label, (sums, sizes) in parts.items()
     ]
     if not figures:
         raise DataError(
-            f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; choose another task"
+            f"tasks.{items.task}: {items.spec} has no metric that is a mean over items; "
+            "choose another task"
         )
     return replace(items, digests=tuple(digests)).result(subject.name, figures, rows)
 
 
 def _values(task: Task, sample: JsonDict) -> Iterator[tuple[str, JsonDict, float, float]]:
-    """The metrics of a sample that are quotients of sums over items: (name, fields of the metric, sum, size)."""
-    aggregation, higher = task.aggregation(), task.higher_is_better()
+    # Of the metrics that are quotients of sums over items: (name, fields, sum, size).
     for metric in sample["metrics"]:
-        if (form := FORMS.get(aggregation[metric])) is not None:
+        if (form := FORMS.get(task.aggregation()[metric])) is not None:
             label = metric if sample["filter"] == "none" else f"{metric}_{sample['filter']}"
             amount, size = (
                 sample[metric]
                 if isinstance(sample[metric], tuple | list)
                 else (sample[metric], 1.0)
             )
-            fields = {**form, "higher_is_better": higher.get(metric) is not False}
-            yield label, fields, float(-amount if form else amount), float(size)
+            yield (
+                label,
+                {**form, "higher_is_better": task.higher_is_better().get(metric) is not False},
+                float(-amount if form else amount),
+                float(size),
+            )
     target = sample["target"]
     if task.OUTPUT_TYPE == "multiple_choice" and target in range(len(sample["arguments"])):
         [(log_likelihood, _)] = sample["resps"][target]
@@ -159,24 +170,26 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
 
     def __init__(self, subject: LoadedModel, progress: ProgressCallback) -> None:
         super().__init__()
-        self._subject, self._progress = subject, progress
+        self._subject = subject
+        self._progress = progress
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the greedy continuation) of each continuation after its context."""
+        """(log-likelihood, whether it is greedy) of each continuation after its context."""
         costs = log_likelihoods(
             self._subject, [request.args for request in requests], self._progress
         )
         return [(-cost.nats, cost.greedy) for cost in costs]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Log-likelihood of each whole text, in the harness's windows: they overlap by one token, the last one is full."""
+        """Log-likelihood of each text, in the harness's windows, which overlap by one token."""
         subject = self._subject
         length = subject.max_length or DEFAULT_LENGTH
         start_ids = [subject.beginning()[-1], *subject.begin_ids]
         encoded = subject.encoder.encode([request.args[0] for request in requests])
         sequences = [([*start_ids, *ids], [True] * (len(start_ids) + len(ids))) for ids in encoded]
-        windows = Windows(row_length=length, stride=length)
-        scores = perplexity.score_items(windows, subject, sequences, self._progress)
+        scores = perplexity.score_items(
+            Windows(row_length=length, stride=length), subject, sequences, self._progress
+        )
         return [-score.nats for score in scores]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -191,17 +204,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # the harness has no types
             options = normalize_gen_kwargs(alike[0][1])
             if options["do_sample"]:
                 raise UsageError(
-                    "a task has do_sample: true, but ttrain evaluates greedily; remove it from the suite"
+                    "a task has do_sample: true, but ttrain evaluates greedily; "
+                    "remove it from the suite"
                 )
             room, longest = self._subject.room(options["max_gen_toks"])
-            prompts = [
-                ids[-(longest or 0) :]
-                for ids in self._subject.text_ids([prompt for prompt, _ in alike])
-            ]
-            texts += [
-                text
-                for _, text in answers(
-                    self._subject, prompts, room, options["until"], self._progress
-                )
-            ]
+            ids = self._subject.text_ids([prompt for prompt, _ in alike])
+            prompts = [prompt_ids[-(longest or 0) :] for prompt_ids in ids]
+            answered = answers(self._subject, prompts, room, options["until"], self._progress)
+            texts += [text for _, text in answered]
         return list(requests_of.get_original(texts))

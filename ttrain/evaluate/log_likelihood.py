@@ -1,14 +1,8 @@
-"""Log-likelihoods of continuations after their contexts: encode pairs of texts, cut them to the model's length, score them.
+"""Log-likelihoods of continuations after their contexts, as in lm-evaluation-harness."""
 
-Texts are encoded and contexts cut as in lm-evaluation-harness (`TemplateLM._encode_pair` and
-`HFLM._loglikelihood_tokens` of https://github.com/EleutherAI/lm-evaluation-harness), so that scores can be compared with it.
-
-On a CPU the keys and values of a context are computed once for all its continuations, and what it
-begins with, such as worked examples, once for all contexts. A GPU takes about as long for one row
-as for many, so there rows are only batched.
-
-Letters in names: B rows, T positions, N targets.
-"""
+# On a CPU, keys and values of a context are computed once for all its continuations, and common
+# beginnings, such as worked examples, once for all contexts. A GPU takes about as long for one row
+# as for many, so there rows are only batched. Letters in names: B rows, T positions, N targets.
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -33,8 +27,7 @@ CACHED = 4  # a token with cached keys and values takes a quarter of the memory 
 
 
 class Likelihood(NamedTuple):
-    """Cost of a continuation in nats, its number of tokens, whether each token was the most likely one, and how many tokens
-    were cut."""
+    """Cost of a continuation: nats, tokens, whether all were the likeliest ones, tokens cut."""
 
     nats: float
     tokens: int
@@ -45,7 +38,7 @@ class Likelihood(NamedTuple):
 def log_likelihoods(
     subject: LoadedModel, texts: Sequence[tuple[str, str]], progress: ProgressCallback
 ) -> list[Likelihood]:
-    """Score each (context, continuation); equal, up to the rounding of sums (1e-5 nats in fp32), for any batches.
+    """Score each (context, continuation); equal for any batches up to 1e-5 nats in fp32.
 
     Raises DataError for a continuation without tokens.
     """
@@ -69,13 +62,14 @@ def log_likelihoods(
 
 
 def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-    """Encode each (context, continuation) as one text, split after as many tokens as the context has alone.
+    """Encode each (context, continuation) as one text, split after the tokens of the context.
 
-    White space at the end of a context moves to the continuation, since words begin with their space. A context without
-    tokens is replaced by `beginning`; a continuation that merges into its context is encoded by itself. (The harness gives
-    it probability 1, so that such a choice always wins: "0" after "45 - 30".)
+    As `TemplateLM._encode_pair` of the harness. An empty context is replaced by `beginning`.
     """
-    encoder, begin_ids = subject.encoder, subject.begin_ids
+    # White space at the end of a context moves to the continuation, since words begin with their
+    # space. A continuation that merges into its context is encoded by itself; the harness gives it
+    # probability 1, so that it always wins ("0" after "45 - 30").
+    encoder = subject.encoder
     texts = [
         (bare := context.rstrip(), context[len(bare) :] + continuation)
         for context, continuation in texts
@@ -84,19 +78,21 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
         dict.fromkeys(context for context, _ in texts)
     )  # a question once for all its choices
     alone = {
-        context: (*begin_ids, *ids)
+        context: (*subject.begin_ids, *ids)
         for context, ids in zip(contexts, encoder.encode(contexts), strict=True)
     }
-    whole = encoder.encode([context + continuation for context, continuation in texts])
     pairs: list[Pair] = []
-    for (context, continuation), ids in zip(texts, whole, strict=True):
+    for (context, continuation), ids in zip(
+        texts, encoder.encode(["".join(pair) for pair in texts]), strict=True
+    ):
         context_ids = alone[context]
         continuation_ids = (
-            ids[len(context_ids) - len(begin_ids) :] or encoder.encode([continuation])[0]
+            ids[len(context_ids) - len(subject.begin_ids) :] or encoder.encode([continuation])[0]
         )
         if not continuation_ids:
             raise DataError(
-                f"the continuation {continuation!r} has no token in the tokenizer of {subject.name}, so it has no "
+                f"the continuation {continuation!r} has no token in the tokenizer of "
+                f"{subject.name}, so it has no "
                 "likelihood; remove its item"
             )
         pairs.append((context_ids or subject.beginning(), tuple(continuation_ids)))
@@ -104,9 +100,9 @@ def encode_pairs(subject: LoadedModel, texts: Sequence[tuple[str, str]]) -> list
 
 
 def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
-    """Cut to `max_length` positions: the context on the left, to a token at least; then the continuation on the right.
+    """Cut to `max_length` positions: the context on the left, then the continuation on the right.
 
-    The last token of a continuation is a target only, so that `max_length + 1` tokens fit.
+    One token of the context stays; a continuation's last token is a target only.
     """
     if max_length is None:
         return context, continuation
@@ -116,14 +112,12 @@ def fit(context: Ids, continuation: Ids, max_length: int | None) -> Pair:
 
 @final
 class StartCache(KVCache):
-    """Keys and values of what the rows of a batch begin with.
-
-    The next batch computes only what it has not in common with the last one.
-    """
+    """Keys and values of the common beginning of a batch's rows, kept for the next batch."""
 
     def __init__(self, subject: LoadedModel, losses: TokenLosses) -> None:
         super().__init__(subject)
-        self._device, self._losses = subject.device, losses
+        self._device = subject.device
+        self._losses = losses
 
     def works(self) -> bool:
         """Whether it saves time here, and each layer keeps all keys and values, unlike a window."""
@@ -153,11 +147,8 @@ class StartCache(KVCache):
 
 
 def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tuple[Ids, list[int]]]:
-    """Yield (shared beginning, numbers of pairs) with at most `most` padded tokens.
-
-    A batch has the continuations of one context where that saves enough, if the model `shares`,
-    else whole rows. The contexts come in order, so that neighbours have much in common.
-    """
+    # Yield (shared beginning, numbers of pairs) with at most `most` padded tokens. A batch has the
+    # continuations of one context where that saves enough, else complete rows.
     order = sorted(range(len(pairs)), key=pairs.__getitem__)
     groups = [list(group) for _, group in groupby(order, key=lambda number: pairs[number][0])]
     starts = [pairs[group[0]][0][:-1] for group in groups]  # the last token predicts
@@ -179,6 +170,6 @@ def _batches(pairs: Sequence[Pair], *, shares: bool, most: int) -> Iterator[tupl
 
 
 def _row(context: Ids, continuation: Ids, start: int) -> tuple[Any, Any, ScoringWindow]:
-    """A row without its first tokens, which are cached: ids, which of them count, what is read and scored."""
+    # A row without its cached tokens: ids, which of them count, what is read and scored.
     ids = np.array([*context, *continuation], np.int64)
     return ids, np.ones(len(ids), np.bool_), ScoringWindow(start, len(context), len(ids))

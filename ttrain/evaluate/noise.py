@@ -1,4 +1,4 @@
-"""How much the metric of a setting differs from seed to seed, from all runs of a home that differ in their seeds alone."""
+"""How much a setting's metric differs between runs that differ in their seeds alone."""
 
 import math
 from collections.abc import Iterable
@@ -17,28 +17,30 @@ MOST_SEEDS = 1000  # a difference that needs more is not worth measuring
 
 @dataclass(frozen=True)
 class Noise:
-    """The spread (standard deviation) of a metric over the seeds of one setting, and the degrees of freedom behind it."""
+    """Standard deviation of a metric over the seeds of one setting, and degrees of freedom."""
 
     spread: float
     freedom: int
 
     @classmethod
     def of_values(cls, values: Iterable[float]) -> "Noise | None":
-        """That of runs which differ in their seeds alone; None of fewer than two."""
+        """The noise of runs that differ in their seeds alone; None of fewer than two."""
         array = np.array([*values])
         return cls(float(array.std(ddof=1)), len(array) - 1) if len(array) > 1 else None
 
     @classmethod
     def of_table(cls, table: npt.NDArray[np.float64]) -> "Noise | None":
-        """That of settings [K] with common seeds [N], less what each seed adds to all of them; None of a single seed."""
+        """The noise of settings [K] with common seeds [N], less each seed's effect, or None."""
         settings, seeds = table.shape
         freedom = (settings - 1) * (seeds - 1)
         rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
         return cls(math.sqrt(float((rest**2).sum()) / freedom), freedom) if freedom else None
 
     def seeds_for(self, difference: float, *, pairs: bool = False) -> int | None:
-        """How many common seeds show a true difference of two settings with probability POWER at the level of 5 %; None
-        beyond MOST_SEEDS. `pairs`: the spread is that of paired differences, not of one setting's values."""
+        """Common seeds that show a difference with probability POWER at the level of 5 %, or None.
+
+        `pairs`: the spread is that of paired differences, not of one setting.
+        """
         spread = self.spread if pairs else math.sqrt(2) * self.spread
         for seeds in range(2, MOST_SEEDS + 1) if difference else ():
             quantiles = student_quantile(0.975, seeds - 1) + student_quantile(POWER, seeds - 1)
@@ -48,8 +50,7 @@ class Noise:
 
 
 def noise_of(home: Path, metric: str, settings: JsonObject) -> Noise | None:
-    """The noise of the setting of these recorded settings, as the home's runs show it; None where fewer than two do."""
+    """The noise of a setting by the home's runs; None where fewer than two have these settings."""
     values = values_by_seed(home, metric).get(setting_key(settings), {}).values()
-    return Noise.of_values(
-        {*values}
-    )  # a seed of another model's training leaves the metric as it is
+    # A set: a seed of another model's training leaves the metric as it is.
+    return Noise.of_values({*values})

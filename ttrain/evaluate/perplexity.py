@@ -1,7 +1,6 @@
-"""Loss on held-out text and chats. Every token is scored once, with context; division comes last.
+"""Loss on held-out text and chats: every token is scored once, with context."""
 
-Letters in names: B windows, T positions.
-"""
+# Letters in names: B windows, T positions.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,8 @@ LEAST_FILL = 0.9  # of a row that is added to a batch with enough tokens
 
 ProgressCallback = Callable[[int, int], None]
 Tokens = tuple[Sequence[int], Sequence[bool]]  # ids, and whether each counts
+EXCERPT_CHARACTERS = 200
+log = logging.getLogger("ttrain")
 
 
 class Score(NamedTuple):
@@ -35,7 +36,7 @@ class Score(NamedTuple):
 
 
 class ScoringWindow(NamedTuple):
-    """A span of ids: the model reads from `start` to before `end`, and the ids from `first` on are scored."""
+    """A span of ids: the model reads [start, end), and the ids from `first` on are scored."""
 
     start: int
     first: int
@@ -48,13 +49,12 @@ class ScoringWindow(NamedTuple):
 
 
 def windows(tokens: int, length: int, stride: int) -> Iterator[ScoringWindow]:
-    """Windows of at most `length` inputs in which each token after the first is scored once, with as much context as fits.
+    """Windows of at most `length` inputs in which each token after the first is scored once.
 
-    The first window scores all its tokens; each later one its last `stride` tokens, so that all of these have at least
-    `length - stride + 1` tokens before them (as in the strided perplexity of
-    https://huggingface.co/docs/transformers/perplexity). So about `stride / length` of the computed positions of a long text
-    are scored, and all of a text that fits.
+    As in https://huggingface.co/docs/transformers/perplexity, by `stride`.
     """
+    # The first window scores all its tokens; each later one its last `stride` tokens, which have at
+    # least `length - stride + 1` tokens before them.
     first = 1
     while first < tokens:
         end = min(tokens, length + 1 if first == 1 else first + stride)
@@ -73,11 +73,9 @@ def score_each(
     batch_tokens: int | None = None,
     ranks: Ranks | None = None,
 ) -> list[Score]:
-    """Compute the loss of the live tokens of each sequence, (ids, live). The first token of each is context only.
+    """Compute the loss of the live tokens of each sequence, (ids, live); the first is context only.
 
-    Windows are sorted by length to reduce padding, and `batch_tokens` bounds the tokens of a forward pass, padding included.
-    With `ranks`, each has the whole model, computes a share of the batches, and gets all scores: bit-identical on any number
-    of ranks, and equal up to the rounding of a matrix product (1e-7) with any batch size.
+    Bit-identical on any number of `ranks`, equal up to 1e-7 with any `batch_tokens` of a pass.
     `progress` gets (batches done, batches) of this rank.
     """
     arrays = [(np.asarray(ids, np.int64), np.asarray(live, np.bool_)) for ids, live in sequences]
@@ -88,11 +86,14 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    most = batch_tokens or most_batch_tokens(device)
     enough = (
         512 if device.type == "cpu" else 8192
     )  # for full speed: on a CPU they take as long each as of 2048
-    batches = batch_slices([window.inputs for _, window in numbered_windows], most, enough)
+    batches = batch_slices(
+        [window.inputs for _, window in numbered_windows],
+        batch_tokens or most_batch_tokens(device),
+        enough,
+    )
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats = np.zeros(len(numbered_windows))
     was_training = model.training
@@ -123,14 +124,16 @@ def score_each(
 
 
 def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
-    """Split descending lengths into batches of at least one and, padded to their first, at most `most` tokens.
+    """Split descending lengths into batches of at most `most` tokens, padded to their first.
 
-    A batch with `enough` tokens ends before a length that would be padded by more than a tenth: of 6,000 tokens in texts of
-    log-normal lengths the padding is then 4 % instead of 29 %.
+    A batch with `enough` tokens ends before a length that would be padded by more than a tenth.
     """
-    slices, start = [], 0
+    # Of 6,000 tokens in texts of log-normal lengths the padding is then 4 % instead of 29 %.
+    slices = []
+    start = 0
     while start < len(lengths):
-        widest, end = lengths[start], start + 1
+        widest = lengths[start]
+        end = start + 1
         while end < len(lengths) and (end + 1 - start) * widest <= most:
             if (end - start) * widest >= enough and lengths[end] < LEAST_FILL * widest:
                 break
@@ -141,7 +144,7 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
 
 
 def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of windows, padded on the right, where a causal model's earlier positions cannot see it."""
+    """Inputs and labels of windows, padded on the right, where a causal model cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
     inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
@@ -152,31 +155,27 @@ def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, 
     return torch.from_numpy(inputs_BT), torch.from_numpy(labels_BT)
 
 
-EXCERPT_CHARACTERS = 200
-
-log = logging.getLogger("ttrain")
-
-
 def read(task: str, spec: TextTask, files: SuiteFiles) -> Items[str]:
     """Read the documents of a file, or those that the model's run held out.
 
     Raises UsageError if the file does not exist, DataError if it has no document.
     """
-    parse, fields = (
-        sources.document_parser(spec.text_field),
+    parse = sources.document_parser(spec.text_field)
+    of_file = (
+        lambda row: accepted(parse(row), sources.TextDocument).text,
         sources.document_fields(spec.text_field, f"tasks.{task}."),
     )
-    of_file = (lambda row: accepted(parse(row), sources.TextDocument).text), fields
     return read_texts(task, spec, files, Parsers(of_file, lambda row: str(row["text"]), str))
 
 
 def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> TaskResult:
-    """Compute bits per byte, loss in nats per token, and perplexity per token. Every token of a text is scored.
+    """Compute bits per byte, loss in nats per token, and perplexity per token.
 
-    Bits are divided by the bytes of the text as it stands in the file, so that models with different tokenizers can be
-    compared (https://arxiv.org/abs/2101.00027, section 3.1). A tokenizer that does not reproduce a text had less to
-    predict, so its bits per byte are too low: such documents are counted in a warning and marked `lossy` in the rows.
+    Bits per byte of the file's text can be compared between tokenizers
+    (https://arxiv.org/abs/2101.00027, section 3.1).
     """
+    # A tokenizer that does not reproduce a text had less to predict: such documents are counted in
+    # a warning and `lossy` in the rows.
     ids = subject.encoder.encode(items.items)
     scores = score_items(
         items.spec, subject, [text_tokens(subject, text_ids) for text_ids in ids], progress
@@ -188,7 +187,8 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
     ]
     if any(lossy):
         log.warning(
-            "%s: the tokenizer of %s does not reproduce %d of %d documents, so its bits per byte are too low",
+            "%s: the tokenizer of %s does not reproduce %d of %d documents, "
+            "so its bits per byte are too low",
             items.task,
             subject.name,
             sum(lossy),
@@ -206,9 +206,13 @@ def run(items: Items[str], subject: LoadedModel, progress: ProgressCallback) -> 
             items.items, sizes, scores, lossy, strict=True
         )
     ]
-    nats = tuple(score.nats for score in scores)
     bits = Metric(
-        "bits_per_byte", nats, tuple(map(float, sizes)), False, "bits per byte", factor=1 / LN2
+        "bits_per_byte",
+        tuple(score.nats for score in scores),
+        tuple(map(float, sizes)),
+        False,
+        "bits per byte",
+        factor=1 / LN2,
     )
     return items.result(
         subject.name,
@@ -230,8 +234,7 @@ def score_items(
     sequences: Sequence[Tokens | str],
     progress: ProgressCallback,
 ) -> list[Score]:
-    """Score the live tokens of each item of a task, in windows that the model accepts; none of an item with an error message
-    in place of its tokens."""
+    """Score the live tokens of each item in windows that the model accepts; errors score none."""
     length = min(spec.row_length, subject.max_length or spec.row_length)
     return score_each(
         subject.model,
@@ -247,10 +250,8 @@ def score_items(
 
 def loss_figures(scores: Sequence[Score]) -> list[Metric]:
     """Loss and perplexity per token."""
-    nats, tokens = (
-        tuple(score.nats for score in scores),
-        tuple(float(score.tokens) for score in scores),
-    )
+    nats = tuple(score.nats for score in scores)
+    tokens = tuple(float(score.tokens) for score in scores)
     return [
         Metric("loss", nats, tokens, False, "nats per token"),
         Metric("perplexity", nats, tokens, False, "per token", shown="exp"),

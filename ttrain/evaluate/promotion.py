@@ -1,4 +1,4 @@
-"""Decide whether a challenger replaces the champion, from their metrics on the same held-out records."""
+"""Decide whether a challenger replaces the champion, by metrics on the same held-out records."""
 
 import math
 import re
@@ -34,13 +34,17 @@ FIGURES: Mapping[str, tuple[str, ...]] = {  # of suites' tasks, by kind
 OF_DOCUMENTS = frozenset(
     BITS_PER_BYTE.of(row.model) for row in TRAINING_STAGES.values()
 )  # metrics over held-out documents
+First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
+NO_CHAMPION = "there is no champion yet"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision and its inputs. `difference` is by how much the challenger is better, in the metric's unit;
-    `smallest_difference` is the difference that records like these would show in four cases of five; `lost` names the
-    held-out texts on which the challenger is worse by more than `promotion.forgetting`.
+    """A decision and its inputs.
+
+    difference           by how much the challenger is better, in the metric's unit
+    smallest_difference  that records like these would show in four cases of five
+    lost                 texts on which it is worse by more than `promotion.forgetting`
     """
 
     promote: bool
@@ -67,9 +71,9 @@ class Decision:
 
 
 def check_metric(settings: Settings) -> None:
-    """Raise UsageError if no evaluation under these settings has `promotion.metric`; called before training."""
-    evaluated = (TRAININGS[0], *settings.trainings)  # there is a base, whichever stages train
-    models = [row.model for name, row in TRAINING_STAGES.items() if name in evaluated]
+    """Raise UsageError if no evaluation under these settings has `promotion.metric`."""
+    stages = {TRAININGS[0], *settings.trainings}  # there is a base, whichever stages train
+    models = [row.model for name, row in TRAINING_STAGES.items() if name in stages]
     of_heldout = [
         row.metric.of(model)
         for row in TRAINING_STAGES.values()
@@ -87,36 +91,38 @@ def check_metric(settings: Settings) -> None:
     name = re.sub(
         "/[^/:]*:.*", "", metric, flags=re.DOTALL
     )  # without a group such as lang:zh or source:a/b
-    any_name = re.sub("/.*/", f"/{ANY_FIGURE}/", name)
-    if not {name, any_name}.intersection(of_heldout + of_suites):
+    names = {name, re.sub("/.*/", f"/{ANY_FIGURE}/", name)}
+    if names.isdisjoint(of_heldout + of_suites):
         raise UsageError(
-            f"promotion.metric is {metric}, which no evaluation of these settings has; choose one of "
+            f"promotion.metric is {metric}, which no evaluation of these settings has; "
+            "choose one of "
             + ", ".join(of_heldout + of_suites)
             + ("" if of_suites else ", and what `evaluate.suites` adds as TASK/FIGURE/MODEL")
         )
 
 
-First = tuple[bool, str]  # whether a challenger becomes champion where there is none, and why
-NO_CHAMPION = "there is no champion yet"
-
-
 def first_champion(metrics: Mapping[str, Metric], challenger: Metric, settings: Promotion) -> First:
-    """Compare a first challenger with what `promotion.baseline` names, from the metrics of its evaluation.
+    """Compare a first challenger with `promotion.baseline`, by the metrics of its evaluation.
 
     There is nothing to beat where there is no such baseline, as without held-out documents.
     """
-    name, value, own = "promotion.baseline", settings.baseline, challenger.value
+    name = "promotion.baseline"
+    value = settings.baseline
+    own = challenger.value
     sign = forgetting.sign_of(challenger, settings)
     if isinstance(value, str):
-        name, sign = value, -1.0
+        name = value
+        sign = -1.0
         values = {key: metric.value for key, metric in metrics.items()}
-        value, own = values.get(BITS_PER_BYTE.of(name)), values.get(BITS_PER_BYTE.name, math.nan)
+        value = values.get(BITS_PER_BYTE.of(name))
+        own = values.get(BITS_PER_BYTE.name, math.nan)
     if value is None or math.isnan(own):
         return True, NO_CHAMPION
     if sign * (own - value) > 0:
         return True, f"{NO_CHAMPION}, and its {own:.5f} beats {value:.5f} of {name}"
     return False, (
-        f"{NO_CHAMPION}, but its {own:.5f} does not beat {value:.5f} of {name}; train longer or on more "
+        f"{NO_CHAMPION}, but its {own:.5f} does not beat {value:.5f} of {name}; "
+        "train longer or on more "
         "text, or set promotion.baseline, which is what a first champion must beat"
     )
 
@@ -132,38 +138,51 @@ def decide(
 ) -> Decision:
     """Decide whether the challenger becomes champion.
 
-    It does if it is better by more than the margin and has lost none of the texts; with enough records, only if the whole
-    interval of the difference lies beyond the margin. The first challenger becomes champion if its metric is finite and it
-    `first` says so. `unknown`: why what it forgets cannot be determined, which promotes nothing.
+    first    the decision about a challenger where there is no champion
+    texts    none of which may be lost
+    unknown  why what it forgets cannot be determined, which promotes nothing
     """
+    # With enough records the complete interval of the difference must lie beyond the margin.
     decision = _compared(challenger, champion, settings, first)
     lost = [figure for figure in texts if figure.lost]
     decision = replace(decision, lost=tuple(figure.name for figure in lost))
     if not decision.promote or not (lost or unknown):
         return decision
     if lost:
-        reason = f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; over all held-out text it is {decision.reason}"
+        reason = (
+            f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; "
+            f"over all held-out text it is {decision.reason}"
+        )
     else:
-        reason = f"what it forgets cannot be determined: {unknown}; else it would be promoted: {decision.reason}"
+        reason = (
+            f"what it forgets cannot be determined: {unknown}; else it would be promoted: "
+            f"{decision.reason}"
+        )
     return replace(decision, promote=False, reason=reason)
 
 
 def _compared(
     challenger: Metric, champion: Metric | None, settings: Promotion, first: First
 ) -> Decision:
-    """Decide by the metric over all records."""
+    # By the metric over all records.
 
     def decided(promote: bool, reason: str, **comparison: Any) -> Decision:
-        old = None if champion is None else champion.value
-        rules = (settings.margin, settings.confidence)
         return Decision(
-            promote, settings.metric, challenger.value, old, *rules, reason, **comparison
+            promote,
+            settings.metric,
+            challenger.value,
+            None if champion is None else champion.value,
+            settings.margin,
+            settings.confidence,
+            reason,
+            **comparison,
         )
 
     if not math.isfinite(challenger.value):
         return decided(
             False,
-            f"the challenger's {settings.metric} is {challenger.value}, which is not a finite number",
+            f"the challenger's {settings.metric} is {challenger.value}, "
+            "which is not a finite number",
         )
     if champion is None:
         return decided(*first)
@@ -175,7 +194,9 @@ def _compared(
     if why := _incomparable_reason(challenger, champion):
         return decided(False, why)
     compared = forgetting.advantage(challenger, champion, settings)
-    difference, samples, margin = compared.difference, len(challenger.records), settings.margin
+    difference = compared.difference
+    samples = len(challenger.records)
+    margin = settings.margin
     change = f"{'worse' if difference < 0 else 'better'} by {abs(difference):.5f}"
     if not settings.resamples or samples < settings.min_samples or compared.interval is None:
         better = difference > margin
@@ -192,37 +213,49 @@ def _compared(
         )
     low, _ = compared.interval
     better = low > margin
-    reason = f"{change}; the lower end of the interval, {low:.5f}, is {'' if better else 'not '}above the margin {margin:g}"
+    reason = (
+        f"{change}; the lower end of the interval, {low:.5f}, "
+        f"is {'' if better else 'not '}above the margin {margin:g}"
+    )
     if not better and compared.smallest is not None:
         reason += f"; the minimum detectable difference is about {compared.smallest:.5f}"
-    numbers = {
-        "interval": compared.interval,
-        "smallest_difference": compared.smallest,
-        "samples": samples,
-    }
-    return decided(better, reason, difference=difference, **numbers)
+    return decided(
+        better,
+        reason,
+        difference=difference,
+        interval=compared.interval,
+        smallest_difference=compared.smallest,
+        samples=samples,
+    )
 
 
 def why_unknown(challenger: Metric, champion: Metric | None) -> str:
-    """Why what a challenger forgets cannot be determined from these scores; empty where it can.
+    """Why what a challenger forgets cannot be determined from these scores; "" where it can.
 
-    A champion whose metric is not a finite number has nothing to lose.
+    A champion whose metric is not finite has nothing to lose.
     """
     if champion is None:
         return f"the champion's evaluation does not have {challenger.name}"
     if not math.isfinite(challenger.value):
-        return f"the challenger's {challenger.name} is {challenger.value}, the champion's is {champion.value:.5f}"
+        return (
+            f"the challenger's {challenger.name} is {challenger.value}, "
+            f"the champion's is {champion.value:.5f}"
+        )
     return _incomparable_reason(challenger, champion) if math.isfinite(champion.value) else ""
 
 
 def _incomparable_reason(challenger: Metric, champion: Metric) -> str:
-    """Why the metrics of both models cannot be compared; empty where they can."""
+    # "" where the metrics can be compared.
     if challenger.records != champion.records:
-        return "the models were not evaluated on the same held-out records, so their metrics cannot be compared"
+        return (
+            "the models were not evaluated on the same held-out records, "
+            "so their metrics cannot be compared"
+        )
     if challenger.sizes == champion.sizes:
         return ""
     return (
-        f"the models count the same records differently, as with two tokenizers, so {challenger.name} cannot be compared; "
+        "the models count the same records differently, as with two tokenizers, "
+        f"so {challenger.name} cannot be compared; "
         f"set promotion.metric={BITS_PER_BYTE.name}"
     )
 
@@ -235,18 +268,18 @@ def judge(
     new: str = "",
     best: Mapping[str, BestFigure] = MappingProxyType({}),
 ) -> tuple[Decision, list[TextFigure]]:
-    """Decide whether a challenger becomes champion, by its evaluation and the champion's.
+    """Decide by two evaluations: (decision, values by text and metric).
 
-    Returns the decision, and the figures on the text of each night and source, and in other metrics.
+    nights  names of the held-out records of each night
+    new     the night that is decided
+    best    the champions' best values so far, by text
 
-    `nights`: names of the held-out records of each night; `new`: the one that is decided, whose text nothing can forget;
-    `best`: the best figures of champions so far, by text.
-    What is forgotten is judged by `promotion.metric` where that is over documents, else by the base model's bits per byte;
-    the other models by their own metrics.
     Raises UsageError if an evaluation does not have the metric.
     """
+    # The text of the new night cannot be forgotten.
     deciding = challenger.metric(rules.metric)
-    texts, unknown = list[TextFigure](), ""
+    texts = list[TextFigure]()
+    unknown = ""
     metric = metric_of_texts(rules.metric)
     if ours := challenger.metrics.get(metric):
         theirs = champion.metrics.get(metric) if champion else None
@@ -257,33 +290,31 @@ def judge(
             unknown = why_unknown(ours, theirs)
     if champion:
         texts += _of_other_models(challenger, champion, rules)
-    first = first_champion(challenger.metrics, deciding, rules)
-    of_champion = champion.metric(rules.metric) if champion else None
-    decision = decide(deciding, of_champion, rules, first=first, texts=texts, unknown=unknown)
-    return _kept_if_too_few(decision, len(deciding.records), rules), texts
-
-
-def _kept_if_too_few(decision: Decision, records: int, rules: Promotion) -> Decision:
-    """The same decision, but to keep the champion where it was made by the figures over too few records.
-
-    Where the user sets promotion.resamples=0, or a metric has no records, the figures alone decide.
-    """
-    few = too_few(records, rules.min_samples)
+    decision = decide(
+        deciding,
+        champion.metric(rules.metric) if champion else None,
+        rules,
+        first=first_champion(challenger.metrics, deciding, rules),
+        texts=texts,
+        unknown=unknown,
+    )
+    # With promotion.resamples=0, or without records, the values alone decide, however few.
+    few = too_few(len(deciding.records), rules.min_samples)
     if (
-        not few
-        or not records
-        or not rules.resamples
-        or decision.difference is None
-        or decision.lost
+        few
+        and deciding.records
+        and rules.resamples
+        and decision.difference is not None
+        and not decision.lost
     ):
-        return decision
-    return replace(decision, promote=False, reason=few)
+        decision = replace(decision, promote=False, reason=few)
+    return decision, texts
 
 
 def _of_other_models(
     challenger: Evaluation, champion: Evaluation, rules: Promotion
 ) -> Iterator[TextFigure]:
-    """The figures in the metric of each model that does not decide and has one that is not over documents."""
+    # In the metric of each other model that is not over documents.
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:
             continue
@@ -293,5 +324,5 @@ def _of_other_models(
 
 
 def metric_of_texts(metric: str) -> str:
-    """The metric by which the gate judges what is forgotten, where it decides by this one."""
+    """The metric by which forgetting is judged, where this metric decides."""
     return metric if metric in OF_DOCUMENTS else BITS_PER_BYTE.name

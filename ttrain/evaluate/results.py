@@ -1,4 +1,4 @@
-"""Task results of one or more models: metrics with intervals, comparisons, tables, JSON. Loads no torch."""
+"""Task results of one or more models: intervals, comparisons, tables, JSON. Loads no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,18 @@ OTHER_COUNTS = (
 
 
 class Results:
-    """Results of one or more models on the same tasks. The other models are compared with the first one."""
+    """Results of models on the same tasks; the other models are compared with the first one."""
 
     def __init__(self, outcomes: Sequence[TaskResult], rule: Rule) -> None:
-        self.outcomes, self.rule = outcomes, rule
+        self.outcomes = outcomes
+        self.rule = rule
         self.models = list(dict.fromkeys(outcome.subject for outcome in outcomes))
         self._tasks: dict[str, dict[str, TaskResult]] = {}
         for outcome in outcomes:
             self._tasks.setdefault(outcome.task, {})[outcome.subject] = outcome
 
     def recorded(self) -> dict[str, Metric]:
-        """Every metric as TASK/METRIC/MODEL, the primary one of each group as TASK/METRIC/MODEL/KEY:VALUE, and baselines as
-        TASK/METRIC/BASELINE."""
+        """Every metric as TASK/METRIC/MODEL[/KEY:VALUE], and baselines as TASK/METRIC/BASELINE."""
         recorded: dict[str, Metric] = {}
         for outcome in self.outcomes:
             names = {
@@ -59,30 +59,33 @@ class Results:
         return numbers
 
     def comparisons(self) -> list[JsonDict]:
-        """Compare every other model with the first on each metric that decides: the fields of the `PairedComparison`,
-        `verdict` in words, and `p_of_all`, which is p corrected for the number of comparisons by Holm's rule."""
-        pairs = [
-            (first, other)
+        """Compare every other model with the first on each metric that decides.
+
+        The fields of `PairedComparison`, `verdict` in words, and `p_of_all`: p corrected by Holm's
+        rule.
+        """
+        decisive = [
+            (first, other, metric, other_metric)
             for first, *others in map(dict.values, self._tasks.values())
             for other in others
-        ]
-        decisive = [
-            (*pair, *metrics)
-            for pair in pairs
-            for metrics in zip(*(of.compared for of in pair), strict=False)
+            for metric, other_metric in zip(first.compared, other.compared, strict=False)
         ]
         comparisons: list[JsonDict] = []
         for first, other, metric, other_metric in decisive:
-            why, compared = _incomparable_reason(first, other, metric, other_metric), NOT_COMPARED
+            why = _incomparable_reason(first, other, metric, other_metric)
+            compared = NOT_COMPARED
             if not why:
                 compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
-            names = {
-                "task": first.task,
-                "figure": metric.name,
-                "first": first.subject,
-                "second": other.subject,
-            }
-            comparisons.append({**names, **asdict(compared), "verdict": why})
+            comparisons.append(
+                {
+                    "task": first.task,
+                    "figure": metric.name,
+                    "first": first.subject,
+                    "second": other.subject,
+                    **asdict(compared),
+                    "verdict": why,
+                }
+            )
         corrected = statistics.holm([comparison["p"] for comparison in comparisons])
         for comparison, p in zip(comparisons, corrected, strict=True):
             comparison["p_of_all"] = p
@@ -90,7 +93,6 @@ class Results:
         return comparisons
 
     def _verdict(self, comparison: JsonDict) -> str:
-        """Summarise a comparison in words."""
         if few := not_judged(comparison["items"], noun="items"):
             return few
         if comparison["better"] and comparison["p_of_all"] <= 1 - self.rule.confidence:
@@ -98,7 +100,10 @@ class Results:
         if math.isnan(comparison["p_of_all"]):
             return "not tested: resamples is 0"
         smallest = comparison["smallest"]
-        return f"no significant difference{f' (minimum detectable: {number(smallest)})' if smallest else ''}"
+        return (
+            "no significant "
+            f"difference{f' (minimum detectable: {number(smallest)})' if smallest else ''}"
+        )
 
     def to_json(self) -> JsonDict:
         """Everything except the items, as JSON."""
@@ -120,18 +125,16 @@ class Results:
                     },
                 }
             )
-        compared = finite(self.comparisons())
         return {
             "confidence": self.rule.confidence,
             "models": self.models,
             "tasks": tasks,
-            "comparisons": compared,
+            "comparisons": finite(self.comparisons()),
         }
 
     def _figures(self, outcome: TaskResult) -> JsonDict:
-        figures = {}
-        for metric in outcome.figures:
-            figures[metric.name + metric.suffix] = finite(
+        return {
+            metric.name + metric.suffix: finite(
                 {
                     "value": metric.value,
                     "interval": statistics.interval(metric, self.rule),
@@ -141,11 +144,14 @@ class Results:
                     "items": metric.items,
                 }
             )
-        return figures
+            for metric in outcome.figures
+        }
 
     def table(self) -> Table:
-        """(header, rows): a row for each metric, a column for each model. Below a task's primary metric come its baselines
-        and its values for groups of items."""
+        """(header, rows): a row for each metric, a column for each model.
+
+        Below a task's primary metric come its groups and baselines.
+        """
         rows: list[tuple[str, ...]] = []
         for task, by_model in self._tasks.items():
             first = next(iter(by_model.values()))
@@ -165,7 +171,7 @@ class Results:
         return ["task", "figure", *self.models, "items"], rows
 
     def cell(self, metric: Metric) -> str:
-        """A metric with its interval."""
+        """Format a metric with its interval."""
         interval = statistics.interval(metric, self.rule)
         return number(metric.value) + ("" if interval is None else f" ({span(interval)})")
 
@@ -173,11 +179,11 @@ class Results:
         """(header, rows): a row for each compared metric of a task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():
-            difference, interval, cells = pair["difference"], pair["interval"], ("", "", "")
-            if not math.isnan(difference):
+            cells = ("", "", "")
+            if not math.isnan(pair["difference"]):
                 cells = (
-                    _shown(difference, "+"),
-                    span(interval, "+") if interval else "",
+                    _shown(pair["difference"], "+"),
+                    span(pair["interval"], "+") if pair["interval"] else "",
                     _p(pair["p_of_all"]),
                 )
             rows.append(
@@ -209,7 +215,7 @@ class Results:
 def _incomparable_reason(
     first: TaskResult, second: TaskResult, metric: Metric, other: Metric
 ) -> str:
-    """Why this metric of two results cannot be compared; "" if it can."""
+    # "" if this metric of two results can be compared.
     if first.items.digests != second.items.digests:
         return OTHER_ITEMS
     if not statistics.comparable(metric, other):

@@ -1,4 +1,4 @@
-"""Run tasks on models: read the items once, then evaluate model after model, one in memory at a time."""
+"""Run tasks on models: read the items once, then evaluate one model after another."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +18,21 @@ from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
 ReportProgress = Callable[[float], None]  # gets the share of the tasks that is done
+Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
+FUNCTIONS: dict[str, Functions] = {
+    "text": (perplexity.read, perplexity.run),
+    "chats": (chats.read, chats.run),
+    "pairs": (chats.read_pairs, chats.run_pairs),
+    "choices": (choices.read, choices.score_choices),
+    "last_word": (choices.read, choices.score_passages),
+    "generation": (generation.read, generation.run),
+}
 
 
 def read(
     suites: Sequence[LoadedSuite], heldout: Mapping[str, Sequence[JsonObject]]
 ) -> list[Items[Any]]:
-    """Read the items of every task. `heldout` has the records of each held-out part, such as "documents".
+    """Read the items of every task. `heldout` has the records of each part, such as "documents".
 
     Raises UsageError for a task whose held-out part or file is missing.
     """
@@ -52,7 +61,7 @@ def ask(
 
 
 def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[Any]:
-    """Put the items whose plain text's digest is in `overlap_digests` into a group of their own, and the others into one."""
+    """Group the items by whether the digest of their plain text is in `overlap_digests`."""
     if not overlap_digests:
         return items
     texts = [contamination.of_row(dict(row)) or "" for row in items.rows]
@@ -66,19 +75,8 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[
     return replace(items, groups={**items.groups, **groups})
 
 
-Functions = tuple[Callable[..., Items[Any]], Callable[..., TaskResult]]
-FUNCTIONS: dict[str, Functions] = {
-    "text": (perplexity.read, perplexity.run),
-    "chats": (chats.read, chats.run),
-    "pairs": (chats.read_pairs, chats.run_pairs),
-    "choices": (choices.read, choices.score_choices),
-    "last_word": (choices.read, choices.score_passages),
-    "generation": (generation.read, generation.run),
-}
-
-
 def functions_of(spec: Task) -> Functions:
-    """(reads the items, scores a model on them) of a kind of task. Raises UsageError if the harness is not installed."""
+    """(reader, scorer) of a kind of task. Raises UsageError if the harness is not installed."""
     if not isinstance(spec, HarnessTask):
         return FUNCTIONS[spec.kind]
     try:

@@ -1,7 +1,7 @@
-"""Samples: what a model writes for you.
+"""Samples: what a model writes.
 
-Their prompts are those of the settings, else beginnings of held-out documents and held-out
-questions, each with what follows it there.
+Prompts are those of the settings, else beginnings of held-out documents and held-out questions,
+with what follows them there.
 """
 
 import itertools
@@ -23,7 +23,10 @@ WORDS = re.compile(r".*\S(?=\s)", re.DOTALL)  # all up to the last space
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """The beginning of a document, or the turns of a chat up to a question; `reference`: what follows it in the data."""
+    """The beginning of a document, or the turns of a chat up to a question.
+
+    `reference` is what follows it in the data.
+    """
 
     text: str
     turns: Messages = ()  # empty: a document
@@ -31,12 +34,12 @@ class SamplePrompt:
 
 
 def hash_of_text(text: str) -> bytes:
-    """The place of a text among others, which does not depend on them."""
+    """A sort key for texts that depends on the text alone."""
     return hash_of(text.encode("utf-8"))
 
 
 def question(text: str) -> SamplePrompt:
-    """A question that the settings name."""
+    """A question of the settings."""
     return SamplePrompt(text, (Message("user", text),))
 
 
@@ -54,7 +57,7 @@ def of_documents(
 def of_chats(
     chats: Iterable[Messages], encoder: Encoder, *, new_tokens: int, room: int
 ) -> list[SamplePrompt]:
-    """The same of questions: the first one of a chat, with the turns before it, and its answer."""
+    """The first questions of two chats, with the turns before them, and their answers."""
     prompts: list[SamplePrompt] = []
     for turns in sorted(
         chats, key=lambda turns: hash_of_text("\n".join(turn.content for turn in turns))
@@ -74,7 +77,7 @@ def of_chats(
 def _chosen(
     prompts: Iterator[SamplePrompt], encoder: Encoder, new_tokens: int
 ) -> list[SamplePrompt]:
-    """The first prompts with different texts, with as much of their references as a model writes."""
+    # The first prompts with different texts; references are cut to what a model writes.
     chosen: dict[str, SamplePrompt] = {}
     for prompt in prompts:
         (reference_ids,) = encoder.encode([prompt.reference])
@@ -88,7 +91,7 @@ def _chosen(
 
 
 def _begun(text: str, most_bytes: int) -> SamplePrompt:
-    """The document in two: at most its first half, up to the end of a word."""
+    # At most the first half of a document, up to the end of a word, and the rest.
     half = text[: len(text) // 2].encode("utf-8")[:most_bytes].decode("utf-8", errors="ignore")
     words = WORDS.match(text[: len(half) + 1])
     # Chinese has a space in a title at most: the characters up to it are not the beginning.
@@ -99,7 +102,7 @@ def _begun(text: str, most_bytes: int) -> SamplePrompt:
 def continuations(
     subject: LoadedModel, prompts: Sequence[SamplePrompt], *, new_tokens: int
 ) -> list[dict[str, str]]:
-    """The prompt, its most likely continuation as `answer`, and the `reference` where there is one."""
+    """The prompts, their likeliest continuations as `answer`, and `reference` if there is one."""
     encoder = subject.encoder
     ids = [
         chat.prompt_ids(encoder, prompt.turns)
@@ -116,6 +119,11 @@ def continuations(
     samples: list[dict[str, str]] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         shown = answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer
-        reference = {"reference": prompt.reference} if prompt.reference else {}
-        samples.append({"prompt": prompt.text, "answer": shown, **reference})
+        samples.append(
+            {
+                "prompt": prompt.text,
+                "answer": shown,
+                **({"reference": prompt.reference} if prompt.reference else {}),
+            }
+        )
     return samples

@@ -1,9 +1,11 @@
 """Confidence intervals of metrics, paired comparisons of models, minimum detectable differences.
 
-Items (documents, chats, questions) are resampled: tokens of one document are not independent, items are assumed to be.
-Two models are compared on the same items, so that an item's difficulty for both cancels out. Letters in names: N items, R
-resamples. Loads only numpy and scipy.
+Loads only numpy and scipy.
 """
+
+# Items are resampled and assumed to be independent, unlike the tokens of one document. Two models
+# are compared on the same items, so that an item's difficulty for both cancels out. Letters in
+# names: N items, R resamples.
 
 import math
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ FEWEST_ITEMS = 5  # with fewer, an interval would depend more on its method than
 POWER = 0.8
 
 NORMAL = NormalDist()
+CHUNK = 1 << 18  # drawn item numbers in memory at once
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """The first model compared with the second on the same items, in the displayed unit; `difference` is first - second.
+    """The first model compared with the second on the same items, in the displayed unit.
 
-    better    "first" or "second", whichever has the better value; "" if they are equal
-    interval  of the difference; None below FEWEST_ITEMS
-    p         two-sided, of the hypothesis that the two are equally good
-    smallest  the minimum detectable difference: items like these show it in POWER of all cases, corrected for the number of
-              comparisons
-    items     number of pairs
+    better    "first" or "second"; "" if they are equal
+    interval  of the difference, first - second; None below FEWEST_ITEMS
+    p         two-sided, that the two are equally good
+    smallest  minimum detectable difference
     """
 
     difference: float
@@ -55,21 +56,25 @@ class PairedComparison:
 
 
 def interval(figure: Metric, rule: Rule) -> Interval | None:
-    """Confidence interval of the metric for other items of the same kind; None if it is not finite or the items too few.
+    """Confidence interval of the metric for other items of the same kind; None of too few items.
 
-    Shares of items that are right: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953. The bootstrap has no width
-    if all are right or all wrong, and covers a share of 2 % on 20 items in 34 of 100 cases instead of 95; Wilson's in 94.
-    Items with several parts each, as chats with answers, count as their number of independent parts (Wilson's form with
-    the effective sample size of https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503, which is less by Student's t if it is
-    estimated from few items): of 2 % of answers in 20 to 60 chats it covers 94 to 98 of 100 cases, the bootstrap 37 to 96.
-    Everything else: bootstrap (Efron 1979, https://doi.org/10.1214/aos/1176344552).
+    Shares: Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953.
+    Items of several parts: https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503.
+    Everything else: bootstrap, Efron 1979, https://doi.org/10.1214/aos/1176344552.
     """
+    # The bootstrap covers a share of 2 % on 20 items in 34 of 100 cases instead of 95, Wilson's in
+    # 94. Items with several parts, as chats with answers, count as their number of independent
+    # parts: of 2 % of answers in 20 to 60 chats that covers 94 to 98 of 100 cases, the bootstrap 37
+    # to 96.
     sums, sizes = _counting(figure)
     if len(sums) < FEWEST_ITEMS or not math.isfinite(figure.value):
         return None
     if _are_counts(sums, sizes):
-        share = float(sums.sum() / sizes.sum())
-        low, high = _wilson(share, _independent(sums, sizes, rule.confidence), rule.confidence)
+        low, high = _wilson(
+            float(sums.sum() / sizes.sum()),
+            _independent(sums, sizes, rule.confidence),
+            rule.confidence,
+        )
         low, high = figure.factor * low, figure.factor * high
     else:
         if not rule.resamples:
@@ -80,8 +85,7 @@ def interval(figure: Metric, rule: Rule) -> Interval | None:
 
 
 def comparable(first: Metric, second: Metric) -> bool:
-    """Whether both metrics count the items alike: nats per token are not comparable between two tokenizers, nats per byte
-    are."""
+    """Whether both metrics count the items alike, unlike nats per token of two tokenizers."""
     return (
         first.sizes == second.sizes
         and first.factor == second.factor
@@ -90,15 +94,15 @@ def comparable(first: Metric, second: Metric) -> bool:
 
 
 def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> PairedComparison:
-    """Compare two models' metrics over the same items, which must be `comparable`. The minimum detectable difference is
-    corrected for `among` comparisons in all."""
+    """Compare two `comparable` metrics. `among`: all comparisons, which correct `smallest`."""
     assert comparable(first, second), f"{first.name} does not count the items as {second.name} does"
     difference = first.value - second.value + 0.0  # avoids -0.0
-    sign = 1 if first.higher_is_better else -1
-    better = (
-        "first" if sign * difference > 0 else "second" if sign * difference < 0 else ""
-    )  # "" for NaN, too
-    (ours, sizes), (theirs, _) = _counting(first), _counting(second)
+    advantage = difference if first.higher_is_better else -difference
+    better = "first" if advantage > 0 else ""  # for NaN, too
+    if advantage < 0:
+        better = "second"
+    ours, sizes = _counting(first)
+    theirs, _ = _counting(second)
     count = len(sizes)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()) or not count:
         return PairedComparison(difference, better, None, math.nan, None, count)
@@ -106,19 +110,18 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
         p = sign_test(int((ours > theirs).sum()), int((theirs > ours).sum()))
     else:
         p = randomised(ours - theirs, rule.resamples, rule.seed)
-    needed = smallest(first, second, level=(1 - rule.confidence) / among)
     ends = (
         _interval_of_difference(first, ours, theirs, sizes, rule) if count >= FEWEST_ITEMS else None
     )
+    needed = smallest(first, second, level=(1 - rule.confidence) / among)
     return PairedComparison(difference, better, ends, p, needed, count)
 
 
 def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
-    """Minimum detectable difference: the true one that a test at `level` detects on these items with probability POWER
-    (Card et al. 2020, "With Little Power Comes Great Responsibility", https://aclanthology.org/2020.emnlp-main.745).
+    """Minimum detectable difference of a test at `level` with probability POWER, or None.
 
-    From the spread of the paired differences; for one model alone, against another that is as good and independent of it
-    (models that agree show smaller ones). None if there are too few items.
+    Card et al. 2020, https://aclanthology.org/2020.emnlp-main.745. For one model alone, against an
+    independent one that is as good.
     """
     sums, sizes = _counting(first)
     count = len(sums)
@@ -142,17 +145,12 @@ def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05
 def _interval_of_difference(
     first: Metric, ours: Floats, theirs: Floats, sizes: Floats, rule: Rule
 ) -> Interval | None:
-    """Interval of a paired difference; `ours` are the sums of the first metric.
-
-    Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width even if the models agree on every item.
-    Else the paired bootstrap, Koehn 2004, https://aclanthology.org/W04-3250.
-    """
+    # Shares: Agresti and Min 2005, https://doi.org/10.1002/sim.1781, which has a width even if the
+    # models agree on every item. Else the paired bootstrap, Koehn 2004,
+    # https://aclanthology.org/W04-3250.
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
-        count, wins, losses = (
-            len(sizes) + 2,
-            (ours > theirs).sum() + 0.5,
-            (theirs > ours).sum() + 0.5,
-        )
+        count = len(sizes) + 2
+        wins, losses = (ours > theirs).sum() + 0.5, (theirs > ours).sum() + 0.5
         middle = float(wins - losses) / count
         error = math.sqrt(wins + losses - (wins - losses) ** 2 / count) / count
         reach = NORMAL.inv_cdf((1 + rule.confidence) / 2) * error
@@ -165,9 +163,9 @@ def _interval_of_difference(
 
 
 def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> Floats:
-    """For each of the sums [N], a row of R quotients `sum(sums) / sum(sizes)` of items drawn with replacement, the same
-    draws for all."""
-    random, count = np.random.default_rng(rule.seed), len(sizes)
+    """R quotients of items drawn with replacement, for each of the sums [N]; the same draws."""
+    random = np.random.default_rng(rule.seed)
+    count = len(sizes)
     ratios: list[Floats] = []
     for start in range(0, rule.resamples, rows := max(1, CHUNK // count)):
         drawn_RN = random.integers(count, size=(min(rows, rule.resamples - start), count))
@@ -177,8 +175,8 @@ def bootstrap_ratios(sums: Sequence[Floats], sizes: Floats, rule: Rule) -> Float
 
 
 def _percentiles(drawn: Floats, count: int, confidence: float) -> Interval:
-    """Percentiles widened as Student's t is beyond the normal: plain ones cover too little on few items, 0.88 instead of
-    0.95 on ten documents, these 0.92 (Hesterberg 2015, https://arxiv.org/abs/1411.5279, section 4.4)."""
+    # Widened as Student's t is beyond the normal: plain ones cover 0.88 instead of 0.95 on ten
+    # documents, these 0.92 (Hesterberg 2015, https://arxiv.org/abs/1411.5279, section 4.4).
     tail = NORMAL.cdf(
         -math.sqrt(count / (count - 1)) * student_quantile((1 + confidence) / 2, count - 1)
     )
@@ -196,7 +194,7 @@ def student_quantile(share: float, freedom: float) -> float:
 
 
 def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | None:
-    """Interval of the mean of independent differences, as of seeds, by Student's t; None of fewer than two."""
+    """Interval of the mean of independent differences by Student's t; None of fewer than two."""
     count = len(differences)
     if count < 2:
         return None
@@ -206,8 +204,10 @@ def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | 
 
 
 def t_test(differences: Sequence[float]) -> float:
-    """Two-sided p of the hypothesis that the mean of independent differences is 0, by Student's t; NaN of fewer than two, or
-    where all are the same, as they can be of counts."""
+    """Two-sided p that the mean of independent differences is 0, by Student's t.
+
+    NaN of fewer than two, or where all are the same, as they can be of counts.
+    """
     from scipy import special
 
     count = len(differences)
@@ -218,7 +218,7 @@ def t_test(differences: Sequence[float]) -> float:
 
 
 def _influence(figure: Metric, sums: Floats, sizes: Floats) -> Floats:
-    """Influence of each item on the metric, times N, for the variance of a quotient by linearisation."""
+    # Of each item on the metric, times N: the variance of a quotient by linearisation.
     ratio = float(sums.sum() / sizes.sum())
     slope = figure.factor * (figure.value if figure.shown == "exp" else 1.0)
     return slope * (sums - ratio * sizes) * (len(sums) / float(sizes.sum()))
@@ -230,17 +230,15 @@ def _standard_error(spread: Floats) -> float:
 
 
 def _independent(sums: Floats, sizes: Floats, confidence: float) -> float:
-    """Effective number of independent parts: all of them if the parts of an item are uncorrelated; if they are all alike,
-    the number of items, or fewer if some items have most of the parts (Kish 1965).
-
-    With lengths like those of texts (log-normal, sigma 1) the number of items instead of Kish's covers 81 of 100 cases at a
-    share of a half and a correlation of 0.9, Kish's 88, with Student's t of as many 93.
-    """
-    items, parts = len(sums), float(sizes.sum())
-    if parts == items:
+    # Effective number of independent parts: all of them if the parts of an item are uncorrelated;
+    # if they are all alike, the number of items, or fewer if some have most of the parts (Kish
+    # 1965). With log-normal lengths (sigma 1) the number of items instead covers 81 of 100 cases at
+    # a share of a half and a correlation of 0.9, Kish's 88, with Student's t 93.
+    parts = float(sizes.sum())
+    if parts == len(sums):
         return parts
     share = float(sums.sum()) / parts
-    error = _standard_error((sums - share * sizes) * (items / parts))
+    error = _standard_error((sums - share * sizes) * (len(sums) / parts))
     least = parts**2 / float((sizes**2).sum())
     count = min(parts, max(least, share * (1 - share) / error**2)) if error else least
     return (
@@ -262,13 +260,13 @@ def _wilson(share: float, count: float, confidence: float) -> Interval:
 
 
 def _counting(figure: Metric) -> tuple[Floats, Floats]:
-    """(sums, sizes) of the items with a size above 0."""
+    # (sums, sizes) of the items with a size above 0.
     sums, sizes = np.array(figure.sums, np.float64), np.array(figure.sizes, np.float64)
     return sums[sizes > 0], sizes[sizes > 0]
 
 
 def _are_counts(sums: Floats, sizes: Floats) -> bool:
-    """Whether each item counts a property of its parts, such as the answers that end."""
+    # Whether each item counts a property of its parts, such as the answers that end.
     whole = (sums == np.round(sums)) & (sizes == np.round(sizes))
     return bool((whole & (sums >= 0) & (sums <= sizes)).all())
 
@@ -277,24 +275,23 @@ def _is_share(sums: Floats, sizes: Floats) -> bool:
     return bool((sizes == 1).all() and np.isin(sums, (0.0, 1.0)).all())
 
 
-CHUNK = 1 << 18  # drawn item numbers in memory at once
-
-
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p of the exact McNemar test, from the numbers of items that only one model or only the other has right; it
-    holds its level for two classifiers on one test set (Dietterich 1998, https://doi.org/10.1162/089976698300017197). Items
-    on which both agree do not count.
-    """
+    """Two-sided p of the exact McNemar test; items on which both agree do not count."""
+    # It holds its level for two classifiers on one test set (Dietterich 1998,
+    # https://doi.org/10.1162/089976698300017197).
     from scipy import special
 
     return min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple comparisons (Holm 1979, https://www.jstor.org/stable/4615733): of twenty comparisons of
-    equal models, one is below 0.05 by chance. NaNs stay NaN and do not count."""
+    """Correct p-values for multiple comparisons (Holm 1979, https://www.jstor.org/stable/4615733).
+
+    NaNs stay NaN and do not count.
+    """
     ordered = sorted((p, number) for number, p in enumerate(p_values) if not math.isnan(p))
-    corrected, highest = [math.nan] * len(p_values), 0.0
+    corrected = [math.nan] * len(p_values)
+    highest = 0.0
     for rank, (p, number) in enumerate(ordered):
         highest = max(highest, min(1.0, (len(ordered) - rank) * p))
         corrected[number] = highest
@@ -302,12 +299,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def randomised(differences_N: Floats, resamples: int, seed: int) -> float:
-    """Two-sided p of the summed difference under random exchange of each item's two scores (approximate
-    randomisation: Noreen 1989; Yeh 2000, https://aclanthology.org/C00-2137). Never below 1 / (resamples + 1)."""
+    """Two-sided p of the summed difference under random exchange of each item's two scores.
+
+    Approximate randomisation: Noreen 1989; Yeh 2000, https://aclanthology.org/C00-2137. Never below
+    1 / (resamples + 1).
+    """
     if not resamples:
         return math.nan
-    random, count = np.random.default_rng(seed), len(differences_N)
-    observed, reached = abs(float(differences_N.sum())), 0
+    random = np.random.default_rng(seed)
+    count = len(differences_N)
+    observed = abs(float(differences_N.sum()))
+    reached = 0
     for start in range(0, resamples, rows := max(1, CHUNK // count)):
         rows = min(rows, resamples - start)
         signs_RN = 1.0 - 2.0 * random.integers(2, size=(rows, count), dtype=np.int8)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ttrain.config.evaluate import HELDOUT, KINDS, Suite, Task
+from ttrain.config.evaluate import HELDOUT, KINDS, Suite
 from ttrain.config.loading import read_yaml
 from ttrain.config.yaml_text import configs_directory, one_line
 from ttrain.core.files import JsonDict, user_path
@@ -32,7 +32,7 @@ ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class LoadedSuite:
-    """A suite with the name or path that it was requested by and its file; paths in it are relative to `base`."""
+    """A suite with its requested name or path, and its file; paths in it are relative to `base`."""
 
     name: str
     suite: Suite
@@ -42,33 +42,27 @@ class LoadedSuite:
 
 def names() -> list[str]:
     """Names of the suites that ship with ttrain."""
-    return sorted(path.stem for path in _shipped().glob("*.yaml"))
+    return sorted(path.stem for path in (configs_directory() / "suites").glob("*.yaml"))
 
 
 def load(name: str) -> LoadedSuite:
     """Load a suite by name or file. Raises UsageError if it does not exist or is invalid."""
     file = find(name)
-    tree = read_yaml(file)
-    return LoadedSuite(name, checked(tree, str(file)), file, file.parent)
+    return LoadedSuite(name, checked(read_yaml(file), str(file)), file, file.parent)
 
 
 def load_heldout() -> LoadedSuite:
-    """Everything that a run may have held out, also by its optional stages."""
-    suites = [load(name) for name in (HELDOUT, "pairs")]
-    return _with_tasks(
-        suites[0], dict(task for loaded in suites for task in loaded.suite.tasks.items())
-    )
-
-
-def _with_tasks(loaded: LoadedSuite, tasks: Mapping[str, Task]) -> LoadedSuite:
-    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
+    """Load the tasks on everything that a run may have held out, also by its optional stages."""
+    heldout = load(HELDOUT)
+    tasks = {**heldout.suite.tasks, **load("pairs").suite.tasks}
+    return replace(heldout, suite=heldout.suite.model_copy(update={"tasks": tasks}))
 
 
 def find(name: str) -> Path:
     """Find the file of a suite by name or path. Raises UsageError if there is none."""
     path = user_path(name)
     if path.suffix not in ENDINGS and os.sep not in name:
-        path = _shipped() / f"{name}.yaml"
+        path = configs_directory() / "suites" / f"{name}.yaml"
         if not path.is_file():
             raise name_syntax.unknown(
                 "suite", name, names(), also="; or name a file that ends in .yaml"
@@ -81,12 +75,12 @@ def find(name: str) -> Path:
 
 
 def of_tasks(tasks: Mapping[str, JsonDict], origin: str) -> LoadedSuite:
-    """Build a suite from tasks that the user gave; paths are relative to the working directory."""
+    """Build a suite from the user's tasks; paths are relative to the working directory."""
     return LoadedSuite(origin, checked({"tasks": tasks}, origin), None, Path.cwd())
 
 
 def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
-    """Drop the tasks whose held-out part is not among `parts`. Raises UsageError if no task is left."""
+    """Drop tasks whose held-out part is not among `parts`. Raises UsageError if none is left."""
     tasks = {
         name: task
         for name, task in loaded.suite.tasks.items()
@@ -98,11 +92,11 @@ def with_parts(loaded: LoadedSuite, parts: Collection[str]) -> LoadedSuite:
             f"{loaded.name} evaluates only held-out {' and '.join(missing)}, but the run held out "
             f"{' and '.join(parts) or 'nothing'}; add a task with a file"
         )
-    return _with_tasks(loaded, tasks)
+    return replace(loaded, suite=loaded.suite.model_copy(update={"tasks": tasks}))
 
 
 def at_most(loaded: LoadedSuite, **limits: int) -> LoadedSuite:
-    """Lower the limits of the tasks that have them: `limit` items of each task, `max_bytes` of each text task."""
+    """Lower the limits of tasks: `limit` items of each task, `max_bytes` of each text task."""
     tree = loaded.suite.model_dump()
     for task in tree["tasks"].values():
         task |= {
@@ -124,14 +118,17 @@ def checked(tree: Mapping[str, Any], origin: str) -> Suite:
                 else wrong["type"]
             )
             sentence = SENTENCES.get(kind, "").format(input=wrong["input"], **wrong.get("ctx", {}))
-            rule = sentence or rule_of(wrong)
             value = "" if sentence else f"{wrong['input']!r} but "
-            lines.append(one_line(f"{'.'.join(map(str, wrong['loc']))} is {value}{rule}"))
+            lines.append(
+                one_line(
+                    f"{'.'.join(map(str, wrong['loc']))} is {value}{sentence or rule_of(wrong)}"
+                )
+            )
         raise UsageError(f"{origin}: {'; '.join(lines)}") from None
 
 
 def files_of(loaded: LoadedSuite) -> list[Path]:
-    """List the suite's own file and those of its tasks, on which the results depend. Raises UsageError if one is missing."""
+    """List the suite's own file and those of its tasks. Raises UsageError if one is missing."""
     files = [] if loaded.file is None else [loaded.file]
     for task, spec in loaded.suite.tasks.items():
         for setting in ("shots_file",) if heldout_part(spec) else ("file", "shots_file"):
@@ -150,18 +147,15 @@ def check_parts(loaded: LoadedSuite, parts: Collection[str]) -> None:
     for name, task in loaded.suite.tasks.items():
         if (part := heldout_part(task)) not in (None, *parts):
             raise UsageError(
-                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, but the model's own run held out no "
+                f"{loaded.name}: {name}.file is {getattr(task, 'file', part)}, "
+                "but the model's own run held out no "
                 f"{part}; set it to a file"
             )
 
 
 def check_distinct_tasks(suites: Sequence[LoadedSuite]) -> None:
-    """Raise UsageError if two suites have a task of the same name: their metrics would have the same name, too."""
+    """Raise UsageError if two suites have a task of the same name, and so the same metrics."""
     counts = Counter(task for loaded in suites for task in loaded.suite.tasks)
     for task in (task for task, count in counts.items() if count > 1):
         both = " and ".join(loaded.name for loaded in suites if task in loaded.suite.tasks)
         raise UsageError(f"both {both} have a task '{task}'; rename one of them")
-
-
-def _shipped() -> Path:
-    return configs_directory() / "suites"

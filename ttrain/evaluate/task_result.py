@@ -1,4 +1,4 @@
-"""Task results with metrics as quotients of sums over items, so that each has an interval. Loads no torch."""
+"""Task results: metrics as quotients of sums over items, which have intervals. Loads no torch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ DIGEST_CHARACTERS = (
 Shown = (
     Literal["exp"] | None
 )  # how the quotient of a metric is displayed: as its exponential, or as it is
+SCORES = "scores.json"  # of an evaluation
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity with each item's share in it: `factor * sum(sums) / sum(sizes)`, or its exponential if `shown` is "exp".
-
-    accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2; perplexity: nats over tokens,
-    shown as "exp". An item whose size is 0 does not count.
+    """A quantity with each item's share: `factor * sum(sums) / sum(sizes)`, or its exponential.
 
     higher_is_better  None: the evaluation does not say
-    records           digests of the items; empty where none are behind it, as of a baseline
-    group             "lang=zh": of the items of this group alone
+    records           digests of the items
+    group             "lang=zh": of these items alone
     """
+
+    # accuracy: sums are 0 or 1, sizes 1; bits per byte: nats over bytes with factor 1/ln 2;
+    # perplexity: nats over tokens, shown as "exp". An item whose size is 0 does not count.
 
     name: str
     sums: tuple[float, ...]
@@ -51,7 +52,7 @@ class Metric:
 
     @classmethod
     def of_value(cls, name: str, value: float) -> Metric:
-        """A metric that is known by its value alone."""
+        """A metric of which only the value is known."""
         return cls(name, (value,), (1.0,), None)
 
     @property
@@ -67,21 +68,24 @@ class Metric:
 
     @property
     def suffix(self) -> str:
-        """The group in the name of a recorded metric: /lang:zh, with the group's own value in every character."""
+        """The group in the name of a recorded metric: /lang:zh."""
         return f"/{self.group.replace('=', ':', 1)}" if self.group else ""
 
     def transform(self, value: float) -> float:
-        """Convert the quotient to the displayed value; monotonic, so that it applies to the ends of an interval too."""
+        """Convert the quotient to the displayed value; monotonic, so also for intervals."""
         if self.shown is None:
             return value
         return math.exp(value) if value < 700 else math.inf  # e^709 is the largest double
 
     def restricted(self, numbers: Sequence[int], group: str = "") -> Metric:
         """The same metric over some of the items."""
-        sums = tuple(self.sums[number] for number in numbers)
-        sizes = tuple(self.sizes[number] for number in numbers)
-        records = tuple(self.records[number] for number in numbers) if self.records else ()
-        return replace(self, sums=sums, sizes=sizes, records=records, group=group)
+        return replace(
+            self,
+            sums=tuple(self.sums[number] for number in numbers),
+            sizes=tuple(self.sizes[number] for number in numbers),
+            records=tuple(self.records[number] for number in numbers) if self.records else (),
+            group=group,
+        )
 
     def half(self, which: bool) -> Metric:
         """The same metric over one of two halves of its records, by their digests."""
@@ -111,11 +115,9 @@ def mean(
 class TaskResult:
     """The result of one model on one task; made by `Items.result`.
 
-    items      of the task, the same for every model
-    subject    the model's name
-    figures    the primary metric, that of each group of items, the other metrics
+    figures    the primary metric, that of each group, the other metrics
     rows       per item, as JSON: prompt, answer, whether it was right
-    baselines  values of the primary metric without the model, by name: zlib, chance
+    baselines  values without the model: zlib, chance
     """
 
     items: Any  # `Items`, whose module imports this one
@@ -136,16 +138,15 @@ class TaskResult:
 
     @property
     def compared(self) -> tuple[Metric, ...]:
-        """The metrics on which models are compared: the primary one, and beside an accuracy the bits per byte of the right
-        answers, which tell small models apart while their accuracies are at chance."""
+        """The metrics on which models are compared: the primary one, and answers' bits per byte."""
+        # The latter next to an accuracy: they separate small models while accuracies are at chance.
         answers = (
             metric for metric in self.figures[1:] if metric.name == ANSWER_BITS and not metric.group
         )
         return (self.primary, *answers) if self.primary.unit == "share" else (self.primary,)
 
     def recorded(self, names: Mapping[str, str], prefix: str = "") -> dict[str, Metric]:
-        """The metrics that have a name in an evaluation, by that name and their group's suffix; the baselines by their names
-        after the prefix."""
+        """The metrics by `names` and their group's suffix, and baselines by prefix and name."""
         named = {
             names[metric.name] + metric.suffix: metric
             for metric in self.figures
@@ -158,26 +159,21 @@ class TaskResult:
 
 
 def record_name(record: object) -> str:
-    """What identifies a record among the scores: a digest of its content, such as a document's text."""
+    """Digest of a record's content, which identifies it among the scores."""
     return digest_of(record)[:DIGEST_CHARACTERS]
 
 
 def too_few(count: int, least: int = FEWEST_RECORDS, *, noun: str = "held-out records") -> str:
-    """How many records there are of how many that are needed to judge a model by; "" where there are enough.
-
-    20 are the fewest on which a model that is better on three of four records is so by more than chance (sign test:
-    p = 0.04; on 16 of them 0.08).
-    """
+    """How many records there are of how many that are needed; "" where there are enough."""
+    # 20 are the fewest on which a model that is better on three of four records is so by more than
+    # chance (sign test: p = 0.04; on 16 of them 0.08).
     return "" if count >= least else f"{count:,} of {least:,} {noun}"
 
 
 def not_judged(count: int, *, noun: str = "held-out records") -> str:
-    """What stands in place of a winner, a star or a percentage; "" where there are enough records."""
+    """The text in place of a winner, a star or a percentage; "" where there are enough records."""
     few = too_few(count, noun=noun)
     return f"not judged ({few})" if few else ""
-
-
-SCORES = "scores.json"  # of an evaluation
 
 
 def write_scores(directory: Path, metrics: Iterable[Metric]) -> None:
@@ -202,10 +198,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, artifact: Artifact) -> Evaluation:
-        """That of an artifact. Raises ArtifactError if its file was not fetched."""
+        """The evaluation of an artifact. Raises ArtifactError if its file was not fetched."""
         if SCORES in artifact.absent:
             raise ArtifactError(
-                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; it was not fetched yet"
+                f"{SCORES} of {artifact.stage} {short_digest(artifact.key)} is missing; "
+                "it was not fetched yet"
             )
         return cls(read_scores(artifact.path / SCORES))
 
@@ -219,7 +216,7 @@ class Evaluation:
         return self.metrics[name]
 
     def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
-        """What identifies the records of each source, as far as the evaluation has groups of them."""
+        """Digests of the records of each source that the evaluation has groups of."""
         prefix = f"{metric}/source:"
         names = [name for name in self.metrics if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.metrics[name].records for name in names}

@@ -1,8 +1,7 @@
-"""Loss of each next token, only at the positions that count, without ever holding all logits.
+"""Loss of each next token, only at the positions that count, without ever holding all logits."""
 
-Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden states, V entries of the
-vocabulary.
-"""
+# Letters in names: B rows, T positions, N positions that count, C of a chunk, D width of the hidden
+# states, V entries of the vocabulary.
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -27,13 +26,14 @@ SLICE_ENTRIES = (
 class TokenLosses:
     """Computes negative log-likelihoods under one model, which is in eval mode.
 
-    If the logits are just the output head applied to the decoder's output, the head is applied here, chunk by chunk and
-    only to the positions that count. A pass over a few tokens shows whether that is so; otherwise (a soft cap, a prefix
-    before the row, a user's own model without `get_decoder`) the model computes all its logits.
-
-    parts  the decoder and the head, if the logits are just the head of the decoder's output
+    parts  decoder and head, where the logits are just the head of the decoder's output
     """
 
+    # Then the head is applied here, in chunks and only to the positions that count; a pass over a
+    # few tokens shows whether that is right. Otherwise (a soft cap, a prefix, no `get_decoder`) the
+    # model computes all its logits.
+
+    # Not inference_mode, which would make tables that the model caches unusable in training.
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
@@ -42,19 +42,18 @@ class TokenLosses:
 
     @torch.no_grad()
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
-        """Nats of each label that is not IGNORE, of shape [N] in fp32, in the order of `labels_BT[labels_BT != IGNORE]`.
+        """Nats of each label that is not IGNORE, [N] in fp32, in the order of the labels.
 
-        `labels_BT` lies on the CPU, so that nothing waits for a GPU to know where they are; `labels_BT[t]` follows
-        `input_ids_BT[t]`. `inputs` go to the model unchanged. Uses no_grad, not inference_mode, which would make tables that
-        the model caches unusable in training.
+        `labels_BT[t]` follows `input_ids_BT[t]` and lies on the CPU.
         """
+        # On the CPU, so that nothing waits for a GPU.
         return torch.cat([_nats(*chunk) for chunk in self._logits(input_ids_BT, labels_BT, inputs)])
 
     @torch.no_grad()
     def with_greedy(
         self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The nats of each label, and whether it is the most likely token, both of shape [N]."""
+        """The nats of each label, and whether it is the likeliest token, both of shape [N]."""
         nats: list[Tensor] = []
         are_likeliest: list[Tensor] = []
         for logits_CV, labels_C in self._logits(input_ids_BT, labels_BT, inputs):
@@ -65,7 +64,8 @@ class TokenLosses:
     def _logits(
         self, input_ids_BT: Tensor, labels_BT: Tensor, inputs: JsonDict
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logits of the positions that count and their labels, in chunks; one chunk of none if none counts."""
+        # Yield the logits of the positions that count and their labels, in chunks; one chunk of
+        # none if none counts.
         inputs = {"use_cache": False, **inputs, "input_ids": input_ids_BT}
         head: nn.Module = nn.Identity()
         if self.parts is None:
@@ -93,18 +93,16 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
         return None
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
     logits = model(input_ids=input_ids_BT, use_cache=False).logits
-    return (
-        (decoder, head)
-        if hidden is not None and torch.equal(head(hidden).float(), logits.float())
-        else None
-    )
+    if hidden is None or not torch.equal(head(hidden).float(), logits.float()):
+        return None
+    return decoder, head
 
 
 def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
-    """Negative log-likelihoods of the labels; log-sum-exp in fp32 or the logits' wider type."""
+    # Log-sum-exp in fp32 or the logits' wider type.
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    on_cpu = logits_CV.device.type == "cpu"
-    rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if on_cpu else len(labels_C))
+    slice_rows = SLICE_ENTRIES // logits_CV.shape[-1]
+    rows = max(1, slice_rows if logits_CV.device.type == "cpu" else len(labels_C))
     slices = zip(torch.split(logits_CV, rows), torch.split(labels_C, rows), strict=True)
     return torch.cat(
         [F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices]

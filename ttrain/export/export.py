@@ -1,4 +1,4 @@
-"""Export a model or an adapter as a directory that other programs open. Loads torch when it is called."""
+"""Export a model or an adapter as a directory that other programs open. Loads torch if called."""
 
 from __future__ import annotations
 
@@ -79,6 +79,10 @@ SHARD_SIZE = re.compile(
 )  # as transformers takes it
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+SCRIPT = "convert_hf_to_gguf.py"
+OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+SHOWN_LINES = 3
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,18 @@ def export(
     *,
     say: Callable[[str], object] = lambda text: None,
 ) -> Export:
-    """Write what `reference` names into the directory `target`; `say` is called with a line for each step.
+    """Write the model of `reference` into the directory `target`; `say` gets a line for each step.
 
-    Raises UsageError for a target or an option that cannot be used, ArtifactError for weights that do not fit their config.
-    A target stays as it is until the export is whole.
+    Raises UsageError for an unusable target or option, ArtifactError for weights that do not fit.
     """
+    # A target stays as it is until the export is complete.
     target = user_path(target).resolve()
     _check_request(reference, request)
     _check_target(reference, target, request)
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
-    work, replaced = (
-        temporary_path(target),
-        target.with_name(f".{target.name}.replaced-{os.getpid()}"),
-    )
+    work = temporary_path(target)
+    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         work.mkdir()
         exported, remarks = _fill(reference, work, request, target.name, say)
@@ -152,7 +154,8 @@ def export(
 def _check_request(reference: Reference, request: Request) -> None:
     if not SHARD_SIZE.fullmatch(request.shard_size):
         raise UsageError(
-            f"--shard-size is '{request.shard_size}' but must be a number with KB, MB or GB, for example 5GB"
+            f"--shard-size is '{request.shard_size}' but must be a number with KB, MB or GB, "
+            "for example 5GB"
         )
     if request.licence is not None and not LICENCE.fullmatch(request.licence):
         raise UsageError(
@@ -162,11 +165,13 @@ def _check_request(reference: Reference, request: Request) -> None:
         converter(request.gguf)
         if reference.adapter and not request.merge:
             raise UsageError(
-                f"--gguf is given, but '{reference.text}' is an adapter; make it part of its base with --merge"
+                f"--gguf is given, but '{reference.text}' is an adapter; "
+                "make it part of its base with --merge"
             )
     if request.merge and reference.adapter is None:
         raise UsageError(
-            f"--merge is given, but '{reference.text}' is a full model, not an adapter; leave --merge out"
+            f"--merge is given, but '{reference.text}' is a full model, not an adapter; "
+            "leave --merge out"
         )
 
 
@@ -189,7 +194,8 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
     )
     if names and not request.force:
         raise UsageError(
-            f"--to is {target}, which is not empty; choose another directory, or replace it with --force"
+            f"--to is {target}, which is not empty; choose another directory, "
+            "or replace it with --force"
         )
     if names and {"config.json", ADAPTER_CONFIG}.isdisjoint(names):
         raise UsageError(
@@ -197,7 +203,8 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
         )
     if others := [name for name in names if not WRITTEN.fullmatch(name)]:
         raise UsageError(
-            f"--to is {target}, which holds more than a model: {first_of(others, 3)}; --force replaces what an "
+            f"--to is {target}, which holds more than a model: {first_of(others, 3)}; "
+            "--force replaces what an "
             f"export writes and nothing else: move the rest away, or choose another directory"
         )
 
@@ -205,7 +212,7 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
 def _fill(
     reference: Reference, work: Path, request: Request, name: str, say: Callable[[str], object]
 ) -> tuple[Exported, list[str]]:
-    """Write everything into `work`; returns what the card describes, and the remarks."""
+    # Write everything into `work`; returns what the card describes, and the remarks.
     from ttrain.model import adapters, factory
 
     remarks: list[str] = []
@@ -215,8 +222,10 @@ def _fill(
         parameters = write_tensors(adapter / ADAPTER, work / ADAPTER, dtype=request.dtype)
         _copy(adapter, work, (ADAPTER_CONFIG, BASE))
         remarks.append(
-            f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: ttrain export "
-            f"{reference.model} --to …; for ttrain elsewhere, copy it as it is: an export has other bytes"
+            f"an adapter alone; its base is {reference.model}. For PEFT, export that as well: "
+            "ttrain export "
+            f"{reference.model} --to …; for ttrain elsewhere, copy it as it is: "
+            "an export has other bytes"
         )
     else:
         say(f"loading {reference.directory}")
@@ -248,7 +257,7 @@ def _fill(
 
 
 def _second_head(reference: Reference, work: Path, request: Request) -> list[str]:
-    """Write the head for the token after the next only if asked: some programs load every safetensors file they see."""
+    # Only on request: some programs load every safetensors file they see.
     head = reference.second_head
     if head and not request.keep_head:
         return ["its second head is left out; --keep-head writes it beside the model"]
@@ -256,13 +265,14 @@ def _second_head(reference: Reference, work: Path, request: Request) -> list[str
         write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
     elif request.keep_head:
         raise UsageError(
-            f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; leave --keep-head out"
+            f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; "
+            "leave --keep-head out"
         )
     return []
 
 
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
-    """Copy those of the files that exist; returns their names."""
+    # Copy those of the files that exist; returns their names.
     return [
         shutil.copyfile(source / name, work / name).name
         for name in names
@@ -271,7 +281,7 @@ def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
 
 
 def _copy_code(source: Path, work: Path) -> bool:
-    """The Python files of an architecture that transformers does not have, and the fields of the config that name them."""
+    # Copy an architecture's own Python files, and the fields of the config that name them.
     auto_map = read_object(source / "config.json").get("auto_map")
     if not auto_map:
         return False
@@ -281,15 +291,8 @@ def _copy_code(source: Path, work: Path) -> bool:
     return True
 
 
-SCRIPT = "convert_hf_to_gguf.py"
-
-OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
-
-SHOWN_LINES = 3
-
-
 def converter(path: Path) -> Path:
-    """The converter's script, from its path or the directory of llama.cpp. Raises UsageError with what to fetch."""
+    """The converter's script, from its path or llama.cpp's directory. Raises UsageError."""
     script = user_path(path).absolute()
     script = script / SCRIPT if script.is_dir() else script
     if not script.is_file():
@@ -301,7 +304,7 @@ def converter(path: Path) -> Path:
 
 
 def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
-    """Write `NAME-DTYPE.gguf` into an exported directory. Raises TTrainError with the converter's last words."""
+    """Write `NAME-DTYPE.gguf`. Raises TTrainError with the end of the converter's output."""
     target = directory / f"{name}-{OUTTYPES[dtype]}.gguf"
     pre = pre_tokenizer(read_json(directory / "tokenizer.json"))
     program = ["-P", gguf_convert.__file__, pre, str(script)] if pre else [str(script)]
@@ -326,15 +329,18 @@ def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
     if done.returncode or not target.is_file():
         output_lines = [line for line in done.stdout.splitlines() if line.strip()][-SHOWN_LINES:]
         needs = script.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
-        failure = f"{script} made no GGUF file; leave --gguf out, or see what it needs ({needs}) and says:"
+        failure = (
+            f"{script} made no GGUF file; leave --gguf out, "
+            f"or see what it needs ({needs}) and says:"
+        )
         raise TTrainError("\n  ".join([failure, *output_lines]))
     return target
 
 
 def pre_tokenizer(tokenizer: Any) -> str | None:
-    """llama.cpp's name for how this tokenizer splits text into words; None where only the converter may know.
+    """llama.cpp's name for how this tokenizer splits text; None where only the converter may know.
 
-    ttrain's own are split as GPT-2's.
+    ttrain's own split as GPT-2's.
     """
     if (
         not isinstance(tokenizer, dict)
@@ -351,28 +357,28 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
     return "gpt-2" if is_gpt2 else None
 
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
-
-
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:
-    """Write config, generation config and shards of at most `shard_size`, as `save_pretrained` does.
+    """Write config, generation config and shards of at most `shard_size`; returns the parameters.
 
-    transformers casts the parameters, except those that it keeps in fp32, such as the bias of a router; buffers are not
-    cast. Returns the number of parameters. Raises UsageError if a weight is too large for the type.
+    Raises UsageError if a weight is too large for the type.
     """
+    # transformers casts the parameters, except those that it keeps in fp32, such as the bias of a
+    # router, and buffers.
     import torch
     from transformers import AutoModelForCausalLM
 
     parameters = dict(model.named_parameters())  # tied ones once
     for name, parameter in parameters.items():
         cast(name, parameter.data, dtype)
-    config, generation_config = model.config, model.generation_config
+    config = model.config
+    generation_config = model.generation_config
     kind = getattr(torch, DTYPES[dtype])
     model = type(model).from_pretrained(
         None, config=config, state_dict=model.state_dict(), dtype=kind
     )
-    # A model that was loaded gets the names of the file that was read when it is saved, one that was made those that the
-    # architecture is known by: three matrices an expert, where transformers holds all experts of a layer in two tensors.
+    # A model that was loaded gets the names of the file that was read when it is saved, one that
+    # was made those that the architecture is known by: three matrices an expert, where transformers
+    # holds all experts of a layer in two tensors.
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, dtype=kind)
     made.load_state_dict(model.state_dict(), assign=True)
@@ -383,7 +389,7 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
 
 
 def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
-    """Write a file of tensors, such as an adapter's, in another type; returns its number of elements."""
+    """Write a file of tensors in another type; returns its number of elements."""
     from safetensors.torch import load_file, save_file
 
     tensors = {
@@ -407,17 +413,19 @@ def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
     if not cast_tensor.isfinite().all():
         if not tensor.isfinite().all():
             raise ArtifactError(
-                f"the tensor {name} holds a value that is NaN or infinite; such a model cannot be used"
+                f"the tensor {name} holds a value that is NaN or infinite; "
+                "such a model cannot be used"
             )
         raise UsageError(
-            f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, but the tensor {name} reaches "
+            f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, "
+            f"but the tensor {name} reaches "
             f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
         )
     return cast_tensor
 
 
 def check_repository(name: str) -> None:
-    """Raise UsageError unless the name may be that of a repository on the Hub, OWNER/NAME."""
+    """Raise UsageError unless the name is OWNER/NAME, as of a repository on the Hub."""
     if not REPOSITORY.fullmatch(name):
         raise UsageError(
             f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub"
@@ -425,11 +433,11 @@ def check_repository(name: str) -> None:
 
 
 def push(exported: Export, repository: str, *, public: bool = False) -> str:
-    """Upload the files of an export in one commit; returns the address of the commit.
+    """Upload the files of an export in one commit; returns the commit's address.
 
-    A repository that does not exist is created, private unless `public`. The token is that of HF_TOKEN or of
-    `hf auth login`. Raises TTrainError where the Hub refuses or does not answer; the export itself is kept.
+    Raises TTrainError where the Hub refuses or does not answer.
     """
+    # A new repository is private unless `public`. The token is that of HF_TOKEN or `hf auth login`.
     import httpx2  # what the library talks with
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -445,7 +453,8 @@ def push(exported: Export, repository: str, *, public: bool = False) -> str:
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
         raise TTrainError(
-            f"{repository} could not be uploaded: {first_line(error)}; the export is in {exported.directory}; "
+            f"{repository} could not be uploaded: {first_line(error)}; "
+            f"the export is in {exported.directory}; "
             "set HF_TOKEN to a token that may write there, or run `hf auth login`"
         ) from None
     return str(commit.commit_url)

@@ -1,10 +1,10 @@
-"""Runs llama.cpp's `convert_hf_to_gguf.py` for a tokenizer that it cannot know. A program of its own: imports no ttrain.
+"""Run llama.cpp's `convert_hf_to_gguf.py` for a tokenizer that it cannot know. Imports no ttrain.
 
-    python gguf_convert.py PRE_TOKENIZER path/to/convert_hf_to_gguf.py [its arguments]
+python gguf_convert.py PRE_TOKENIZER path/to/convert_hf_to_gguf.py [its arguments]
 
-The converter tells how a byte-level BPE splits text into words from a digest of what its tokenizer makes of one text, so it
-refuses every newly trained tokenizer (https://github.com/ggml-org/llama.cpp/pull/6920). Here it is given the name,
-and uses it where it does not recognise the tokenizer.
+The converter recognises how a byte-level BPE splits text by a digest of one encoded text, so it
+refuses every new tokenizer (https://github.com/ggml-org/llama.cpp/pull/6920). Here it gets the
+name.
 """
 
 import importlib

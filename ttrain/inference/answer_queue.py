@@ -22,7 +22,7 @@ Piece = tuple[int, str, str | None]
 
 @dataclass(eq=False)
 class Order:
-    """The answers that one request asks for, and the pieces of them that have come."""
+    """The answers of one request, and their pieces so far."""
 
     model: LoadedModel
     sampling: Sampling  # each answer has its own max_tokens
@@ -32,12 +32,17 @@ class Order:
     _pieces: asyncio.Queue[Piece | TTrainError] = field(default_factory=asyncio.Queue)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the request or all of its answers have ended."""
+        return self.has_ended or all(answer.has_ended for answer in self.answers)
+
     def send(self, piece: Piece | TTrainError) -> None:
         """Pass a piece on from the thread that generates."""
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces until all answers have ended. Raises what generating raised."""
+        """Yield the pieces until all answers have ended. Raises errors of the generation."""
         unfinished = len(self.answers)
         try:
             while unfinished:
@@ -74,14 +79,16 @@ class Answer:
         self._send("stop")
 
     def _send(self, reason: str | None) -> None:
-        """Send the text up to a stop sequence, and without an end that may become one."""
+        # Up to a stop sequence, and without an end that may become one.
         stops = self.order.stops
         positions = [self._unsent.find(stop) for stop in stops if stop in self._unsent]
         if positions:
-            self._unsent, reason = self._unsent[: min(positions)], "stop"
+            self._unsent = self._unsent[: min(positions)]
+            reason = "stop"
         held_back = 0 if reason or not stops else max(map(len, stops)) - 1
         end = max(0, len(self._unsent) - held_back)
-        text, self._unsent = self._unsent[:end], self._unsent[end:]
+        text = self._unsent[:end]
+        self._unsent = self._unsent[end:]
         self.has_ended = reason is not None
         if text or reason:
             self.order.send((self.index, text, reason))
@@ -99,13 +106,13 @@ class AnswerQueue:
         self._thread = ThreadPoolExecutor(1, "answers")
 
     async def model(self, name: str) -> LoadedModel:
-        """The model of that name, loaded when it is first asked for."""
+        """The model of that name, loaded on its first request."""
         if name in self._models:
             return self._models[name]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.open, name)
 
     def open(self, name: str) -> LoadedModel:
-        """Load a model, in place of the one that has been in memory for the longest time."""
+        """Load a model in place of the one that was loaded first."""
         if name not in self._models:
             while len(self._models) >= KEPT_MODELS:
                 self._models.pop(next(iter(self._models)))
@@ -115,15 +122,11 @@ class AnswerQueue:
     @property
     def requests(self) -> int:
         """Number of requests that are answered or wait."""
-        self._orders = [
-            of
-            for of in self._orders
-            if not (of.has_ended or all(each.has_ended for each in of.answers))
-        ]
+        self._orders = [order for order in self._orders if not order.is_done]
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
-        """Generate the order's answers as soon as their turn comes, those to one prompt side by side."""
+        """Queue the order's answers, those to one prompt side by side."""
         self._orders.append(order)
         for _, answers in groupby(order.answers, key=lambda answer: id(answer.prompt)):
             self._thread.submit(self._generate, order, list(answers))

@@ -1,4 +1,4 @@
-"""Batch generation for a file of prompts: batches of similar length, answers in the prompts' order, resumable."""
+"""Answers to a file of prompts: in batches of similar length, in the prompts' order, resumable."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ WINDOW_BATCHES = (
 PARTIAL = ".partial"  # ending of the file that collects answers until all are complete
 
 TOO_LONG = "too long"
+ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
+NO_ANSWER = "-"
 
 
 @dataclass
@@ -42,7 +44,7 @@ class AnswerCounts:
     stops: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> JsonDict:
-        """Figures for people and scripts."""
+        """Counts for people and scripts."""
         return {
             "answers": self.stops["end"] + self.stops["length"],
             "ended by themselves": self.stops["end"],
@@ -62,7 +64,7 @@ def answers(
     tally: AnswerCounts,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Iterator[list[JsonDict]]:
-    """Yield windows of answers, in the order of the prompts: the prompt's record plus `answer`, `tokens`, `stop`.
+    """Yield windows of answers in the order of the prompts: the record, `answer`, `tokens`, `stop`.
 
     A prompt that leaves no room for an answer has the stop "too long" and no answer.
     """
@@ -99,7 +101,7 @@ def answers(
 
 
 def identity(reference: Reference) -> list[str]:
-    """Digests of the model's weights, the adapter's if there is one, the tokenizer and its template."""
+    """Digests of the weights, the adapter, the tokenizer and its template."""
     adapter = [weights_digest(reference.adapter, name=ADAPTER)] if reference.adapter else []
     return [
         reference.base_digest,
@@ -111,11 +113,9 @@ def identity(reference: Reference) -> list[str]:
 def write_answers(
     path: Path, header: JsonDict, make: Callable[[int], Iterable[list[JsonDict]]]
 ) -> int:
-    """Write the rows of `make(n)`, from the n-th on, to `path`; returns n, the number of rows that existed already.
-
-    Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies their inputs: the same command
-    continues after the last complete row of an interrupted one, any other has a file of its own.
-    """
+    """Write the rows of `make(n)`, from the n-th on, to `path`; n rows exist. Returns n."""
+    # Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies
+    # their inputs: the same command continues an interrupted one, any other has a file of its own.
     partial = path.with_name(f"{path.name}.{digest_of(header)[:12]}{PARTIAL}")
     done = _complete_rows(partial)
     with partial.open("ab") as file:
@@ -127,27 +127,29 @@ def write_answers(
 
 
 def _complete_rows(partial: Path) -> int:
-    """Number of rows; a cut last one is removed. They are read one by one, since the file may be larger than memory."""
+    # A cut last row is removed. One by one, since the file may be larger than memory.
     partial.touch()
     with partial.open("r+b") as file:
         done = end = 0
         while file.readline().endswith(b"\n"):
-            done, end = done + 1, file.tell()
+            done = done + 1
+            end = file.tell()
         file.truncate(end)
     return done
 
 
 def line_of(row: JsonDict) -> bytes:
-    """A row as JSON; orjson would refuse whole numbers beyond 64 bits."""
+    """A row as JSON; orjson would refuse integers beyond 64 bits."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _batches(
     loaded_model: LoadedModel, ids: Sequence[list[int]], sampling: Sampling, batch_size: int
 ) -> Iterator[list[int]]:
-    """Group prompt numbers into batches of similar length and equal answer length limit, so that a long prompt does not
-    shorten the answers to short ones. Prompts that leave no room are left out."""
-    longest, numbers = loaded_model.max_length, dict[int, list[int]]()
+    # Of similar length and equal limit, so that a long prompt does not shorten the answers to short
+    # ones. Prompts that leave no room are left out.
+    longest = loaded_model.max_length
+    numbers = dict[int, list[int]]()
     for at in sorted(range(len(ids)), key=lambda at: len(ids[at])):
         room = (
             sampling.max_tokens
@@ -160,14 +162,9 @@ def _batches(
         yield from (alike[start : start + batch_size] for start in range(0, len(alike), batch_size))
 
 
-ANSWER_KEYS = ("answer", "tokens", "stop")  # keys of an answer, added to those of its prompt
-
-NO_ANSWER = "-"
-
-
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: `messages` that ask for an answer, or `text` to continue; `record` is the parsed line."""
+    """A prompt: `messages` that ask for an answer, or `text` to continue; `record` is its line."""
 
     number: int
     record: JsonDict
@@ -177,7 +174,7 @@ class Prompt:
 
 
 def read(path: Path, *, raw: bool, system: str = "") -> list[Prompt]:
-    """Read the prompts of a file, JSON lines if its suffix says so. Empty lines are skipped.
+    """Read the prompts of a file, JSON Lines if its suffix says so. Empty lines are skipped.
 
     Raises DataError, with file and line, for a line that is not a prompt.
     """
@@ -205,7 +202,8 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
         raise Malformed(
             f"the key '{reserved_keys[0]}' would be overwritten by the answer; rename it"
         )
-    prompt, text = record.get("prompt"), record.get("text")
+    prompt = record.get("prompt")
+    text = record.get("text")
     if isinstance(prompt, str) and raw:
         return Prompt(number, record, text=prompt)
     if isinstance(text, str) and not isinstance(prompt, str):

@@ -23,7 +23,7 @@ ModelSelector = Callable[[str], Selected]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer with its statistics. `stop`: "end" of turn, "length" of max_tokens or context, or "interrupted"."""
+    """An answer. `stop`: "end" of turn, "length" of max_tokens or context, or "interrupted"."""
 
     text: str
     by: str  # the model's name
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(eq=False)
 class Chat:
-    """A conversation. `choose` selects the model: always the same, or the one that a gate picks."""
+    """A conversation. `choose` selects the model for a question."""
 
     choose: ModelSelector
     sampling: Sampling
@@ -64,20 +64,23 @@ class Chat:
         return [*([Message("system", self.system)] if self.system else []), *self._turns]
 
     def reset(self) -> None:
-        """Forget all turns; the system prompt and the settings stay, and random numbers begin anew."""
+        """Forget all turns and begin the random numbers again."""
         self._turns.clear()
         self._question_count = 0
 
     def ask(self, question: str, on_text: Callable[[str], object] = lambda piece: None) -> Reply:
-        """Answer a question and append both to the history; `on_text` gets the answer in pieces, some of them empty.
+        """Answer a question and append both to the history; `on_text` gets pieces of the answer.
 
-        Ctrl-C ends the answer and keeps the text so far. Raises DataError for a question that is longer than the context.
+        Ctrl-C ends the answer and keeps the text so far. Raises DataError for a question that is
+        longer than the context.
         """
         loaded_model, choice = self.choose(question)
         if not loaded_model.can_chat:
             raise UsageError(
-                f"the tokenizer of '{loaded_model.name}' has no chat template; train it on chats with `ttrain stage run sft "
-                f"sft.start_from={loaded_model.name}`, or let it continue text with `ttrain generate --raw`"
+                f"the tokenizer of '{loaded_model.name}' has no chat template; "
+                "train it on chats with `ttrain stage run sft "
+                f"sft.start_from={loaded_model.name}`, or let it continue text with `ttrain "
+                "generate --raw`"
             )
         user_message = Message("user", question)
         ids, forgotten = self._prompt(loaded_model, user_message)
@@ -99,7 +102,10 @@ class Chat:
             )
         except KeyboardInterrupt:
             pass
-        if completion is not None and completion.ended:
+        stop = "interrupted"
+        if completion is not None:
+            stop = "end" if completion.ended else "length"
+        if stop == "end":
             on_text(stream.end())
         self._question_count += 1
         self._turns += [user_message, Message("assistant", stream.shown)]
@@ -107,14 +113,14 @@ class Chat:
             text=stream.shown,
             by=loaded_model.name,
             tokens=len(stream.ids),
-            stop="interrupted" if completion is None else "end" if completion.ended else "length",
+            stop=stop,
             seconds=completion.seconds if completion else 0.0,
             forgotten=forgotten,
             choice=choice,
         )
 
     def _prompt(self, loaded_model: LoadedModel, user_message: Message) -> tuple[list[int], int]:
-        """(ids of the prompt, number of oldest turns left out of it)."""
+        # (ids of the prompt, number of oldest turns left out of it)
         longest = loaded_model.max_length
         reserved = min(self.sampling.max_tokens, longest // ANSWER_SHARE) if longest else 0
         for start in range(
@@ -127,21 +133,22 @@ class Chat:
         if longest and len(ids) < longest:
             return ids, len(self._turns)
         raise DataError(
-            f"the question has {len(ids)} tokens with what the template adds, but the model '{loaded_model.name}' takes "
+            f"the question has {len(ids)} tokens with what the template adds, "
+            f"but the model '{loaded_model.name}' takes "
             f"{longest} together with the answer; shorten it"
         )
 
 
 def save(path: Path, chats: Sequence[Chat]) -> int:
-    """Append each conversation as a line that `data.sft` can read; returns how many were written. Raises UsageError."""
-    lines = [
-        json.dumps(
-            {"messages": [message.to_json() for message in chat.messages]}, ensure_ascii=False
-        )
-        + "\n"
-        for chat in chats
-        if any(message.role == "assistant" for message in chat.messages)
-    ]
+    """Append each conversation as a line that `data.sft` reads; returns their number.
+
+    Raises UsageError if the file cannot be written.
+    """
+    lines = []
+    for chat in chats:
+        if any(message.role == "assistant" for message in chat.messages):
+            row = {"messages": [message.to_json() for message in chat.messages]}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)

@@ -1,4 +1,4 @@
-"""The directory of a gate: `gate.json` names the experts by path and digest, `model.safetensors` is the router.
+"""The directory of a gate: `gate.json` names the experts, `model.safetensors` is the router.
 
 Does not import torch.
 """
@@ -12,16 +12,12 @@ from ttrain.core.files import read_json
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.store.model_files import ADAPTER, Reference, weights_digest
 
-GATE, WEIGHTS = "gate.json", "model.safetensors"
+GATE = "gate.json"
+WEIGHTS = "model.safetensors"
 
 
 class GateFile(Section):
-    """Contents of `gate.json`.
-
-    settings       with which the router was trained
-    figures        how well it does on held-out records, see `ttrain.tasks.gate`
-    router_sha256  of the router's weights
-    """
+    """Contents of `gate.json`: experts, the router's settings, its metrics and its digest."""
 
     experts: tuple[Expert, ...]
     settings: Gate
@@ -34,7 +30,8 @@ def read(directory: Path) -> GateFile:
     path = directory / GATE
     if not path.is_file():
         raise UsageError(
-            f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` makes one"
+            f"{directory} holds no gate; `ttrain gate train --experts A,B --out {directory}` "
+            "makes one"
         )
     return GateFile.model_validate(read_json(path))
 
@@ -59,7 +56,7 @@ def reference_of(expert: Expert) -> Reference:
 
 
 def check(expert: Expert) -> None:
-    """Raise ArtifactError if the weights of an expert have changed since the gate was trained. Reads the weights."""
+    """Raise ArtifactError if an expert's weights changed since the gate was trained. Reads them."""
     if expert_of(reference_of(expert)) != expert:
         raise ArtifactError(
             f"the expert {expert.reference} is not the one that the gate knows: the weights in "

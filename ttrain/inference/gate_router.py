@@ -1,8 +1,7 @@
-"""The router of a gate: character n-grams, their mean embedding, and a small network. It uses no tokenizer.
+"""The router of a gate: character n-grams, their mean embedding, and a small network."""
 
-The bag of n-grams is fastText's (arXiv:1607.01759, arXiv:1607.04606): whatever tokenizers the experts have, and in any
-script, a text of a page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
-"""
+# A bag of n-grams as in fastText (arXiv:1607.01759, arXiv:1607.04606) needs no tokenizer: a text of
+# a page is routed in two milliseconds on one core. Letters in names: B texts, L n-grams, E experts.
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,15 +32,14 @@ Ids = npt.NDArray[np.int64]
 
 
 def run_ids(text: str, settings: Gate) -> Ids:
-    """Ids, from 1 to `buckets`, of the distinct character n-grams in the text's beginning, padded by a space on both sides.
-
-    The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer of SplitMix64
-    (prng.di.unimi.it/splitmix64.c).
-    """
+    """Ids, from 1 to `buckets`, of the distinct character n-grams in the text's beginning."""
+    # The same on every machine: a polynomial over code points modulo 2**64, spread by the finalizer
+    # of SplitMix64 (prng.di.unimi.it/splitmix64.c).
     codes = np.frombuffer(
         f" {text[: settings.characters]} ".encode("utf-32-le", "surrogatepass"), "<u4"
     ).astype(np.uint64)
-    hashes, ids_by_length = codes, []
+    hashes = codes
+    ids_by_length = []
     for length in range(1, min(settings.ngram_characters, len(codes)) + 1):
         ids_by_length.append(spread(hashes + np.uint64(length)) % np.uint64(settings.buckets))
         hashes = hashes[:-1] * MULTIPLIER + codes[length:]
@@ -80,7 +78,8 @@ class Router(nn.Module):
     def probabilities(self, texts: Sequence[str]) -> Tensor:
         """Probability of each expert, [B, E], on the CPU, without gradients."""
         self.eval()
-        device, batches = self.embedding.weight.device, []
+        device = self.embedding.weight.device
+        batches = []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             ids_BL = padded(
                 [run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]]
@@ -97,17 +96,16 @@ def single_model(loaded_model: LoadedModel) -> ModelSelector:
 
 @final
 class GateSelector:
-    """Selects the expert most likely to have the lowest loss on the question; each is loaded when first picked."""
+    """Selects the expert that most likely has the lowest loss; loads it when first selected."""
 
     def __init__(self, directory: Path, *, device: str, dtype: str) -> None:
-        """Raises UsageError if there is no gate, ArtifactError if its router is another one.
-
-        Loads no expert.
-        """
-        gate, path = gate_files.read(directory), directory / gate_files.WEIGHTS
+        """Raises UsageError if there is no gate, ArtifactError if its router is another one."""
+        gate = gate_files.read(directory)
+        path = directory / gate_files.WEIGHTS
         if not path.is_file() or sha256_file(path) != gate.router_sha256:
             raise ArtifactError(
-                f"the router {path} is not the one that {gate_files.GATE} beside it names; train the gate again"
+                f"the router {path} is not the one that {gate_files.GATE} beside it names; "
+                "train the gate again"
             )
         self.experts: tuple[Expert, ...] = gate.experts
         self._router = Router(gate.settings, len(gate.experts))
@@ -116,12 +114,12 @@ class GateSelector:
         self._models: dict[int, LoadedModel] = {}
 
     def route(self, text: str) -> tuple[int, list[float]]:
-        """(number of the expert whose loss on the text is most likely the least, the probability of each)."""
+        """(number of the expert with the highest probability, the probability of each)."""
         probabilities = self._router.probabilities([text])[0]
         return int(probabilities.argmax()), probabilities.tolist()
 
     def __call__(self, question: str) -> Selected:
-        """Pick and load an expert. Raises ArtifactError if its weights changed since the gate was trained."""
+        """Select and load an expert. Raises ArtifactError if its weights changed."""
         number, probabilities = self.route(question)
         if number not in self._models:
             expert = self.experts[number]

@@ -1,7 +1,6 @@
-"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache.
+"""Text generation through transformers' `generate`: batches, a streamed answer, its KV cache."""
 
-Letters in names: B rows, T positions.
-"""
+# Letters in names: B rows, T positions.
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ UNFINISHED = "\ufffd"  # the decoder's output for an incomplete character
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer: its tokens without the stop token, and whether there was one (else the length limit was reached)."""
+    """An answer without its stop token, and whether there was one (else the limit was reached)."""
 
     ids: list[int]
     ended: bool
@@ -62,10 +61,10 @@ def generate(
 ) -> list[Completion]:
     """Generate answers to a batch of prompts (token ids).
 
-    `numbers` identify rows: an answer depends on the seed and its own number, never on the rest of the batch.
-    `on_tokens` gets the answers with each new token, never a stop token. A row that it ends is followed by padding in a
-    batch.
-    `kv_cache`: that of the conversation to which a single prompt belongs.
+    numbers    identify rows, whose answers never depend on the batch
+    on_tokens  gets the answers with each new token, may return rows to end
+    kv_cache   of the conversation to which a single prompt belongs
+
     Raises DataError for a prompt that leaves no room for an answer.
     """
     longest = max(map(len, prompts))
@@ -76,7 +75,8 @@ def generate(
     )
     if room <= 0:
         raise DataError(
-            f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes {loaded_model.max_length} "
+            f"the prompt has {longest} tokens, but the model '{loaded_model.name}' takes "
+            f"{loaded_model.max_length} "
             "together with the answer; shorten it"
         )
     numbers = numbers or range(len(prompts))
@@ -111,8 +111,7 @@ def generate(
 
 
 def completion_text(encoder: Encoder, completion: Completion, lead: str = "") -> str:
-    """Decode an answer without the `lead` that the chat template writes before it; if it was cut at the length limit,
-    without an incomplete last character."""
+    """Decode an answer without the `lead` of the chat template, nor a cut last character."""
     text = encoder.decode(completion.ids).removeprefix(lead)
     return text if completion.ended else text.rstrip(UNFINISHED)
 
@@ -121,13 +120,11 @@ class TextStream:
     """Decodes a stream of tokens; a character is held back until all its bytes have arrived.
 
     So is a beginning that may become the `lead`, which is not shown.
-
-    ids    the tokens so far
-    shown  the text so far
     """
 
     def __init__(self, encoder: Encoder, lead: str = "") -> None:
-        self._encoder, self._lead = encoder, lead
+        self._encoder = encoder
+        self._lead = lead
         self.ids: Sequence[int] = ()
         self.shown = ""
 
@@ -138,7 +135,7 @@ class TextStream:
         return "" if self._lead.startswith(text) else self._unseen(text)
 
     def end(self) -> str:
-        """Return the held-back text: bytes that form no character, after an answer that ended by itself."""
+        """The held-back text: bytes that form no character."""
         return self._unseen(self._encoder.decode(self.ids))
 
     def _unseen(self, text: str) -> str:
@@ -148,9 +145,9 @@ class TextStream:
 
 
 class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed here
-    """Adds Gumbel noise, after which the largest score is a sample of the softmax (arXiv:1411.0030).
+    """Adds Gumbel noise: the largest score is a sample of the softmax then (arXiv:1411.0030).
 
-    Each row has a generator of its own, so that its answer does not depend on the other rows, nor on how many there are.
+    Each row has its own generator, so that its answer does not depend on the other rows.
     """
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
@@ -169,7 +166,7 @@ class _SeededNoise(LogitsProcessor):  # type: ignore[misc]  # transformers is no
 
 
 class _FiniteScores(LogitsProcessor):  # type: ignore[misc]
-    """Refuses scores that are not finite, of which the first token, mostly one that ends the answer, would be the best."""
+    """Refuses scores that are not finite, of which the first token would be the best."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -177,7 +174,8 @@ class _FiniteScores(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not torch.isfinite(scores.max()):
             raise ArtifactError(
-                f"the model '{self._name}' computes scores that are not finite; use --dtype fp32, or train the model again"
+                f"the model '{self._name}' computes scores that are not finite; use --dtype fp32, "
+                "or train the model again"
             )
         return scores
 
@@ -186,7 +184,9 @@ class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
     """Passes on the answers that have not ended, and ends the rows that `on_tokens` returns."""
 
     def __init__(self, on_tokens: OnTokens, stop_ids: Sequence[int], prompt_tokens: int) -> None:
-        self._on_tokens, self._stop_ids, self._prompt_tokens = on_tokens, stop_ids, prompt_tokens
+        self._on_tokens = on_tokens
+        self._stop_ids = stop_ids
+        self._prompt_tokens = prompt_tokens
         self._ended: set[int] = set()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
@@ -202,8 +202,9 @@ class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
 def logits_processors(
     sampling: Sampling, numbers: Sequence[int], prompt_tokens: int
 ) -> LogitsProcessorList:
-    """Logits processors in transformers' order. The repetition penalty applies to the answer only: over the whole prompt
-    it would also penalise the tokens that end a turn, and no answer would end."""
+    """Logits processors in transformers' order."""
+    # The repetition penalty applies to the answer only: over the prompt it would also penalise the
+    # tokens that end a turn, and no answer would end.
     processors: list[LogitsProcessor] = []
     if sampling.repetition_penalty != 1:
         processors.append(
@@ -241,12 +242,12 @@ class KVCache:
         self._cache: Any = None
 
     def take(self, ids: Sequence[int]) -> Any:
-        """The cache of what `ids` begin with; None for a model without one, or with layers whose cache cannot be cut: with a
-        sliding window, or a recurrent state.
+        """The cache of a common beginning with `ids`; None for layers whose cache cannot be cut.
 
         The caller owns it until `put`: an interrupted pass leaves no half-filled cache behind.
         """
-        cache, self._cache = self._cache, None
+        cache = self._cache
+        self._cache = None
         same = common(self._ids, ids)
         if cache is None or not same:
             cache = DynamicCache(config=self._config) if self._is_used else None
@@ -260,7 +261,7 @@ class KVCache:
         return cache
 
     def put(self, ids: Sequence[int], cache: Any) -> None:
-        """Store the cache of a sequence, the last of which may be missing in it."""
+        """Store the cache of a sequence; it may lack the last token."""
         self._cache = cache
         self._ids = ids[: cache.get_seq_length()] if cache is not None else ()
 

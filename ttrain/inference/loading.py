@@ -27,15 +27,13 @@ from ttrain.train.precision import DTYPES
 class LoadedModel:
     """A model loaded for text generation, with its tokenizer.
 
-    name         the reference that the user gave
-    model        of transformers or PEFT, on its device, not training; its generation settings hold nothing but ids
-    begin_ids    tokens before a text that is to be continued
-    stop_ids     tokens that end an answer
-    max_length   positions the model accepts; None if it has no limit
-    can_chat     whether its tokenizer has a chat template whose tokens the model knows
-    has_prefix   whether an adapter puts virtual tokens before every text
-    batch_tokens padded tokens of a batch of an evaluation, which bound the memory; no score may depend on it
-    ranks        that score texts and chats together; None: this process alone
+    name          the reference that the user gave
+    begin_ids     tokens before a text that is to be continued
+    max_length    positions that the model accepts; None: no limit
+    can_chat      whether the tokenizer has a chat template whose tokens the model knows
+    has_prefix    whether an adapter puts virtual tokens before every text
+    batch_tokens  padded tokens of a batch of an evaluation
+    ranks         that score together; None: this process alone
     """
 
     name: str
@@ -61,28 +59,25 @@ class LoadedModel:
         return causal_model
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
-        """(tokens of an answer, tokens of a prompt at most): an answer takes at most half of the positions.
-
-        Both are the same for all prompts, so that no answer depends on its batch.
-        """
+        """(tokens of an answer, most tokens of a prompt): an answer takes at most half of both."""
+        # Both are the same for all prompts, so that no answer depends on its batch.
         if self.max_length is None:
             return new_tokens, None
         tokens = min(new_tokens, self.max_length // 2)
         return tokens, self.max_length - tokens
 
     def beginning(self) -> tuple[int, ...]:
-        """Ids before a text, so that its first token is scored too: those that the tokenizer adds, else its bos, as in the
-        harness, else its eos.
-
-        The model does not know a bos that ttrain added to the tokenizer. Raises UsageError if it knows none of these.
-        """
+        """Ids before a text, so that its first token is scored too. Raises UsageError."""
+        # Those that the tokenizer adds, else its bos, as in the harness, else its eos. The model
+        # does not know a bos that ttrain added.
         rows = self.model.get_input_embeddings().weight.shape[0]
         bos_ids = () if self.encoder.tokens["bos_token"] == BOS else (self.encoder.bos_id,)
         for ids in (self.begin_ids, bos_ids, (self.encoder.eos_id,)):
             if ids and max(ids) < rows:
                 return ids
         raise UsageError(
-            f"the model {self.name} knows no token that begins or ends a text, so the first token of a text cannot be "
+            f"the model {self.name} knows no token that begins or ends a text, "
+            "so the first token of a text cannot be "
             "scored; give its tokenizer a bos_token or an eos_token"
         )
 
@@ -93,8 +88,10 @@ class LoadedModel:
         stop: re.Pattern[str] | None = None,
         progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> list[Completion]:
-        """Greedy answers to the prompts, in batches of like length. One in which `stop` is found ends, but is not cut there:
-        what follows it in the ids has no meaning."""
+        """Greedy answers to the prompts, in batches of like length.
+
+        An answer in which `stop` is found ends, but is not cut there.
+        """
 
         def stopped(answers: dict[int, list[int]]) -> list[int]:
             return [
@@ -109,7 +106,8 @@ class LoadedModel:
         completions: dict[int, Completion] = {}
         while order:
             rows = max(1, self.batch_tokens // (len(prompts[order[0]]) + new_tokens))
-            batch, order = order[:rows], order[rows:]
+            batch = order[:rows]
+            order = order[rows:]
             answers = generate(
                 self,
                 [prompts[number] for number in batch],
@@ -125,7 +123,7 @@ class LoadedModel:
         return [[*self.begin_ids, *ids] for ids in self.encoder.encode(texts)]
 
     def describe(self) -> str:
-        """One-line summary: name, kind, parameters, dtype, device, context."""
+        """Summarise name, kind, parameters, dtype, device and context in a line."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
         limit = f", {self.max_length} tokens of context" if self.max_length else ""
         numbers = f"{size:,} parameters in {str(self.model.dtype).removeprefix('torch.')}"
@@ -154,14 +152,15 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
         model = adapters.load(model, reference.adapter, reference.base_digest)
         if not model.active_peft_config.is_prompt_learning:
             model = adapters.merge(model)  # as fast as the base
-    # Only the weights: the frequencies of rotary positions in bf16 would be off by a radian after some hundred positions
+    # Only the weights: the frequencies of rotary positions in bf16 would be off by a radian after
+    # some hundred positions
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
     return with_tokenizer(reference.text, model.to(target_device), reference.tokenizer)
 
 
 def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
-    """Combine a loaded model with the tokenizer of a directory; puts the model in eval mode."""
+    """Combine a loaded model with the tokenizer of a directory; sets eval mode."""
     encoder, begins, can_chat = _encoder(tokenizer)
     return with_encoder(name, model, encoder, begins, can_chat=can_chat)
 
@@ -169,13 +168,13 @@ def with_tokenizer(name: str, model: Any, tokenizer: Path) -> LoadedModel:
 def with_encoder(
     name: str, model: Any, encoder: Encoder, begins: tuple[int, ...], *, can_chat: bool
 ) -> LoadedModel:
-    """Combine a loaded model with an open tokenizer; replaces its generation settings and puts it in eval mode."""
+    """Combine a loaded model with a tokenizer; replaces its generation settings, sets eval mode."""
     causal = causal_of(model)
-    config, model_eos = causal.config.get_text_config(), causal.generation_config.eos_token_id
-    own_stops = (
-        [] if model_eos is None else model_eos if isinstance(model_eos, list) else [model_eos]
-    )
-    stops = {encoder.eos_id, encoder.end_id, *own_stops}
+    config = causal.config.get_text_config()
+    model_eos = causal.generation_config.eos_token_id
+    stops = {encoder.eos_id, encoder.end_id}
+    if model_eos is not None:
+        stops.update(model_eos if isinstance(model_eos, list) else [model_eos])
     adapter = getattr(model, "active_peft_config", None)
     virtual_tokens = (
         adapter.num_virtual_tokens if adapter is not None and adapter.is_prompt_learning else 0
@@ -192,7 +191,8 @@ def with_encoder(
         has_prefix=virtual_tokens > 0,
         batch_tokens=most_batch_tokens(next(model.parameters()).device),
     )
-    # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub brings
+    # Neutral settings: `generate` would use a temperature or a penalty that a model from the Hub
+    # brings
     pad = (
         encoder.pad_id if encoder.pad_id < config.vocab_size else 0
     )  # masked, but it must exist in the embedding
@@ -205,10 +205,8 @@ def with_encoder(
 
 
 def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
-    """(the tokenizer of the directory, ids that begin a text, whether it has a chat template).
-
-    A foreign tokenizer is completed in a temporary directory: the user's files are not changed.
-    """
+    # (tokenizer, ids that begin a text, whether it has a chat template). A foreign tokenizer is
+    # completed in a temporary directory: the user's files are not changed.
     if not (directory / existing.JSON).is_file():
         raise ArtifactError(
             f"{directory} holds no {existing.JSON}, so its model cannot be given text"

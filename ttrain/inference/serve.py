@@ -1,4 +1,4 @@
-"""An endpoint for clients of OpenAI's interface, and one page: talk to a model, or compare two."""
+"""An endpoint for clients of OpenAI's interface, and a page that compares two models."""
 
 import asyncio
 import functools
@@ -37,7 +37,7 @@ TYPES = {429: "rate_limit_error", 500: "server_error"}
 
 
 class RefusedError(HTTPException):
-    """What a request asks for and cannot get, with OpenAI's code for it."""
+    """A refused request, with OpenAI's code for the reason."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
@@ -45,7 +45,7 @@ class RefusedError(HTTPException):
 
 
 class Body(Sampling):
-    """The fields of a request. OpenAI's have its defaults; `top_k` and `repetition_penalty` are ours."""
+    """The fields of a request; `top_k` and `repetition_penalty` are ours, not OpenAI's."""
 
     model_config = ConfigDict(strict=True)
     temperature: float = Field(1.0, ge=0, le=10)
@@ -61,7 +61,7 @@ class Body(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, body: Any) -> Any:
-        """Leave out what is null; a text may stand for a list of one."""
+        # Leave out null; a text may stand for a list of one.
         if not isinstance(body, dict):
             return body
         values = {name: value for name, value in body.items() if value is not None}
@@ -78,7 +78,7 @@ class ChatBody(Body):
     tools: list[JsonDict] = Field(default_factory=list)
 
     def prompts(self, model: LoadedModel) -> list[list[int]]:
-        """The ids of the prompt. Raises UsageError for a model without a chat template."""
+        """Ids of the prompt. Raises UsageError for a model without a chat template."""
         if not model.can_chat:
             raise UsageError(
                 f"the model '{model.name}' has no chat template; ask it at /v1/completions"
@@ -98,11 +98,7 @@ class TextBody(Body):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The routes over a queue.
-
-    names   the models that are offered, the first for requests that name none
-    pairs   the file of the verdicts
-    """
+    """The routes over a queue. `names`: the offered models; `pairs`: the file of the verdicts."""
 
     queue: AnswerQueue
     names: Callable[[], list[str]]
@@ -133,7 +129,7 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": models})
 
     async def preferences(self, request: Request) -> Response:
-        """Tell the file of the verdicts; append those that are posted, pairs as `data.dpo` reads them, one a line."""
+        """Return the file of the verdicts; append posted pairs as `data.dpo` reads them."""
         if request.method == "POST":
             rows = [need_object(line) for line in (await request.body()).splitlines()]
             for row in rows:
@@ -143,7 +139,7 @@ class Endpoint:
         return JSONResponse({"path": str(self.pairs)})
 
     async def answer(self, kind: type[ChatBody | TextBody], request: Request) -> Response:
-        """Answer what a body of this kind asks for, at once or as a stream."""
+        """Answer a request at once or as a stream."""
         body = kind.model_validate_json(await request.body())
         try:
             model = await self.queue.model(body.model or self.names()[0])
@@ -154,13 +150,15 @@ class Endpoint:
             raise RefusedError(
                 429,
                 "rate_limit_exceeded",
-                f"{self.queue.max_requests} requests are answered or wait, as --max-requests allows; try again later",
+                f"{self.queue.max_requests} requests are answered or wait, "
+                "as --max-requests allows; try again later",
             )
         self.queue.submit(order)
         reply = _Reply(body, order)
         if body.stream:
             return StreamingResponse(reply.events(), media_type="text/event-stream")
-        texts, reasons = [""] * len(order.answers), [""] * len(order.answers)
+        texts = [""] * len(order.answers)
+        reasons = [""] * len(order.answers)
         async for index, text, reason in order.pieces():
             texts[index] += text
             reasons[index] = reason or ""
@@ -177,7 +175,8 @@ class _Reply:
     """The answers of a request in OpenAI's shape."""
 
     def __init__(self, body: Body, order: Order) -> None:
-        self._body, self._order = body, order
+        self._body = body
+        self._order = order
         self._is_chat = isinstance(body, ChatBody)
         kind = "chat.completion" if self._is_chat else "text_completion"
         self.fields: JsonDict = {
@@ -224,7 +223,7 @@ def _event(value: JsonDict) -> str:
 
 
 def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
-    """The answers that a body asks for. Raises RefusedError where they exceed the context."""
+    # Raises RefusedError where the answers exceed the context.
     order = Order(model, body, body.stop)
     context = model.max_length or UNLIMITED
     lead = lead_text(model.encoder) if isinstance(body, ChatBody) else ""
@@ -236,7 +235,8 @@ def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
             raise RefusedError(
                 400,
                 "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens and max_tokens is {tokens}, but the model's context holds {context}; "
+                f"the prompt has {len(prompt)} tokens and max_tokens is {tokens}, "
+                f"but the model's context holds {context}; "
                 f"set max_tokens to at most {max(room, 0)}, or shorten the prompt",
             )
         if "seed" not in body.model_fields_set:
