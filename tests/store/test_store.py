@@ -1,4 +1,4 @@
-"""The store: all or nothing, noticed when altered, found again when copied, one writer at a time."""
+"""The store: all or nothing, noticed when altered, found when copied, one writer at a time."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "4 bytes": lambda path: path.write_bytes(b"four"),
 }
 
-# In a process of its own, since it forks: publishes in copies of a home, each killed one call later.
+# In its own process, since it forks: publishes in copies of a home, each killed one call later.
 KILLED_PUBLISH = f"""
 import sys
 from pathlib import Path
