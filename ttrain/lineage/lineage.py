@@ -1,7 +1,4 @@
-"""The lineage of a model: the artifacts behind it, each with what it was made of.
-
-It is read from the store's manifests, or from a shared MLflow's where the store lacks one.
-"""
+"""The lineage of a model: the artifacts behind it, each with what it was made of."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +42,9 @@ class Lineage:
 
 
 def lineage_of(home: Path, text: str) -> Lineage:
-    """The lineage of what a name means.
+    """The lineage of what a name means, from the store or, for missing artifacts, a shared MLflow.
 
-    Raises UsageError if the text names no artifact, ArtifactError if a manifest is neither in the
-    store nor in MLflow.
+    Raises UsageError if the text names no artifact, ArtifactError if a manifest is missing.
     """
     store, tracked = ArtifactStore(home), MlflowArtifacts(home)
     named = find(store, text)
@@ -98,7 +94,6 @@ def facts_of(artifact: Artifact) -> JsonDict:
 
 
 def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
-    """The user's files with the counts of kept rows, or the files of an imported model, by role."""
     counted = {
         (file.get("role", "train"), file["name"]): file
         for file in ShardsResult.of(artifact.result).files

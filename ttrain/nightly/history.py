@@ -1,7 +1,4 @@
-"""What became of the last nights: what each learnt and lost, promoted or not and why, as rows of a table.
-
-Reads the nights' own records.
-"""
+"""The last nights as rows of a table: what each was trained on and lost, and its decision."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,9 +19,12 @@ COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the tabl
 
 
 def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
-    """What a night learnt, for its record: new documents and their tokens, rows that were left out, the tokens that the
-    training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
-    Without those of documents where the base model stays."""
+    """What a night was trained on, for its record.
+
+    New documents and their tokens, rows that were left out, the tokens that the training read and
+    those of them that were replayed, and the conversations of `chats`. Without new documents, the
+    conversations alone.
+    """
     shards, pretrain, replay = (
         artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name)
     )
@@ -45,7 +45,7 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
 
 
 def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[JsonDict]]:
-    """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
+    """(name of the pipeline, its last nights, newest first). Raises UsageError."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
     chosen = name or (names[0] if len(names) == 1 else "")
     if not names:
@@ -59,9 +59,11 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
 
 
 def of_record(night: NightRecord) -> JsonDict:
-    """A night as its record tells it, which `models history --json` prints."""
-    data, decision = night.data, night.data.get("decision") or {}
-    frozen, tries = data["inputs"], data["attempts"]
+    """A night as `models history --json` prints it."""
+    data = night.data
+    decision = night.data.get("decision") or {}
+    frozen = data["inputs"]
+    tries = data["attempts"]
     files = (file["location"] for listed in frozen["files"].values() for file in listed)
     return {
         "night": night.name,
@@ -82,7 +84,6 @@ def of_record(night: NightRecord) -> JsonDict:
 
 
 def _text(text: JsonDict) -> JsonDict:
-    """The values on one held-out text. `change`: the loss as a share of the champion's value."""
     names = ("name", "kind", "records", "challenger", "champion", "lost")
     difference = text["difference"]
     change = None if difference is None else -difference / (abs(text["champion"]) or 1.0) + 0.0
@@ -124,7 +125,7 @@ def row(night: JsonDict) -> tuple[str, ...]:
 
 
 def lost_text(night: JsonDict) -> str:
-    """What the night lost: the texts beyond the bound, else the one that became worse by most."""
+    """The texts that became worse beyond the bound, else the one that became worse by most."""
     if night["lost"]:
         return first_of(night["lost"], 3)
     texts = night["texts"]
@@ -139,7 +140,7 @@ def lost_text(night: JsonDict) -> str:
 
 
 def summary_line(nights: Sequence[JsonDict]) -> str:
-    """How many nights came to what, and what the champion learnt in them."""
+    """Numbers of nights by outcome, and what the promoted models were trained on."""
     promoted = [night["learnt"] for night in nights if night["outcome"] == "promoted"]
     documents, tokens = (sum(learnt.get(name, 0) for learnt in promoted) for name in COUNTS[:2])
     counts = Counter(night["outcome"] for night in nights)

@@ -53,7 +53,7 @@ def is_path(text: str) -> bool:
 
 
 def directory(text: str) -> Path | None:
-    """The directory of that name; None if there is none, also for a text that cannot be a path."""
+    """The directory of that name; None if there is none."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser().absolute()
         return path if path.is_dir() else None
@@ -61,9 +61,9 @@ def directory(text: str) -> Path | None:
 
 
 def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
-    """The one of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
+    """The name that equals `text`, or the only one that begins or ends so; None if none does.
 
-    Raises UsageError if several do.
+    `names`: newest first. Raises UsageError if several match.
     """
     if text == LATEST:
         return names[0] if names else None
@@ -84,7 +84,7 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
 
 
 def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:
-    """The name of a stage, unchanged. Raises UsageError if it is not among `stages`, those of `owner` if there is one."""
+    """The name of a stage, unchanged. Raises UsageError if it is not among `stages`."""
     names = list(stages)
     if text not in names:
         raise unknown("stage", text, names, owner=owner, shown=len(names))
@@ -101,9 +101,10 @@ def unknown(
     begin: str = BEGIN,
     also: str = "",
 ) -> UsageError:
-    """The error about a name of nothing, with the nearest and the first of the existing `names`.
+    """The error about an unknown name, with similar and existing names.
 
-    `kind`: what was looked for; `owner`: where, if not in the home; `begin`: how to make the first; `also`: an addition.
+    `kind`: what was looked for; `owner`: where, if not in the home; `begin`: how to make the first
+    one.
     """
     existing = list(dict.fromkeys(names))
     near = difflib.get_close_matches(text[:200], existing, n=3, cutoff=0.6)
@@ -119,7 +120,7 @@ def unknown(
 
 
 def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
-    """The error about the beginning of several names; `kind`: what they name."""
+    """The error about the beginning of several names."""
     return UsageError(
         f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it"
     )

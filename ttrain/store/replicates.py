@@ -1,4 +1,4 @@
-"""Runs of a home that differ in their seeds alone."""
+"""Runs of a home that differ only in their seeds."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ttrain.store import runs
 
 
 def setting_key(settings: JsonObject) -> str:
-    """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
+    """Digest of the recorded settings that shape a result, without seeds: equal in replicates."""
     apart = {*SEEDS, "name"}
     leaves = {name: value for name, value in flatten(settings) if name not in apart}
     return digest_of(
@@ -25,7 +25,7 @@ def setting_key(settings: JsonObject) -> str:
 
 
 def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]:
-    """The metric of the home's runs, by the key of their setting and the seeds of their trainings."""
+    """The metric of the home's runs, by the key of their setting and the seeds."""
     values: dict[str, dict[str, float]] = {}
     for run in runs.history(home):
         if (value := run["metrics"].get(metric)) is not None and math.isfinite(value):
