@@ -46,7 +46,8 @@ def lineage_of(home: Path, text: str) -> Lineage:
 
     Raises UsageError if the text names no artifact, ArtifactError if a manifest is missing.
     """
-    store, tracked = ArtifactStore(home), MlflowArtifacts(home)
+    store = ArtifactStore(home)
+    tracked = MlflowArtifacts(home)
     named = find(store, text)
     if not named.artifacts:
         raise UsageError(f"'{text}' is {named.name}, which has no artifact in {store.root}")
@@ -58,7 +59,8 @@ def lineage_of(home: Path, text: str) -> Lineage:
         if manifest := tracked.manifest(stage, key):
             return Artifact(stage, key, path, manifest)
         raise ArtifactError(
-            f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
+            f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} "
+            "nor in MLflow"
         )
 
     return Lineage(text, named, tuple(inputs_first(named.artifacts, read)))
@@ -112,7 +114,8 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
 
 def notes_of(artifact: Artifact) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
-    manifest, notes = artifact.manifest, list[str]()
+    manifest = artifact.manifest
+    notes: list[str] = []
     for entry in (*manifest.get("adopted", ()), *(manifest.get("continued") or ())):
         made = (
             f"begun as {{}}, continued at step {entry['step']}"

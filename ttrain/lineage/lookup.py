@@ -51,7 +51,7 @@ log = logging.getLogger("ttrain")
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
-# Stages whose model is meant where none is named: the one that chats, since an adapter only knows its domain, else the last
+# Stages whose model is the default: the one that chats, since an adapter only knows its domain
 DEFAULTS = (SFT.name, "dpo", "lora", "pretrain", "base-model", "new-model")
 DONE = (*runs.BUILT, "cached")  # outcomes of stages that have an artifact
 
@@ -90,7 +90,11 @@ def find(
     if model and (directory is None or str(model) in Registry(home).versions()):
         return _registered(home, model)
     if directory:
-        return _of_directory(store, directory)
+        places = (directory.resolve(), *directory.resolve().parents)
+        if artifact := next(filter(None, map(store.at, places)), None):
+            identity = (artifact.stage, artifact.key)
+            return Named("key", "/".join(identity), (identity,), directory=directory)
+        return Named("directory", str(directory), directory=directory)
     if key := _of_key(store, text):
         return key
     run_name, stage = name_syntax.run_and_stage(text)
@@ -134,14 +138,6 @@ def _registered(home: Path, model: name_syntax.Registered) -> Named:
     return Named(kind, str(version), artifacts, runs.read(home, version.run))
 
 
-def _of_directory(store: ArtifactStore, directory: Path) -> Named:
-    for place in (directory.resolve(), *directory.resolve().parents):
-        if artifact := store.at(place):
-            name = (artifact.stage, artifact.key)
-            return Named("key", "/".join(name), (name,), directory=directory)
-    return Named("directory", str(directory), directory=directory)
-
-
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
     stage, slash, prefix = text.rpartition("/")
     if len(prefix) < SHORTEST_KEY or not HEX.issuperset(prefix) or (slash and stage not in STAGES):
@@ -175,7 +171,8 @@ def run_of(
     stages = sorted({text for text in texts if text in STAGES})
     if run_name is not None and not stages:
         raise UsageError(
-            f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; leave --run out"
+            f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; "
+            "leave --run out"
         )
     if run_name is not None:
         return need_run(root, run_name)
@@ -186,7 +183,8 @@ def run_of(
             return run
     if len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
         raise UsageError(
-            f"no run has all of {', '.join(stages)}; name each as RUN:STAGE, `ttrain pipeline status` lists runs"
+            f"no run has all of {', '.join(stages)}; name each as RUN:STAGE, "
+            "`ttrain pipeline status` lists runs"
         )
     return None
 
@@ -349,7 +347,8 @@ def newest_with(home: Path, stage: str) -> JsonDict:
             return run
     pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
     raise UsageError(
-        f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`"
+        f"no run has a stage {stage} yet whose settings could be taken; "
+        f"try `ttrain pipeline run {pipeline}`"
     )
 
 

@@ -15,6 +15,20 @@ from ttrain.store.results import ReplayResult, ShardsResult, TrainingResult
 from ttrain.tasks import REPLAY, SHARDS_PRETRAIN
 
 NIGHTS = 30  # that are shown
+HEADER = (
+    "night",
+    "began",
+    "outcome",
+    "files",
+    "new documents",
+    "new tokens",
+    "chats",
+    "metric",
+    "challenger",
+    "champion",
+    "lost",
+    "why",
+)
 COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the table
 
 
@@ -52,7 +66,8 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
         raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
     if chosen not in names:
         raise UsageError(
-            f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; choose one of these"
+            f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; "
+            "choose one of these"
         )
     nights = islice(Nights(home, chosen).newest_first(), most)
     return chosen, [of_record(night.as_it_is_now()) for night in nights]
@@ -88,22 +103,6 @@ def _text(text: JsonDict) -> JsonDict:
     difference = text["difference"]
     change = None if difference is None else -difference / (abs(text["champion"]) or 1.0) + 0.0
     return {**{name: text[name] for name in names}, "change": change}
-
-
-HEADER = (
-    "night",
-    "began",
-    "outcome",
-    "files",
-    "new documents",
-    "new tokens",
-    "chats",
-    "metric",
-    "challenger",
-    "champion",
-    "lost",
-    "why",
-)
 
 
 def row(night: JsonDict) -> tuple[str, ...]:
@@ -142,7 +141,8 @@ def lost_text(night: JsonDict) -> str:
 def summary_line(nights: Sequence[JsonDict]) -> str:
     """Numbers of nights by outcome, and what the promoted models were trained on."""
     promoted = [night["learnt"] for night in nights if night["outcome"] == "promoted"]
-    documents, tokens = (sum(learnt.get(name, 0) for learnt in promoted) for name in COUNTS[:2])
+    documents = sum(learnt.get("documents", 0) for learnt in promoted)
+    tokens = sum(learnt.get("tokens", 0) for learnt in promoted)
     counts = Counter(night["outcome"] for night in nights)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     total = f"promoted models learnt {documents:,} documents, {tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""Inputs of a night: files, settings, what it is trained on and how it continues. Loads no torch."""
+"""Inputs of a night: files, settings, what it is trained on and how it continues."""
 
 import glob
 import logging
@@ -38,7 +38,8 @@ DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
 UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
-FULL_RATE_STEPS = 8  # of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
+# Of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
+FULL_RATE_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
     if base and user.reading.heldout_fraction == AUTO and not tree["reading"]["near_duplicates"]:
-        # Nothing finds rows that the champion was trained on: the lowest share that `auto` ever has holds out none of them.
+        # Nothing finds rows that the champion was trained on: the lowest share of `auto` holds out
+        # none of them
         tree["reading"]["heldout_fraction"] = LEAST_SHARE
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
     earlier = None
@@ -320,8 +322,8 @@ def learnt_shards(
     present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
         log.warning(
-            "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
-            "near-duplicates of them are learnt again",
+            "%d of %d sets that version %s has learnt are not in the store: nothing of them is "
+            "replayed, and near-duplicates of them are learnt again",
             len(listed) - len(present),
             len(listed),
             champion.version,
@@ -346,7 +348,11 @@ def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Ar
 
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
-    advice = "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    # With other rows the night would not be the one that began
+    advice = (
+        "restore it from a copy of the home. Else the list is given up after nightly.attempts, "
+        "and the next one does without"
+    )
     return tuple(
         need_artifact(store, reference, "the unfinished night reads", advice)
         for reference in references
@@ -355,11 +361,11 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 def describe_files(files: FilesByDataset) -> str:
     """The names of the files by data set, for a line on the terminal."""
-    listed = (
-        (name, shortened_names(file["location"] for file in entries))
-        for name, entries in files.items()
-    )
-    return "; ".join(f"{name}: {names}" for name, names in listed if names)
+    lists = []
+    for name, entries in files.items():
+        if entries:
+            lists.append(f"{name}: {shortened_names(file['location'] for file in entries)}")
+    return "; ".join(lists)
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
@@ -367,6 +373,8 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
 
     The budget and the rates of a night, and no warm-up from a plateau, whose rate is at the peak.
     """
+    # A high rate raises the loss on old text (arXiv:2308.04014), in more steps by more: weights
+    # move by about the rate times the root of the steps.
     nightly = settings.nightly
     optim = settings.pretrain.optim.model_dump()
     schedule = settings.pretrain.schedule.model_dump()
@@ -399,7 +407,8 @@ def _continued_plateau(
         return base, ""
     return None, (
         f"the champion, version {version}, is warmed up again: it left no plateau of "
-        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); the next champion will have one"
+        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); "
+        "the next champion will have one"
     )
 
 
@@ -435,10 +444,13 @@ def earlier_heldout(
     for night in nights:
         if reference := night.heldout:
             reading = night.frozen.settings.get("reading", {})
-            if (before := reading.get("heldout_fraction")) != (
-                now := settings.reading.heldout_fraction
-            ):
-                note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
+            before = reading.get("heldout_fraction")
+            now = settings.reading.heldout_fraction
+            if before != now:
+                note = (
+                    f"reading.heldout_fraction was {before} and is {now}: "
+                    "nothing is measured on earlier nights' text"
+                )
                 return EarlierHeldout(note=note)
             if is_named:
                 return EarlierHeldout(reference)
@@ -455,8 +467,8 @@ def earlier_heldout(
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
     """The held-out documents of this "stage/key" reference. Raises ArtifactError."""
     advice = (
-        "without it nothing shows what a model forgets. Restore it from a copy of the home, or name held-out documents with "
-        "data.pretrain_heldout"
+        "without it nothing shows what a model forgets. Restore it from a copy of the home, "
+        "or name held-out documents with data.pretrain_heldout"
     )
     return need_artifact(
         store, reference, f"{night} measures its models on the held-out documents", advice

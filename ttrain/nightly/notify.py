@@ -45,7 +45,7 @@ def send(settings: Notify, event: str, message: JsonObject) -> None:
         try:
             action(settings, body)
         except Exception as error:  # a user's program or a network can fail in any way
-            # The text of others may hold the address, or the program's arguments
+            # Other texts may contain the address, or the program's arguments
             reason = (
                 str(error) if isinstance(error, TTrainError | OSError) else type(error).__name__
             )

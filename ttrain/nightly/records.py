@@ -41,24 +41,18 @@ from ttrain.errors import TTrainError
 from ttrain.store.runs import NOTHING_NEW, is_alive, this_process
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
-MOST_CRASHES = (
-    10  # a list that kills its process each time, by memory, must not block new data for ever
-)
-FAILED, REFUSED = (
-    "failed",
-    "refused",
-)  # by itself; by a wrong setting, which does not count as a failed try
+# A list that kills its process each time, by memory, must not block new data for ever
+MOST_CRASHES = 10
+FAILED = "failed"  # by itself
+REFUSED = "refused"  # by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
-LEARNT = {
-    "pretrain": "documents",
-    "sft": "chats",
-}  # by stage: the fields of a night that name what its model learns
+# By stage: the fields of a night that name what its model is trained on
+LEARNT = {"pretrain": "documents", "sft": "chats"}
 KILLED = "its process was killed, or the machine went down"
 
 
-FileEntry = (
-    JsonDict  # a data file: its location and sha256, and of a damaged one why it is left out
-)
+# A data file: its location and sha256, and of a damaged one why it is left out
+FileEntry = JsonDict
 FilesByDataset = Mapping[str, list[FileEntry]]
 
 
@@ -82,26 +76,20 @@ class InputSnapshot:
     settings: JsonObject
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
-    learnt: tuple[
-        str, ...
-    ] = ()  # digests of files that the champion has learnt but no night has read
-    documents: tuple[
-        str, ...
-    ] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
-    chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
-    heldout_nights: tuple[
-        str, ...
-    ] = ()  # names of the nights that brought `heldout`, the oldest first
+    # Digests of files that the champion was trained on but no night has read
+    learnt: tuple[str, ...] = ()
+    # "stage/key" of all documents that the champion was trained on, oldest first
+    documents: tuple[str, ...] = ()
+    chats: tuple[str, ...] = ()  # the same of chats, if a night is trained on new ones alone
+    heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, oldest first
 
     def to_json(self) -> JsonDict:
         """The value as stored in a night's record."""
-        files = {
-            name: [_without_secrets(file) for file in files] for name, files in self.files.items()
-        }
+        files = {name: [*map(_without_secrets, listed)] for name, listed in self.files.items()}
         return {**asdict(self), "files": files}
 
 
-_SNAPSHOT = TypeAdapter(InputSnapshot)
+_snapshot_type = TypeAdapter(InputSnapshot)
 
 
 def _reading_digest(settings: Settings) -> str:
@@ -135,11 +123,11 @@ class NightRecord:
 
     @property
     def frozen(self) -> InputSnapshot:
-        return _SNAPSHOT.validate_python(self.data["inputs"])
+        return _snapshot_type.validate_python(self.data["inputs"])
 
     @property
     def left_out(self) -> list[FileEntry]:
-        """Damaged files, each with location, sha256, reading (digest of the settings) and reason."""
+        """Damaged files: location, sha256, reading (digest of the settings) and reason."""
         return list(self.data.get("left_out", []))
 
     @property
@@ -168,7 +156,7 @@ class NightRecord:
         return self.data.get("version") == champion.version
 
     def learnt_shards(self, stage: str) -> tuple[str, ...]:
-        """References of all shards that this night's model of a stage was trained on, oldest first."""
+        """All shards ("stage/key") that this night's model was trained on, oldest first."""
         kind = LEARNT[stage]
         return (*getattr(self.frozen, kind), *filter(None, [self.data.get(kind)]))
 
@@ -280,7 +268,8 @@ class Nights:
         began = format_time(newest.last_try["began"])
         process = newest.last_try["process"]
         raise StillRunning(
-            f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})"
+            f"{newest.name} is still running, since {began} "
+            f"(process {process['pid']} on {process['host']})"
         )
 
     def newest_first(self) -> Iterator[NightRecord]:
@@ -306,7 +295,10 @@ class Nights:
         gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
         if gives_up:
             outcome = FAILED
-            reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
+            reason += (
+                f", {MOST_CRASHES} times in a row; its list is given up, "
+                "the next night makes a new one"
+            )
         newest.end_try(outcome, reason, closed=gives_up)
         return newest
 

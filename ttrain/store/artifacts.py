@@ -45,7 +45,8 @@ from ttrain.store.layout import (
 
 SHOWN_KEY = 12  # characters of a key that a person reads
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
-DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
+# {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
+DISTRUSTED = "distrusted.json"
 HOLDER = ".holder"  # beside a key's lock: which process has it
 
 
@@ -117,8 +118,9 @@ class ArtifactStore:
             return artifact
         if self.elsewhere is None:
             raise ArtifactError(
-                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which stayed in MLflow, "
-                f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
+                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which "
+                f"stayed in MLflow, and tracking is off; try tracking.enabled=true, or "
+                f"`ttrain pipeline rerun {stage}` to build it again"
             )
         waiting = f"another run is at work on {stage}; waiting to fetch its files"
         with self.lock(stage, key, waiting=lambda: report(waiting)):
@@ -159,12 +161,12 @@ class ArtifactStore:
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
         """The artifacts of a stage that have this one as an input, newest first."""
         source = (artifact.stage, artifact.key)
-        return [
-            candidate
-            for candidate in self.artifacts(stage)
-            if source
-            in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
-        ]
+
+        def reads_source(candidate: Artifact) -> bool:
+            inputs = candidate.manifest["inputs"].values()
+            return any((used["stage"], used["key"]) == source for used in inputs)
+
+        return list(filter(reads_source, self.artifacts(stage)))
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
         """Directories of artifacts that have no valid manifest, and why."""
@@ -284,7 +286,8 @@ class ArtifactStore:
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
                 raise ArtifactError(
-                    f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only"
+                    f"stage {stage} left a symbolic link, {path}; "
+                    "an artifact holds plain files only"
                 )
             if path.is_file() and path != output / MANIFEST:
                 fsync(path)
@@ -313,7 +316,7 @@ class ArtifactStore:
         return artifact
 
     def finish_publishing(self, stage: str, key: str) -> Artifact | None:
-        """Publish an output that lacked only its rename when it was killed; None if there is none."""
+        """Publish an output that lacks only its rename after a kill; None if there is none."""
         output = self.work(stage, key) / "output"
         manifest = read_manifest(output / MANIFEST)
         if manifest is None or (manifest["stage"], manifest["key"]) != (stage, key):

@@ -56,7 +56,9 @@ def _changed(old: JsonObject, new: JsonObject) -> Iterator[tuple[str, Any, Any]]
 
 
 def _change(old_value: object, new_value: object, gone: str) -> str:
-    return "is new" if old_value is UNSET else gone if new_value is UNSET else "changed"
+    if old_value is UNSET:
+        return "is new"
+    return gone if new_value is UNSET else "changed"
 
 
 def _description(ingredients: Ingredients) -> set[str]:
@@ -73,7 +75,8 @@ def _changed_files(role: str, old: list[JsonObject], new: list[JsonObject]) -> I
         if UNSET in (was, now) or was["sha256"] != now["sha256"]:
             yield f"{role} file {name} {_change(was, now, 'is no longer read')}"
         else:
-            yield f"weight of {role} file {name}: {was.get('weight', 'none')} → {now.get('weight', 'none')}"
+            weights = [file.get("weight", "none") for file in (was, now)]
+            yield f"weight of {role} file {name}: {weights[0]} → {weights[1]}"
     if old_files == new_files and old != new:
         yield f"{role} files come in another order"
 
@@ -106,8 +109,6 @@ def library_changes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -
     ]
     if not changed:
         return []
-    pairs = (
-        ", ".join(f"{name} {libraries[name]}" for name in changed)
-        for libraries in (recorded, present)
-    )
-    return ["made with {}, here is {}".format(*pairs)]
+    made_with = ", ".join(f"{name} {recorded[name]}" for name in changed)
+    here = ", ".join(f"{name} {present[name]}" for name in changed)
+    return [f"made with {made_with}, here is {here}"]

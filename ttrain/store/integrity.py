@@ -106,7 +106,6 @@ def _verify(path: Path, digest: str, home: Path | None) -> None:
         )
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
 def memory(home: Path) -> DigestCache:
     """The digests of files that were read since the machine started."""
     if home not in _memories:
@@ -134,6 +133,7 @@ def home_of(directory: Path) -> Path | None:
 
 
 def _boot() -> str:
+    # Changes with each start of the machine; with each process if the system has no such id
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

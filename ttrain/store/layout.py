@@ -62,16 +62,12 @@ class Artifact:
         return digest_of([[name, files[name]["sha256"]] for name in self.files_of(names)])
 
     def files_of(self, names: tuple[str, ...]) -> list[str]:
-        """The named files, and those of the named directories (default: all that are not private)."""
-        return [
-            name
-            for name in sorted(self.manifest["files"])
-            if (
-                name.split("/")[0] not in PRIVATE
-                if not names
-                else any(name == n or name.startswith(f"{n}/") for n in names)
-            )
-        ]
+        """The files with these names or in these directories (default: all not private)."""
+        files = sorted(self.manifest["files"])
+        if not names:
+            return [file for file in files if file.split("/")[0] not in PRIVATE]
+        directories = tuple(f"{name}/" for name in names)
+        return [file for file in files if file in names or file.startswith(directories)]
 
     @property
     def absent(self) -> frozenset[str]:
@@ -154,6 +150,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
 
 
 def _manifest_digest(manifest: Manifest) -> str:
+    # Which files were fetched since ("absent") is not part of what was published
     published = {
         name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")
     }

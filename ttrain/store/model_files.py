@@ -18,7 +18,8 @@ ADAPTER = "adapter_model.safetensors"
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
 
-PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state before the decay of `schedule.kind=infinite`
+# Directory of an artifact: weights and optimizer state before the decay of an infinite schedule
+PLATEAU = "plateau"
 
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
 
@@ -51,7 +52,8 @@ def shard_names(index: Path) -> list[str]:
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(SUFFIX):
             raise ArtifactError(
-                f"{index} lists {name!r}, but must list names of {SUFFIX} files beside it; save the model again"
+                f"{index} lists {name!r}, but must list names of {SUFFIX} files beside it; "
+                "save the model again"
             )
         if not (index.parent / name).is_file():  # a pipe, too, would be waited for
             raise ArtifactError(f"{index} lists {name}, but {index.parent} holds no such file")

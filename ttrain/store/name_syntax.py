@@ -1,6 +1,6 @@
-"""The grammar of names on the command line, and the one message about a name of nothing. Loads no tracker.
+"""The grammar of names on the command line, and the message about an unknown name.
 
-full-20261121-160222-1a2b4       a run; also the beginning or the end of its name, if no other run has it, or `latest`
+full-20261121-160222-1a2b4       a run, also by an unambiguous beginning or end; `latest`
 baseline                         the run that its user called so, by --run-name
 RUN:sft, sft                     a stage of that run; a stage
 NAME@ALIAS, NAME/VERSION         a registered model or set of models; also as models:/NAME@ALIAS
@@ -78,7 +78,8 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
         return called[0]  # the newest: one before it was cut short, and its command was given again
     if len(matches) > 1:
         raise UsageError(
-            f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"
+            f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; "
+            "write more of the name"
         )
     return matches[0] if matches else None
 

@@ -172,7 +172,10 @@ class Registry:
         if str(reference) in versions:
             return versions[str(reference)]
         if versions and reference.alias == CHAMPION:
-            also = "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
+            also = (
+                "; no set of models is champion before `ttrain models promote` or a nightly run "
+                "promotes one"
+            )
         raise name_syntax.unknown(
             "registered model",
             str(reference),
@@ -183,7 +186,7 @@ class Registry:
         )
 
     def keys(self) -> frozenset[str]:
-        """Keys that cleaning keeps: of models and their inputs, evaluations, the champions' data."""
+        """Keys that cleaning keeps: models, their inputs, evaluations, the champions' data."""
         store = ArtifactStore(self._home)
         keys = set[str]()
         for model in self._models():
@@ -211,8 +214,8 @@ class Registry:
         taken += [name] if name in state["models"] else []
         if taken:
             raise UsageError(
-                f"name is {name}, but {taken[0]} already names models of another pipeline; one name stands "
-                f"for sets of models or for single models: set another `name`"
+                f"name is {name}, but {taken[0]} already names models of another pipeline; "
+                "one name stands for sets of models or for single models: set another `name`"
             )
 
     def read(self) -> JsonDict:
@@ -223,9 +226,10 @@ class Registry:
             return {"models": {}, "sets": {}}
         except ValueError as error:
             raise UsageError(
-                f"{self._path}, which has the registered models and the champion, is damaged: {error}; restore it from "
-                f"a copy, or move it away, register the newest models again with `ttrain pipeline rerun evaluate`, and "
-                f"choose the champion with `ttrain models promote`"
+                f"{self._path}, which has the registered models and the champion, is damaged: "
+                f"{error}; restore it from a copy, or move it away, register the newest models again with "
+                "`ttrain pipeline rerun evaluate`, and choose the champion with "
+                "`ttrain models promote`"
             ) from None
 
     # --- writing
@@ -323,6 +327,7 @@ def _set(state: JsonObject, name: str, version: str) -> ModelSet:
 
 
 def _next_number(versions: JsonObject) -> str:
+    # After the highest: earlier numbers may have gaps
     return str(max(map(int, versions), default=0) + 1)
 
 

@@ -77,7 +77,7 @@ class RunView:
         return sorted(self._curves(stage))
 
     def text(self, stage: str, path: str) -> str | None:
-        """A text file of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
+        """A text file of a stage, such as "run/samples/step-00000100.txt", or None."""
         for directory in self._directories(stage):
             with contextlib.suppress(OSError), (directory / path).open("rb") as file:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
@@ -236,4 +236,4 @@ def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
                 math.nan if value is None else float(value)
             )  # JSON has no NaN: the trainer writes null
             latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
-    return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
+    return {name: sorted(steps.values()) for name, steps in latest.items()}

@@ -37,10 +37,10 @@ from ttrain.store.artifacts import ArtifactStore
 log = logging.getLogger("ttrain")
 
 RecordedRun = JsonObject  # the record of a run
+MetricRow = JsonObject  # "step", "metrics", "time" and others
 
-CLEANING = Path(
-    "runs", "cleaning.lock"
-)  # under the home: held while what is no longer needed is listed and moved away
+# Under the home: held while what is no longer needed is listed and removed
+CLEANING = Path("runs", "cleaning.lock")
 
 # What every record has; one that lacks any of them is of another version.
 REQUIRED = {"run", "pipeline", "outcome", "started_unix", "process", "stages"}
@@ -52,14 +52,15 @@ NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found no
 
 NAME_TIME = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{5}$")  # in the name of a run
 
-SHORT_NAME = "run_name"  # in the record of a run that its user named: what its name begins with, instead of the pipeline
+# In the record of a run that its user named: the beginning of its name, instead of the pipeline
+SHORT_NAME = "run_name"
 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
+LOG_POLL_SECONDS = 0.3
 
-TIMED = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? "
-)  # how a line of a stage's log begins
+# How a line of a stage's log begins
+TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
 
 
 class RunRecord:
@@ -389,9 +390,6 @@ def process_started(pid: int) -> float | None:
         return None
 
 
-LOG_POLL_SECONDS = 0.3
-
-
 def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
     """The lines of a run's log; `follow` waits for more of them until the run has ended."""
     path = home / "runs" / f"{name}.log"
@@ -412,9 +410,6 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
         if has_ended:
             return
         time.sleep(LOG_POLL_SECONDS)
-
-
-MetricRow = JsonObject  # "step", "metrics", "time" and others
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:

@@ -55,7 +55,8 @@ class MlflowArtifacts:
                 )
         except Exception as error:
             raise ArtifactError(
-                f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: {first_line(error)}"
+                f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: "
+                f"{first_line(error)}"
             ) from None
 
     def _find(self, stage: str, key: str) -> tuple[str, Manifest] | None:
@@ -88,7 +89,10 @@ class MlflowArtifacts:
     def _finished(self, stage: str, key: str) -> list[str]:
         if self._is_silent:
             return []
-        query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
+        query = (
+            f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' "
+            "AND attributes.status = 'FINISHED'"
+        )
         try:
             client = self._mirror.client
             name = self._experiment

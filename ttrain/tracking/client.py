@@ -23,7 +23,7 @@ from ttrain.store.server_records import with_token
 
 log = logging.getLogger("ttrain")
 
-# Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s and more when the server is dead.
+# Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s if the server is dead.
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -36,12 +36,13 @@ ENVIRONMENT = {
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 LOCK_SECONDS = 30
 NO_ANSWER = re.compile(
-    "failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out"
+    "failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)"
+    "|Read timed out"
 )
 NO_FAULT_OF_THE_FILE = re.compile(
     "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
 )
-# Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
+# Columns of MLflow's database that hold locations on disk (3.17)
 LOCATIONS = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -100,7 +101,10 @@ def open_client(uri: str, home: Path) -> Any:
             if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
             aside = set_aside(database)
-            message = "MLflow's database could not be used (%s): it is kept as %s, and made anew from the home"
+            message = (
+                "MLflow's database could not be used (%s): it is kept as %s, "
+                "and made anew from the home"
+            )
             log.warning(message, first_line(error), aside)
             client = _open_own(uri, is_new=True)
         _move_into(home, client)
@@ -111,6 +115,8 @@ _made = Counter[str]()  # by URI of a database: how often this process made it
 
 
 def _open_own(uri: str, *, is_new: bool) -> Any:
+    # MLflow keeps its connections by address, also those to a file that was replaced. So a new file
+    # has another address, which differs in the seconds for which SQLite waits for a lock.
     _made[uri] += is_new
     address = f"{uri}?timeout={LOCK_SECONDS + _made[uri]}"
     client = import_module("mlflow").MlflowClient(address, address)
@@ -122,6 +128,8 @@ def _open_own(uri: str, *, is_new: bool) -> Any:
 
 
 def _move_into(home: Path, client: Any) -> None:
+    # MLflow stores absolute locations and cannot change them: those of a home that was moved or
+    # copied are rewritten in its database
     place = artifacts_of(home)
     theirs = {experiment.artifact_location for experiment in client.search_experiments()}
     for old in (

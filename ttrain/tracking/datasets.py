@@ -92,11 +92,11 @@ def _data(
         if totals["rows"] is not None
         else {}
     )
+    contents = []
+    for file in files:
+        contents.append({key: file[key] for key in file if key not in ("name", "location")})
     stands_for = {
-        "files": [
-            {key: value for key, value in file.items() if key not in ("name", "location")}
-            for file in files
-        ],
+        "files": contents,
         "source": source.get("content"),
         "reading": {key: value for key, value in settings.items() if key.startswith("reading.")},
         "counts": counts,

@@ -68,7 +68,8 @@ class Logger(Callback):
         except Exception as error:  # whatever the service raises
             self._is_broken = True
             log.warning(
-                "the logger %s raised %r and logs nothing more; training continues, and %s has all metrics",
+                "the logger %s raised %r and logs nothing more; training continues, "
+                "and %s has all metrics",
                 self._name,
                 error,
                 self._directory / "metrics.jsonl",

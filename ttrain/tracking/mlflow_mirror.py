@@ -142,7 +142,7 @@ class Mirror:
         return bound
 
     def find(self, experiment: str, identity: str) -> Bound | None:
-        """The run with this id. Duplicates, which two machines with one home can make, are deleted."""
+        """The run with this id. Duplicates, as two machines may make them, are deleted."""
         if identity not in self.bound:
             found = self.search([self.experiment_id(experiment)], f"tags.`{ID}` = '{identity}'")
             bounds = sorted(map(Bound, found), key=lambda one: (one.is_deleted, one.run_id))

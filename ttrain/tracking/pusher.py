@@ -60,8 +60,8 @@ def push(
     for name in names:
         on_run(name)
         try:
-            # One at a time in a home, also of the threads of a process: SQLite has one writer (mlflow #20014), and two
-            # that see that a run is missing would both create it.
+            # One at a time in a home, also among threads: SQLite has one writer (mlflow #20014),
+            # and two that see that a run is missing would both create it.
             with exclusive(home / "mlflow" / "push.lock"):
                 bound = push_run(mirror, name)
             done.append(Pushed(name, bound.run_id if bound else None))
@@ -189,7 +189,8 @@ class Pusher:
         if self.error and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
+                "%s; the run goes on, and `ttrain track push` or the next run brings MLflow "
+                "up to date",
                 self.error,
             )
         record = runs.read(self.home, self.run) or {"run": self.run}

@@ -22,13 +22,14 @@ from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-PUSHED_CHAMPION = "ttrain.champion"  # tag of a registered model: its champion's version at the last push, of each home
+# Tag of a registered model: its champion's version at the last push, of each home
+PUSHED_CHAMPION = "ttrain.champion"
 CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
-    "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was promoted, "
-    "`challenger` the newest other one. `ttrain models list` shows them, `ttrain models promote` "
-    "moves the alias, with `--previous` back."
+    "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was "
+    "promoted, `challenger` the newest other one. `ttrain models list` shows them, "
+    "`ttrain models promote` moves the alias, with `--previous` back."
 )
 
 
@@ -107,7 +108,8 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
     parts = [
         ". ".join(filter(None, (metric, note))),
         "\n".join((f"Of the run `{version.run}`:", *models)),
-        f"What it was made of: `ttrain lineage {version}`; the same again: `ttrain reproduce {version}`.",
+        f"What it was made of: `ttrain lineage {version}`; "
+        f"the same again: `ttrain reproduce {version}`.",
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -136,6 +138,7 @@ def push_aliases(mirror: Mirror, name: str) -> None:
 
 
 def _pushed_tag(mirror: Mirror) -> str:
+    # Of this home: several may share an MLflow, and another one's champion is taken over
     return f"{PUSHED_CHAMPION}.{digest_of(str(mirror.home))[:8]}"
 
 

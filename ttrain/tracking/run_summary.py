@@ -1,4 +1,4 @@
-"""Summary of a pipeline's tracked run: curves by tokens, changed settings, a description, its page."""
+"""Summary of a tracked run: curves by tokens, changed settings, a description, its page."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,9 @@ from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
 
-# MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
-# it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
+# Before the slash is a section of the run's page, which MLflow sorts by character code: with a
+# capital it comes before `eval`. The rest is the title of the chart; where runs are compared, the
+# title is the complete name, of which 27 letters fit.
 SECTION = "Curves"
 
 QUICK = "validation_loss_quick"
@@ -69,8 +70,9 @@ def description(
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
-        f"`settings.yaml` among the artifacts has all settings; the same again: `ttrain pipeline run "
-        f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
+        "`settings.yaml` among the artifacts has all settings; the same again: "
+        f"`ttrain pipeline run {run['pipeline']} -c settings.yaml`. "
+        f"In the terminal: `ttrain report {run['run']}`.",
     ]
     return "\n\n".join(filter(None, parts))
 

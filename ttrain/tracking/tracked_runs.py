@@ -285,6 +285,8 @@ def _without_masks(settings: JsonObject) -> JsonDict:
 
 
 def _result_params(artifact: Artifact) -> dict[str, object]:
+    # As parameters, such as {"result.rows.fill": 0.98}: as a metric, each number of a result would
+    # be a chart of one point before the curves
     groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {
         f"optim.groups.{number}.{name}": value

@@ -62,12 +62,15 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     experiment_id = mirror.experiment_id(experiment)
-    chosen = f"tags.`{NAME}` = '{name}' and attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
+    is_not_failed = " and ".join(f"attributes.status != '{status}'" for status in (FAILED, KILLED))
+    chosen = f"tags.`{NAME}` = '{name}' and {is_not_failed}"
     runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
+    metrics = deciding([run.data.metrics for run in runs])
+    params = differing([run.data.params for run in runs])
     columns = [
         "attributes.`Description`",
-        *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
-        *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
+        *(f"metrics.`{key}`" for key in metrics),
+        *(f"params.`{key}`" for key in params),
     ]
     state = json.dumps(
         {
@@ -109,10 +112,9 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     description.
     """
     names = sorted({name for run in runs for name in run}, key=by_weight)
-    values = {name: {run.get(name, "") for run in runs} for name in names}
-    varied = (
-        name
-        for name in names
-        if len(values[name]) > 1 and all(map(SHOWN_SETTING.fullmatch, values[name]))
-    )
-    return list(islice(varied, MOST_SETTINGS))
+
+    def is_shown(name: str) -> bool:
+        values = {run.get(name, "") for run in runs}
+        return len(values) > 1 and all(map(SHOWN_SETTING.fullmatch, values))
+
+    return list(islice(filter(is_shown, names), MOST_SETTINGS))
