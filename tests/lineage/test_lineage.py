@@ -133,9 +133,7 @@ def stages_of(home: Path, text: str) -> list[Any]:
     return list(lineage_of(home, text).to_json()["stages"])
 
 
-def test_the_store_alone_has_the_whole_chain_under_every_name(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_name_leads_to_the_whole_chain(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = made / "store" / "sft" / SFT_KEY / "model"
     monkeypatch.chdir(made.parent)
     (made.parent / "mine" / "1").mkdir(parents=True)  # hides no registered model
@@ -147,9 +145,7 @@ def test_the_store_alone_has_the_whole_chain_under_every_name(
     assert not (made / "mlflow").exists(), "a look-up makes no database"
 
 
-def test_a_stage_has_its_data_with_counts_and_places_code_commit_seed_and_settings(
-    made: Path,
-) -> None:
+def test_a_stage_has_its_data_counts_places_code_seed_and_settings(made: Path) -> None:
     tokenizer, shards, base = stages_of(made, "pretrain")
     assert (tokenizer["seed"], base["seed"], base["commit"]) == (3, 7, "c" * 40)
     assert base["settings"] == CHANGED
@@ -171,9 +167,7 @@ def test_mlflow_alone_has_what_the_store_has(bare_home: Path, made: Path) -> Non
     assert not (bare_home / "store").exists()
 
 
-def test_a_registered_name_is_the_stores_own_artifact_else_that_of_mlflow(
-    tracked: Path, bare_home: Path
-) -> None:
+def test_a_registered_name_is_fetched_only_if_missing(tracked: Path, bare_home: Path) -> None:
     shutil.copytree(tracked / "store", bare_home / "store")
     own = ArtifactStore(bare_home).latest("sft").path / "model"
     # a set stands for the last of its models
@@ -224,9 +218,7 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
     assert report["stages"][2]["inputs"]["shards"]["key"] == report["stages"][1]["key"]
 
 
-def test_the_digest_of_a_data_set_is_that_of_its_files_and_how_they_are_read(
-    tmp_path: Path,
-) -> None:
+def test_the_digest_of_a_data_set_covers_files_and_reading(tmp_path: Path) -> None:
     first = make(tmp_path / "first")["shards-pretrain"]
     train, heldout = datasets.data_of(first)
     assert (train.name, train.tags[datasets.CONTEXT]) == ("pretrain", "training")

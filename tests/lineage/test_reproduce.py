@@ -103,18 +103,14 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
         (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "b.jsonl changed"),
     ],
 )
-def test_raw_data_that_are_gone_or_changed_are_refused_before_anything_is_built(
-    root: Path, change: Any, message: str
-) -> None:
+def test_missing_or_changed_data_are_refused(root: Path, change: Any, message: str) -> None:
     change(root / "data")
     with pytest.raises(ArtifactError, match=r"tokenizer: .*shards-pretrain: ") as refused:
         recipes(root)
     assert message in str(refused.value)
 
 
-def test_files_that_came_later_count_only_where_the_manifest_does_not_say_which_were_read(
-    root: Path,
-) -> None:
+def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> None:
     (root / "data" / "0.jsonl").write_text('{"text": "more"}\n')
     files = tuple(str(root / "data" / f"{name}.jsonl") for name in ("a", "b"))
     assert [settings.data.paths("pretrain") for _, settings in recipes(root)] == [files, files]

@@ -83,8 +83,6 @@ def test_the_scored_documents_of_a_night_are_bounded_and_stay_the_same(tmp_path:
         ([], []),
     ],
 )
-def test_a_document_that_does_not_fit_keeps_no_others_from_being_scored(
-    sizes: list[int], scored: list[int]
-) -> None:
+def test_too_long_documents_are_skipped(sizes: list[int], scored: list[int]) -> None:
     documents = [{"text": "x" * size} for size in sizes]
     assert [len(document["text"]) for document in scored_documents(documents, 100)] == scored

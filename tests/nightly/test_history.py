@@ -47,9 +47,7 @@ def listed(nights: Nights) -> list[dict[str, Any]]:
     return history.history(nights.directory.parents[1], None)[1]
 
 
-def test_the_last_nights_are_listed_newest_first_with_what_they_trained_on_and_lost(
-    listed: list[dict[str, Any]],
-) -> None:
+def test_nights_are_listed_newest_first_with_losses(listed: list[dict[str, Any]]) -> None:
     assert [night["outcome"] for night in listed] == ["running", "nothing-new", "kept", "promoted"]
     running, _, kept, promoted = listed
     assert promoted["learnt"]["documents"] == 1200 and promoted["files"] == LOCATIONS
@@ -63,12 +61,10 @@ def test_the_last_nights_are_listed_newest_first_with_what_they_trained_on_and_l
     assert history.row(promoted)[2] == "promoted as version 1"
     summary = history.summary_line(listed)
     assert summary.startswith("4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; ")
-    assert "1,200 documents, 340,000 tokens" in summary
+    assert summary.endswith(" 1,200 documents, 340,000 tokens")
 
 
-def test_a_night_that_lost_nothing_beyond_the_bound_names_what_became_worse_by_most(
-    listed: list[dict[str, Any]],
-) -> None:
+def test_a_night_names_its_worst_text(listed: list[dict[str, Any]]) -> None:
     _, better, worse = texts = listed[2]["texts"]
     few = [{**text, "records": 3} for text in texts]
     one_judged = [*few[:2], {**worse, "records": 20}]

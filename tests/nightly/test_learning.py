@@ -160,7 +160,7 @@ def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
 
 
 def test_two_budgets_of_a_night_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0"):
+    with pytest.raises(ValueError, match=r"nightly\.tokens is 5.*nightly\.epochs"):
         Nightly(tokens=5, epochs=1)
 
 
@@ -219,9 +219,7 @@ def test_an_adapter_stays_with_its_model_for_training_and_evaluation(night: Nigh
         ({"chats": "new", "sft_base": "champion"}, "a", ""),
     ],
 )
-def test_new_chats_are_those_that_the_champion_was_not_trained_on(
-    nightly: dict[str, Any], files: str, chosen: str
-) -> None:
+def test_chats_are_new_to_the_champion(nightly: dict[str, Any], files: str, chosen: str) -> None:
     watched = {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in files]}
     selected, _ = night_inputs.select_files(
         Nightly(**nightly), watched, {"a"}, {"a"}, has_champion=True

@@ -78,9 +78,7 @@ def train_nothing(*_: object) -> None:
     raise Interrupted("the test needs no model")
 
 
-def test_a_night_without_news_asks_nobody_and_leaves_a_record(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_a_night_without_news_only_leaves_a_record(tmp_path: Path, runner: Runner) -> None:
     settings = inbox(tmp_path, a="1")
     runner.add_kept(settings)
     result = runner.run(settings)
@@ -92,9 +90,7 @@ def test_a_night_without_news_asks_nobody_and_leaves_a_record(
         assert runner.run(settings).outcome == "skipped"
 
 
-def test_a_night_that_reaches_its_deadline_continues_in_the_next_slot_with_the_same_stages(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_after_a_deadline_the_next_slot_has_the_same_keys(tmp_path: Path, runner: Runner) -> None:
     """Same keys, thus checkpoints, though a file came and a setting changed meanwhile."""
     planned: list[Any] = []
 
@@ -122,9 +118,7 @@ def test_a_night_that_reaches_its_deadline_continues_in_the_next_slot_with_the_s
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
 
 
-def test_a_plan_says_of_a_killed_night_that_its_process_is_gone(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_a_plan_says_that_a_night_was_killed(tmp_path: Path, runner: Runner) -> None:
     settings, store, nights = inbox(tmp_path, a="1"), runner.store, runner.nights
     with nights.lock():
         night = nights.begin(list_of(settings, store), None)
@@ -133,9 +127,7 @@ def test_a_plan_says_of_a_killed_night_that_its_process_is_gone(
     assert "(crashed: " in night_plan.choose_inputs(settings, store, nights, night)[1]
 
 
-def test_an_empty_folder_is_refused_before_there_is_a_champion_and_nothing_new_after_it(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_an_empty_folder_is_refused_without_a_champion(tmp_path: Path, runner: Runner) -> None:
     settings = inbox(tmp_path)
     for _ in range(2):
         with pytest.raises(UsageError, match=r"data\.pretrain.*folder"):
@@ -171,9 +163,7 @@ def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again
     assert runner.newest.is_open and len(runner.newest.frozen.files["pretrain"]) == 2
 
 
-def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_the_others(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_damaged_files_are_left_out_until_replaced(tmp_path: Path, runner: Runner) -> None:
     reads: list[str] = []
 
     def read_files(plan: Any, *_: object) -> None:
@@ -205,7 +195,7 @@ def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_
     with runner.nights.lock():
         first.end_try("kept", "", closed=True)
     result = runner.run(settings)
-    assert result.outcome == "nothing-new" and "all 4 files" in result.reason
+    assert result.outcome == "nothing-new" and "4 files" in result.reason
     assert result.reason.endswith(f"; {LEFT_OUT}{', '.join(left_out)}")
     assert len(reads) == 3
     reading = settings.reading.model_copy(update={"max_line_bytes": 9999})
@@ -269,14 +259,12 @@ def test_a_night_of_known_documents_is_closed_as_nothing_new_or_trains_on_its_ne
     assert len(runs) == 1, "the files count as read"
 
 
-def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_a_wrong_setting_is_not_a_failed_try(tmp_path: Path, runner: Runner) -> None:
     settings = inbox(tmp_path, a="1")
     model = settings.model.model_copy(update={"kind": "lama"})
     wrong = settings.model_copy(update={"model": model})
     for slot in (DUE, None):
-        with pytest.raises(UsageError, match=r"model\.kind is 'lama'.*llama"):
+        with pytest.raises(UsageError, match=r"model\.kind.*'lama'.*llama"):
             runner.run(wrong, slot)
     result = runner.run(wrong, TOMORROW)
     assert (result.outcome, result.night) == ("skipped", "night-000001")
@@ -285,15 +273,13 @@ def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
     assert refused in (runner.nights.directory / "skipped.jsonl").read_text()
     [night] = runner.nights.newest_first()
     runner.assert_refused(night, 3, is_open=True)
-    assert "night-000001 was refused" in runner.output
+    assert f"{night.name} was refused" in runner.output
     frozen, reason = night_plan.choose_inputs(settings, runner.store, runner.nights, night)
     assert frozen is not None and "current settings" in reason
     assert frozen.settings["model"]["kind"] == settings.model.kind
 
 
-def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
-    tmp_path: Path, runner: Runner
-) -> None:
+def test_too_few_rows_are_not_a_failed_try(tmp_path: Path, runner: Runner) -> None:
     message = "pretrain.tokens_per_step is 64000"
 
     def refuse(*_: object) -> None:
@@ -311,7 +297,7 @@ def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
     for night, files in zip(runner.nights.newest_first(), (2, 2, 1), strict=True):
         runner.assert_refused(night, 1, is_open=False)
         assert len(night.frozen.files["pretrain"]) == files
-    assert "the next night" in runner.output
+    assert "next night" in runner.output
 
 
 def test_control_characters_of_a_files_name_are_escaped(store: ArtifactStore) -> None:

@@ -1,4 +1,4 @@
-"""Records of nights: slots, deadlines, tries and secrets, without an engine and without training."""
+"""Records of nights: slots, deadlines, tries and secrets, without training."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -12,9 +12,7 @@ from ttrain.nightly import records
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 
 
-def test_a_list_that_kills_its_process_each_time_is_given_up_unless_a_deadline_is_in_between(
-    known: Nights,
-) -> None:
+def test_a_list_that_kills_each_process_is_given_up(known: Nights) -> None:
     night = known.begin(frozen("a"), None)
     for number in range(1, 2 * records.MOST_CRASHES - 1):
         if number == records.MOST_CRASHES - 1:
@@ -28,9 +26,7 @@ def test_a_list_that_kills_its_process_each_time_is_given_up_unless_a_deadline_i
     assert "a" not in known.read(), "the next night takes the file again"
 
 
-def test_ten_late_slots_give_one_night_and_an_unscheduled_one_is_never_covered(
-    known: Nights,
-) -> None:
+def test_ten_late_slots_give_one_night(known: Nights) -> None:
     now = datetime.now(UTC)
     slots = [now - timedelta(days=days) for days in range(10, 0, -1)]
     uncovered = []
@@ -68,9 +64,7 @@ def test_a_deadline_in_hours_counts_hours_that_pass() -> None:
     assert records.stop_at(Nightly(), began) is None
 
 
-def test_a_snapshot_reads_back_as_it_was_and_skipped_slots_are_noted_without_the_lock(
-    known: Nights,
-) -> None:
+def test_snapshots_and_skipped_slots_are_recorded(known: Nights) -> None:
     champion = Champion("3", {"sft": "k"})
     inputs = InputSnapshot(frozen("a").files, {"name": "mine"}, champion, "heldout/k")
     known.begin(inputs, None)
@@ -95,9 +89,7 @@ def test_many_nights_without_news_are_one_record(known: Nights) -> None:
     assert len(list(known.newest_first())) == 6, "a failed night of files is not overwritten"
 
 
-def test_being_stopped_or_killed_is_no_failure_and_a_killed_night_is_marked_once(
-    known: Nights,
-) -> None:
+def test_being_stopped_or_killed_is_no_failure(known: Nights) -> None:
     night = known.begin(frozen("a"), None)
     for outcome in ("unfinished", "failed", "crashed", "failed"):
         night.end_try(outcome, "", closed=False)

@@ -51,9 +51,7 @@ def writer(path: Path) -> tuple[str, ...]:
     return (sys.executable, "-c", f"import sys; open({str(path)!r}, 'w').write(sys.stdin.read())")
 
 
-def test_the_program_gets_the_message_on_its_standard_input_and_no_shell_its_arguments(
-    tmp_path: Path,
-) -> None:
+def test_the_program_gets_the_message_without_a_shell(tmp_path: Path) -> None:
     message = {"name": "mine", "reason": "天 better", "figures": {"a": 1.5}}
     command = (*writer(tmp_path / "received"), "; touch $HOME `touch x` > y")
     send(Notify(command=command), "promoted", message)
@@ -64,9 +62,7 @@ def test_the_program_gets_the_message_on_its_standard_input_and_no_shell_its_arg
     assert received == {**message, **added}
 
 
-def test_the_address_of_a_setting_or_a_file_gets_the_message_once_as_json(
-    hook: Hook, tmp_path: Path
-) -> None:
+def test_the_address_gets_the_message_as_json(hook: Hook, tmp_path: Path) -> None:
     (tmp_path / "hook").write_text(f"{URL}\n")
     send(Notify(webhook=URL), "failed", {"text": "night 3 failed", "path": Path("/a")})
     send(Notify(webhook_file=str(tmp_path / "hook")), "failed", {})
@@ -82,9 +78,7 @@ def test_only_the_events_of_the_settings_are_sent(hook: Hook) -> None:
     assert [body["event"] for body in hook.bodies] == ["failed", "kept"]
 
 
-def test_an_address_that_refuses_is_a_warning_without_its_path(
-    hook: Hook, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_warns_without_the_path(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
     hook.status = 500
     send(Notify(webhook=URL), "failed", {})
     assert "127.0.0.1" in caplog.text and "500" in caplog.text and SECRET not in caplog.text

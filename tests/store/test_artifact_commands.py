@@ -115,9 +115,7 @@ def test_unfinished_work_of_a_kept_run_stays_with_what_it_reads(user_home: Home)
     assert not dead.exists() and not leftover.exists()
 
 
-def test_a_killed_clean_leaves_whole_artifacts_and_the_next_finishes(
-    user_home: Home, tmp_path: Path
-) -> None:
+def test_the_next_clean_finishes_one_that_was_killed(user_home: Home, tmp_path: Path) -> None:
     kept, unused = user_home.publish("pretrain", "kept"), user_home.publish("sft", "unused")
     user_home.run(kept)
     user_home.work("lora", "d" * 64)
@@ -135,9 +133,7 @@ def test_a_killed_clean_leaves_whole_artifacts_and_the_next_finishes(
         assert not [path for path in copy.store.root.glob("work/*/*") if path.is_dir()]
 
 
-def test_the_command_prints_what_it_removed(
-    user_home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_removals(user_home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     kept, unused = user_home.publish("pretrain", "kept"), user_home.publish("pretrain", "unused")
     user_home.run(kept)
     user_home.work("sft", "b" * 64)

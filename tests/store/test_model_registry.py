@@ -87,10 +87,8 @@ def test_an_unknown_name_is_refused_with_what_is_registered(sets_home: Path, tex
         resolved(sets_home, text)
 
 
-def test_a_missing_champion_and_an_empty_registry_are_explained(
-    sets_home: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match="`ttrain models promote`"):
+def test_a_missing_champion_or_registry_is_explained(sets_home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="models promote"):
         resolved(sets_home, "mine@champion")
     with pytest.raises(UsageError, match=f"{re.escape(str(tmp_path))}: begin"):
         resolved(tmp_path, "mine/1")

@@ -36,9 +36,7 @@ def test_runs_are_listed_newest_first_and_broken_records_hide_no_others(tmp_path
     assert history(tmp_path / "empty") == []
 
 
-def test_a_run_is_on_record_from_its_first_moment_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_on_record_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = record(tmp_path)
     assert [stage["outcome"] for stage in history(tmp_path)[0]["stages"]] == ["pending", "pending"]
     made.stage("pretrain", outcome="running", key="k")
@@ -91,9 +89,7 @@ def test_the_process_that_builds_a_key_is_named(tmp_path: Path) -> None:
         assert runs.builder(store, "pretrain", "f00d") == process
 
 
-def test_a_full_disk_costs_the_note_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_costs_only_the_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = record(tmp_path)
     with full_disk(10):
         made.log("sft", "line")
@@ -107,7 +103,7 @@ def test_a_full_disk_costs_the_note_and_not_the_run(
     assert history(tmp_path)[0]["stages"][1] == {**stage, "outcome": "running", "key": "k"}
 
 
-def test_a_run_that_could_not_write_its_record_is_not_the_latest(
+def test_a_run_without_a_record_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = record(tmp_path)

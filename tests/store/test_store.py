@@ -114,9 +114,7 @@ def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, repl
     assert unfinished, "some lacked their place alone"
 
 
-def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(
-    store: ArtifactStore,
-) -> None:
+def test_a_published_artifact_is_found_until_it_is_replaced(store: ArtifactStore) -> None:
     interrupted = {"model/.config.json.4242.tmp": b"{"}  # what a kill left of a file's writing
     output = store.work(STAGE, KEY) / "output"
     make_output(output, **interrupted, **{"model/.mine.tmp": b"kept"})
@@ -152,9 +150,7 @@ def test_damage_to_any_file_is_noticed_and_named(store: ArtifactStore, problem: 
             store.latest(STAGE)
 
 
-def test_a_copied_home_is_found_and_never_written_through_to_the_original(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_a_copied_home_never_changes_the_original(store: ArtifactStore, tmp_path: Path) -> None:
     keys = [letter * 64 for letter in "abc"]
     for key in keys:
         publish(store, key)
@@ -173,7 +169,7 @@ def test_a_copied_home_is_found_and_never_written_through_to_the_original(
     assert moved.latest(STAGE).path == moved.path(STAGE, keys[-1]), "the old place is gone"
 
 
-def test_the_latest_artifact_is_the_newest_that_is_undamaged(
+def test_the_latest_is_the_newest_undamaged(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, clock in (("second", 2e9), ("third", 2e9 + 60), ("first", 1e9)):
@@ -185,9 +181,7 @@ def test_the_latest_artifact_is_the_newest_that_is_undamaged(
     assert store.latest(STAGE).key == "second"
 
 
-def test_what_no_other_stage_reads_does_not_count_in_the_content(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_private_files_do_not_count_in_the_content(store: ArtifactStore, tmp_path: Path) -> None:
     first, log = publish(store, "first"), {"run/log.txt": b"other"}
     private = publish(store, "private", **log, **{"checkpoints/step-1/state.json": b"2"})
     public = publish(store, "public", **{WEIGHTS: b"other"})
@@ -217,7 +211,7 @@ def let_go(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("end", [let_go, subprocess.Popen.kill], ids=["leaves", "is killed"])
-def test_a_process_waits_for_the_lock_until_its_holder(
+def test_a_process_waits_until_the_lock_holder(
     store: ArtifactStore, end: Callable[[Any], None]
 ) -> None:
     waiting, taken = threading.Event(), threading.Event()
@@ -243,7 +237,7 @@ def test_a_process_waits_for_the_lock_until_its_holder(
     assert store.holder("pretrain", "key") is None
 
 
-def test_all_that_is_published_is_on_disk_before_its_name_is(
+def test_files_are_synced_before_their_name(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files and directories are synced after their last change, new names after the rename."""
@@ -275,9 +269,7 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(
     assert max(places) == places[-1], "the manifest is last"
 
 
-def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(
-    store: ArtifactStore,
-) -> None:
+def test_work_that_differs_from_its_manifest_is_unfinished(store: ArtifactStore) -> None:
     output = store.work(STAGE, KEY) / "output"
     publish(store).path.rename(output)  # as it is before the last step
     (output / "tokenizer.json").write_bytes(b"[]")

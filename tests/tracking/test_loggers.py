@@ -51,9 +51,7 @@ def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: list(values.items()) for name, values in curves.items()}
 
 
-def test_tensorboard_has_the_values_of_the_metrics_file_once_also_when_continued(
-    tmp_path: Path,
-) -> None:
+def test_tensorboard_has_each_value_once_also_when_continued(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for stop_after in (7, None):

@@ -150,9 +150,7 @@ def test_a_resumed_stage_is_one_curve_under_the_run_that_began_it(tracked_home: 
     assert tracked(tracked_home, f"{B}/pretrain") == []
 
 
-def test_a_killed_run_is_killed_and_a_stage_that_it_published_is_finished(
-    tracked_home: Path,
-) -> None:
+def test_a_killed_run_is_killed_and_its_published_stage_finished(tracked_home: Path) -> None:
     published = Made("pretrain", LOSSES, noted={"outcome": "running"}, result={"steps": 8})
     open_stage = Made("sft", outcome="running", key="e" * 64)
     in_progress(tracked_home, A, Made("pretrain", outcome="running", key=published.key), open_stage)
@@ -167,9 +165,7 @@ def test_a_killed_run_is_killed_and_a_stage_that_it_published_is_finished(
     assert "pretrain/manifest.json" in files_of(stage)
 
 
-def test_a_run_that_was_deleted_in_mlflow_stays_deleted_and_holds_up_no_other(
-    tracked_home: Path,
-) -> None:
+def test_a_run_that_was_deleted_in_mlflow_stays_deleted(tracked_home: Path) -> None:
     client_of(tracked_home).delete_run(make_run(tracked_home, A, [PRETRAIN], tracked=True))
     make_run(tracked_home, B, [TOKENIZER], number=1)
     pushed(tracked_home)
@@ -246,9 +242,7 @@ def test_a_database_that_is_gone_or_damaged_is_made_again_from_the_home(
     assert len([*database_of(home).parent.glob("mlflow.db.damaged-*")]) == (0 if is_gone else 1)
 
 
-def test_track_push_prints_the_runs_it_pushed(
-    tracked_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_track_push_prints_its_runs(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tracked_home))
     command = CliRunner().invoke
     make_run(tracked_home, A, [TOKENIZER])
@@ -284,9 +278,7 @@ def keep_sweep(home: Path, outcome: str, process: Any) -> None:
     make_run(home, TRIAL, [], sweep={"name": SWEEP, "change": 0})
 
 
-def test_a_sweep_is_pushed_with_its_settings_and_their_trials_also_to_an_empty_database(
-    tracked_home: Path,
-) -> None:
+def test_a_sweep_is_pushed_with_its_settings_and_trials(tracked_home: Path) -> None:
     keep_sweep(tracked_home, "completed", alive())
     for _ in range(2):
         sweep, trial = pushed(tracked_home)

@@ -122,9 +122,7 @@ def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Pa
     assert champion(sets_home) == "2", "nobody moved the one that was pushed last"
 
 
-def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(
-    sets_home: Path, tmp_path: Path
-) -> None:
+def test_a_champion_chosen_here_has_its_alias_at_once(sets_home: Path, tmp_path: Path) -> None:
     for number in ("1", "2", "1"):
         push_noted(sets_home, Registry(sets_home).promote(NAME, number).run)
         for name in (NAME, SFT):

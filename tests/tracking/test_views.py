@@ -53,9 +53,7 @@ def test_a_view_has_description_metrics_and_the_settings_that_differ(mirror: Mir
 
 
 @pytest.mark.parametrize(("name", "count"), [("mine", 2), ("other", 1)])
-def test_a_view_shows_the_runs_of_its_name_that_did_not_fail(
-    mirror: Mirror, name: str, count: int
-) -> None:
+def test_a_view_shows_unfailed_runs_of_its_name(mirror: Mirror, name: str, count: int) -> None:
     query = view(mirror, name)["state"]["searchFilter"]
     runs = mirror.client.search_runs([mirror.experiment_id("ttrain")], query)
     assert [run.data.tags[views.NAME] for run in runs] == [name] * count

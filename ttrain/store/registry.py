@@ -227,8 +227,8 @@ class Registry:
         except ValueError as error:
             raise UsageError(
                 f"{self._path}, which has the registered models and the champion, is damaged: "
-                f"{error}; restore it from a copy, or move it away, register the newest models again with "
-                "`ttrain pipeline rerun evaluate`, and choose the champion with "
+                f"{error}; restore it from a copy, or move it away, register the newest models "
+                "again with `ttrain pipeline rerun evaluate`, and choose the champion with "
                 "`ttrain models promote`"
             ) from None
 
