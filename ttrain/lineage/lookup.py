@@ -159,13 +159,11 @@ def run_of(
     *,
     run_name: str | None = None,
 ) -> runs.RecordedRun | None:
-    """Find the run in which a command's stages are looked up; None if none is needed or has them
-    all.
+    """Find the run in which a command's stages are looked up; None if there is none.
 
     It is `run_name`, else the newest finished run that has them all, else the newest one. Nights
-    and trials of sweeps are about models that the user did not make: the newest finished one is
-    taken only if no other run has the stages. Raises UsageError for an unknown or unneeded run
-    name, and if the stages exist only in different runs.
+    and trials of sweeps, whose models the user did not make, come last. Raises UsageError for an
+    unknown or unneeded run name, and if the stages exist only in different runs.
     """
     root = layout.home() if home is None else home
     stages = sorted({text for text in texts if text in STAGES})
@@ -214,9 +212,8 @@ def resolve_all(
 ) -> list[Reference]:
     """Find the models that a command names; all stages among them are taken from one run.
 
-    None means the first of `DEFAULTS` that a run, or the run `run`, has. `base` is the full model
-    of adapters that do not record their own. Raises UsageError for a missing model, ArtifactError
-    for a damaged one.
+    None means the first of `DEFAULTS`; `base` is the full model of adapters that do not record
+    their own. Raises UsageError for a missing model, ArtifactError for a damaged one.
     """
     store = ArtifactStore(layout.home() if home is None else home)
     named = [_default_model(store, run) if text is None else text for text in texts]
@@ -338,8 +335,7 @@ def with_models(home: Path) -> list[str]:
 def newest_with(home: Path, stage: str) -> JsonDict:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
-    Nights are skipped, whose settings start from that night's champion and name only new files.
-    Trials of sweeps are skipped, too: the newest is not the best one.
+    Nights and trials of sweeps are skipped: their settings are not the user's.
     """
     name_syntax.need_stage(stage, STAGES)
     for run in runs.newest_first(home):

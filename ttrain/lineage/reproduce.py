@@ -55,8 +55,7 @@ def reproduce(
     """Build all stages in a home of their own and compare them; returns what `--json` prints.
 
     Ends at the first stage that differs: the later ones, `left`, read its output. `directory`: the
-    home to keep, where an interrupted reproduction continues; None: a temporary one. Raises the
-    error of a failed stage, or Interrupted once its state is saved.
+    home to keep, where an interrupted reproduction continues; None: a temporary one.
     """
     place = (
         contextlib.nullcontext(_usable(directory))

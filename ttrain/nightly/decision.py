@@ -117,7 +117,6 @@ def rules_of(inputs: NightInputs, artifacts: Artifacts) -> Promotion:
 
 
 def heldout_of(evaluation: Artifact) -> str | None:
-    """Reference ("stage/key") of the held-out documents of an evaluation."""
     documents = evaluation.manifest["inputs"].get("documents")
     return f"{documents['stage']}/{documents['key']}" if documents else None
 

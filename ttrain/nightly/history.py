@@ -33,12 +33,7 @@ COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the tabl
 
 
 def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
-    """What a night was trained on, for its record.
-
-    New documents and their tokens, rows that were left out, the tokens that the training read and
-    those of them that were replayed, and the conversations of `chats`. Without new documents, the
-    conversations alone.
-    """
+    """Counts of what a night was trained on; of its conversations alone if no document was new."""
     shards, pretrain, replay = (
         artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name)
     )

@@ -141,8 +141,7 @@ def smaller_snapshot(
 ) -> InputSnapshot | None:
     """The snapshot without the files at these locations; without documents, if there are none.
 
-    None if nothing new is left, or a data set has no file. `read`: digests of files that nights
-    have read.
+    None if nothing new is left, or a data set has no file.
     """
     left_out = [file["sha256"] for file in entries_of(frozen, damaged)]
     files = _without(frozen.files, left_out)
@@ -218,10 +217,7 @@ def with_unfrozen(frozen: JsonObject, current: JsonObject) -> JsonDict:
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
-    """The user's settings of the snapshot, with the current secrets of sources.
-
-    Settings that do not affect results are the current ones, too.
-    """
+    """The user's settings of the snapshot, with current secrets and unfrozen settings."""
     now = current.model_dump()
     return Settings.model_validate(with_unfrozen(redact.restored(frozen.settings, now), now))
 
@@ -342,7 +338,6 @@ def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
 
 
 def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Artifact | None:
-    """The shards that the champion's model of this stage was trained on; None if missing."""
     key = champion.keys.get(stage) if champion else None
     return store.input_of(store.find(stage, key), "shards") if key else None
 
@@ -360,7 +355,6 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 
 def describe_files(files: FilesByDataset) -> str:
-    """The names of the files by data set, for a line on the terminal."""
     lists = []
     for name, entries in files.items():
         if entries:
@@ -369,9 +363,9 @@ def describe_files(files: FilesByDataset) -> str:
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
-    """Settings of `pretrain` that differ where it continues the champion's base.
+    """Settings of `pretrain` where it continues the champion's base: a night's budget and rates.
 
-    The budget and the rates of a night, and no warm-up from a plateau, whose rate is at the peak.
+    Without a warm-up from a plateau, whose rate is at the peak.
     """
     # A high rate raises the loss on old text (arXiv:2308.04014), in more steps by more: weights
     # move by about the rate times the root of the steps.
@@ -432,13 +426,12 @@ def earlier_heldout(
     store: ArtifactStore,
     settings: Settings,
 ) -> EarlierHeldout:
-    """The earlier held-out documents that both models are also evaluated on, if any.
+    """The held-out documents of the last completed night, else of the champion's base model.
 
-    Those of the last completed night for which the user named none, else those of the champion's
-    base model. They are not used if the held-out share has changed: some may have been trained on
-    since. If the user names held-out documents, nothing is measured on the earlier ones, but they
-    are not trained on either: later nights may use them again. Raises ArtifactError if those of a
-    night are gone: without them nothing shows what is forgotten.
+    None if the held-out share has changed: some may have been trained on since. If the user names
+    held-out documents, nothing is measured on the earlier ones, but they are not trained on either:
+    later nights may use them again. Raises ArtifactError if those of a night are gone: without them
+    nothing shows what is forgotten.
     """
     is_named = bool(settings.data.pretrain_heldout)
     for night in nights:

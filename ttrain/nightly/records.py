@@ -1,10 +1,9 @@
-"""Records of a pipeline's nights: inputs, outcome and slot of each. Files and JSON only, no
-Prefect.
+"""Records of a pipeline's nights: inputs, outcome and slot of each. Files and JSON only.
 
-`nightly/NAME/night-000012.json` is one night. It is written with its list of inputs and settings
-before the first stage starts, and stays open until its models are promoted or not. If the process
-is killed in between, the next slot continues with the same list, so that all keys, finished stages
-and checkpoints are the same.
+`nightly/NAME/night-000012.json` is written with the night's inputs and settings before its first
+stage, and stays open until its models are promoted or not. If the process is killed in between, the
+next slot continues with the same inputs, so that all keys, finished stages and checkpoints are the
+same.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ class InputSnapshot:
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, oldest first
 
     def to_json(self) -> JsonDict:
-        """The value as stored in a night's record."""
         files = {name: [*map(_without_secrets, listed)] for name, listed in self.files.items()}
         return {**asdict(self), "files": files}
 
@@ -205,11 +203,9 @@ class NightRecord:
         return NightRecord(self.path, {**self.data, "outcome": "crashed", "reason": KILLED})
 
     def digests(self) -> set[str]:
-        """Digests of the files that the night reads."""
         return {file["sha256"] for files in self.data["inputs"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
-        """Record that this process starts a try now."""
         self.data["attempts"].append(_new_try(slot))
         self.note(outcome="running")
 
@@ -227,7 +223,6 @@ class NightRecord:
         self.note(outcome=outcome, reason=reason, state="closed" if closed else "open")
 
     def note(self, **values: Any) -> None:
-        """Set fields of the night and write the record."""
         self.data.update(values)
         write_json(self.path, self.data, PRIVATE_FILE)
 
@@ -279,14 +274,10 @@ class Nights:
                 yield NightRecord(path, data)
 
     def newest(self) -> NightRecord | None:
-        """The last night that began."""
         return next(self.newest_first(), None)
 
     def settle(self) -> NightRecord | None:
-        """Mark the newest night as crashed if it is unfinished; returns it then.
-
-        Call it with the lock held: a process that still runs it would have the lock.
-        """
+        """Mark the newest night as crashed if it is unfinished; returns it then. Needs the lock."""
         newest = self.newest()
         if newest is None or newest.outcome != "running":
             return None
@@ -305,8 +296,8 @@ class Nights:
     def covered(self, slot: datetime | None) -> str | None:
         """Why a slot needs no night of its own; None if it needs one, and for an unscheduled night.
 
-        After a downtime the missed slots come at once: the first of them runs, and the others are
-        before its start. A retry of a slot whose night is undecided runs.
+        Of missed slots, which come at once after a downtime, the first runs and covers the others.
+        A retry of a slot whose night is undecided runs.
         """
         newest = self.newest()
         if slot is None or newest is None:
@@ -320,7 +311,6 @@ class Nights:
         return f"the slot of {of} is covered by {newest.name}, which began at {began}"
 
     def begin(self, frozen: InputSnapshot, slot: datetime | None) -> NightRecord:
-        """Begin a new, open night with these inputs."""
         night = self._next(frozen)
         night.begin_try(slot)
         return night
@@ -399,8 +389,8 @@ class Nights:
 def needed_keys(home: Path) -> set[str]:
     """Keys of the artifacts that nights will read.
 
-    The champions of open nights, the newest held-out documents of each pipeline, and all training
-    data, as any night's set may be promoted later.
+    The champions of open nights, the newest held-out documents, and all training data, as any
+    night's set may be promoted later.
     """
     keys = set[str]()
     references = set[str]()

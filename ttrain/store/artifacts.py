@@ -59,7 +59,6 @@ class ArtifactStore:
         self.cache = DigestCache(root / "cache" / "digests.json")
 
     def path(self, stage: str, key: str) -> Path:
-        """The directory of this artifact, whether it exists or not."""
         return self.root / "store" / stage / key
 
     def work(self, stage: str, key: str) -> Path:
@@ -148,8 +147,7 @@ class ArtifactStore:
     def damage(self, artifact: Artifact) -> str | None:
         """The first file that is missing or differs from the manifest; None if there is none.
 
-        Compares sizes and mtimes, and digests where the mtime differs (a copied home). A change
-        that keeps both is found by `integrity.verify_artifact`, where a stage reads the file.
+        Compares sizes and mtimes, and digests where the mtime differs (a copied home).
         """
         return next(integrity.problems(artifact, self.cache), None)
 
@@ -198,7 +196,6 @@ class ArtifactStore:
         return self.damage(artifact) if artifact else self.manifest_problem(path)
 
     def damaged(self, stage: str = "*") -> dict[Path, str]:
-        """Paths of damaged artifacts, and the damage of each."""
         return {path: why for path in self._places(stage) if (why := self.damage_at(path))}
 
     def latest(self, stage: str) -> Artifact:
@@ -340,7 +337,6 @@ class ArtifactStore:
         return replace(artifact, path=destination)
 
     def set_aside(self, stage: str, key: str) -> Path:
-        """Move an artifact out of the store, into `replaced/`."""
         directory = self.root / "replaced" / stage
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / f"{key}-{time.time_ns()}"

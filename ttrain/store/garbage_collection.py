@@ -27,12 +27,10 @@ DAY_SECONDS = 86400
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
 # Why a key is kept
-OTHER_RUN, RECENT, REGISTERED, YOUNG = (
-    "another run",
-    "a recent run",
-    "a registered model",
-    "its age",
-)
+OTHER_RUN = "another run"
+RECENT = "a recent run"
+REGISTERED = "a registered model"
+YOUNG = "its age"
 NIGHT = "the next night"
 
 
@@ -69,8 +67,9 @@ class CleanupResult:
 class Kept:
     """What is kept in addition to registered models and the inputs of the next nights."""
 
-    runs: int = 0
-    since: float = math.inf
+    runs: int = 0  # the newest runs that differ in their artifacts
+    since: float = math.inf  # artifacts and runs of this time and later, in seconds since 1970
+    # If set, instead: all but what only this run made or read, whatever its age
     only_run: RecordedRun | None = None
 
     @classmethod

@@ -82,7 +82,6 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
 
 
 def is_intact(path: Path, digest: str, home: Path | None) -> bool:
-    """Whether the file exists and has this sha256."""
     try:
         _verify(path, digest, home)
     except ArtifactError:
@@ -114,7 +113,6 @@ def memory(home: Path) -> DigestCache:
 
 
 def save() -> None:
-    """Write the digests, for other processes."""
     for cache in [*_memories.values()]:
         cache.save()
 

@@ -46,7 +46,6 @@ class Artifact:
 
     @property
     def result(self) -> JsonObject:
-        """The values that the stage returned."""
         result: JsonObject = self.manifest["result"]
         return result
 

@@ -88,7 +88,6 @@ class Reference:
 
     @property
     def directory(self) -> Path:
-        """The directory of the adapter, if any, else of the model."""
         return self.adapter or self.model
 
     @property

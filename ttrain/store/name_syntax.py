@@ -48,12 +48,10 @@ def run_and_stage(text: str) -> tuple[str, str]:
 
 
 def is_path(text: str) -> bool:
-    """Whether the text can only be a path."""
     return text.startswith((".", "~")) or Path(text).is_absolute()
 
 
 def directory(text: str) -> Path | None:
-    """The directory of that name; None if there is none."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser().absolute()
         return path if path.is_dir() else None
@@ -121,7 +119,6 @@ def unknown(
 
 
 def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
-    """The error about the beginning of several names."""
     return UsageError(
         f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it"
     )

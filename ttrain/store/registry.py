@@ -75,7 +75,6 @@ class ModelSet:
         return f"{self.name}/{self.version}"
 
     def to_json(self) -> JsonDict:
-        """What `models list --json` prints."""
         return {
             "name": self.name,
             "version": self.version,
@@ -111,7 +110,6 @@ class Registry:
         return next((one for one in self.sets(name) if CHAMPION in one.aliases), None)
 
     def find(self, name: str, version: str) -> ModelSet:
-        """A set by its version. Raises UsageError."""
         sets = {one.version: one for one in self.sets(name)}
         if version in sets:
             return sets[version]
@@ -199,7 +197,6 @@ class Registry:
         return frozenset(keys)
 
     def models_of(self, run: str) -> list[Version]:
-        """The models that a run made, in the order of their names and versions."""
         return [model for model in self._models() if model.run == run]
 
     def _models(self) -> Iterator[Version]:

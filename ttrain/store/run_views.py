@@ -73,7 +73,6 @@ class RunView:
         return list(self._curves(stage).get(metric, ()))
 
     def curves(self, stage: str) -> list[str]:
-        """Names of a stage's curves."""
         return sorted(self._curves(stage))
 
     def text(self, stage: str, path: str) -> str | None:
@@ -84,7 +83,6 @@ class RunView:
         return None
 
     def manifest(self, stage: str) -> JsonObject:
-        """The manifest of a stage's artifact; empty if there is none."""
         view = self.stages.get(stage)
         return view.manifest if view else {}
 

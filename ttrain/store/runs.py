@@ -1,8 +1,7 @@
 """The history of pipeline runs: a record of each, `runs/<run>.json`, folded from its events.
 
-The events are an append-only file next to the record, written by the pipeline's process alone. A
-line is {"time": seconds since 1970, "stage": ..., "values": {...}}; `values` update the record, or
-the entry of the stage. Whoever shows a run in progress reads this file.
+The events are an append-only file next to the record. A line is {"time": seconds since 1970,
+"stage": ..., "values": {...}}; `values` update the record, or the entry of the stage.
 """
 
 import contextlib
@@ -66,10 +65,9 @@ TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
 class RunRecord:
     """What one run writes about itself: its events, its record, its log.
 
-    The record is written at the beginning, to claim the name, and at the end. Threads of one
-    process write, others read (`read`, `log_lines`). A full disk costs the note, not the run. The
-    record is made under the lock that cleaning holds, so cleaning removes nothing that this run may
-    need.
+    The record is written at the beginning, to claim the name, and at the end. One process writes,
+    others read (`read`, `log_lines`). A full disk costs the note, not the run. The record is made
+    under the lock that cleaning holds, so cleaning removes nothing that this run may need.
     """
 
     def __init__(
@@ -122,12 +120,10 @@ class RunRecord:
             self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
     def snapshot(self) -> JsonDict:
-        """A copy of the record as it is now."""
         with self._lock:
             return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
-        """Record the end of the run."""
         seconds = round(time.monotonic() - self._began, 2)
         self.note(outcome=outcome, seconds=seconds, metrics=dict(metrics))
 
@@ -214,7 +210,7 @@ def short_name(name: str) -> str:
 
 
 def is_generated(short: str) -> bool:
-    """Whether unnamed runs have this short name: that of a pipeline, or of a single stage."""
+    """Whether unnamed runs have this short name."""
     return short in ("full", NIGHTLY) or short.startswith("stage-")
 
 
@@ -236,7 +232,6 @@ def read(home: Path, name: str) -> JsonDict | None:
 
 
 def events_of(record: Path) -> Path:
-    """The events of a record: `full-20261121-160222-1a2b4.events.jsonl`."""
     return record.with_suffix(".events.jsonl")
 
 
@@ -283,12 +278,10 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
 
 
 def keys_of(run: RecordedRun) -> dict[str, str | None]:
-    """The artifact key of each stage of a recorded run; None if it had none yet."""
     return {stage["name"]: stage.get("key") for stage in run["stages"]}
 
 
 def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]:
-    """The runs of exactly these artifacts, newest first."""
     return (run for run in newest_first(home) if keys_of(run) == keys)
 
 
@@ -328,10 +321,10 @@ def record_cached(
     settings: JsonObject,
     facts: JsonObject,
 ) -> JsonDict:
-    """Record a run that found everything cached; it is listed, but not tracked.
+    """Record a run that found everything cached; returns the record.
 
-    Returns the record, which has no name if the home is read-only. `facts`: its metrics, the run
-    that it equals, its labels.
+    It has no name if the home is read-only. `facts`: its metrics, the run that it equals, its
+    labels.
     """
     stage_entries = [
         {
@@ -358,7 +351,6 @@ def builder(store: ArtifactStore, stage: str, key: str) -> str:
 
 
 def this_process() -> JsonDict:
-    """The identity of this process, for `is_alive`."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 

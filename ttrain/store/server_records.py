@@ -1,8 +1,7 @@
 """The servers that ttrain started: their records in the home, and the token that they ask for.
 
-The token is in `servers/token`, which only its owner can read. It is the same for all servers of
-the home and survives restarts, so that runs in progress and open pages continue; remove the file
-and restart the servers for a new one. No process gets it as an argument, which all accounts of a
+The token is in `servers/token`, which only its owner can read; it survives restarts, so that runs
+in progress and open pages continue. No process gets it as an argument, which all accounts of a
 machine can read.
 """
 
@@ -89,7 +88,6 @@ def live_server(home: Path, name: str) -> Server | None:
 
 
 def listens(process: psutil.Process, port: int) -> bool:
-    """Whether the process itself listens on that port, so that no other program gets the token."""
     connections = process.net_connections(kind="tcp")
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -111,7 +109,6 @@ def folder_of(home: Path) -> Path:
 
 
 def make_folder(home: Path) -> Path:
-    """The folder of the records, the logs and the token, which no other account can enter."""
     return private_directory(folder_of(home))
 
 

@@ -70,7 +70,6 @@ class Experiment:
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials, in the order in which they began."""
         return [Trial(**entry) for entry in self["trials"]]
 
     @property
@@ -80,7 +79,6 @@ class Experiment:
         return "crashed" if word == "running" and runs.is_gone(self["process"]) else word
 
     def note(self, **values: Any) -> None:
-        """Record values about the experiment."""
         with self._changing():
             self._data.update(values)
 
@@ -120,7 +118,6 @@ class Experiment:
             yield trial if trial.outcome == outcome else None
 
     def reload(self) -> None:
-        """Read what other processes have recorded."""
         self._data = read_object(self.path / FILE) or self._data
 
     @contextlib.contextmanager
@@ -155,7 +152,6 @@ def sweep_file(home: Path, name: str) -> Path:
 
 
 def list_experiments(home: Path) -> list[Experiment]:
-    """All experiments, newest first."""
     records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
     experiments = [Experiment(path, data) for path, data in records if "changes" in data]
     return sorted(experiments, key=lambda each: each.name, reverse=True)

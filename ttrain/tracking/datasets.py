@@ -34,7 +34,6 @@ class DataInput:
     tags: Mapping[str, str]
 
     def entity(self) -> Any:
-        """The data set as MLflow's client takes it."""
         mlflow = import_module("mlflow.entities")
         dataset = mlflow.Dataset(
             self.name, self.digest, "ttrain", self.source, profile=self.profile

@@ -153,7 +153,6 @@ class Mirror:
         return self.bound.get(identity)
 
     def search(self, experiments: Sequence[str], query: str) -> list[Any]:
-        """The runs that match a query, also deleted ones."""
         everything = self._entities.ViewType.ALL
         return list(self.client.search_runs(experiments, query, everything, MOST_RUNS))
 
@@ -208,7 +207,6 @@ class Mirror:
         self.place_files(run.files, bound)
 
     def tag(self, bound: Bound, tags: Mapping[str, str]) -> None:
-        """Set the tags that differ."""
         wanted = _clean_tags(tags)
         self._log(bound, "tags", self._entities.RunTag, wanted.items() - bound.tags.items())
         bound.tags |= wanted

@@ -1,7 +1,4 @@
-"""Push runs of a home to MLflow: `push` for some, `Pusher` from a thread of a run in progress.
-
-A failure is one warning: the next run or `ttrain track push` brings what is missing.
-"""
+"""Push runs of a home to MLflow; a failure is one warning, and the next push brings the rest."""
 
 import logging
 import threading
@@ -150,10 +147,7 @@ class Pusher:
         self._thread.start()
 
     def finish(self) -> bool:
-        """Push for the last time, while MLflow answers. Returns whether it has everything.
-
-        Each request to a silent server ends by itself (MLFLOW_HTTP_REQUEST_TIMEOUT).
-        """
+        """Push for the last time, while MLflow answers. Returns whether it has everything."""
         asked = time.monotonic()
         self._stop.set()
         while self._thread.is_alive():
@@ -205,7 +199,6 @@ class Pusher:
 
 
 def track(execution: PipelineRun) -> None:
-    """Push a run that begins, until its end, if its settings say so."""
     if not execution.settings.tracking.enabled or execution.settings.runtime.node_rank:
         return
     pusher = Pusher(execution.store.root, execution.record.run, execution.record.note)

@@ -80,8 +80,6 @@ def setting_id(sweep: str, change: int) -> str:
 
 @dataclass
 class RunContent:
-    """A run of the home as MLflow shows it."""
-
     home: Path
     record: JsonDict
     is_local: bool = (
@@ -106,7 +104,6 @@ class RunContent:
 
     @cached_property
     def made(self) -> dict[str, Artifact]:
-        """The artifacts that this run made itself."""
         cached = {entry["name"] for entry in self.record["stages"] if entry["outcome"] == "cached"}
         return {name: one for name, one in self.artifacts.items() if name not in cached}
 

@@ -1,8 +1,7 @@
 """Saved views of MLflow's table of runs, one for each `name`, and addresses of its pages.
 
-MLflow's table shows no metric until somebody chooses some of hundreds. So the experiment has views
-as MLflow saves them: a tag `mlflow.sharedViewState.<id>` with a title and the page's state as JSON
-(MLflow 3.17). The page lists them under "Views".
+MLflow's table shows no metric until somebody chooses some of hundreds. A view is a tag of the
+experiment, `mlflow.sharedViewState.<id>`, with the page's state as JSON (MLflow 3.17).
 """
 
 import json
