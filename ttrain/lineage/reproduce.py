@@ -94,6 +94,7 @@ def reproduce(
 
 
 def _usable(directory: Path) -> Path:
+    # Not a home with runs: their artifacts would be taken instead of rebuilt
     home = user_path(directory).absolute()
     names = {path.name for path in home.iterdir()} if home.is_dir() else set()
     is_other = bool(names) and names.isdisjoint({"store", "work"})
@@ -165,6 +166,9 @@ def _settings_of(artifact: Artifact) -> Settings:
 
 
 def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]:
+    # Name exactly the files that the stage read: a folder may hold more by now, the Hub another
+    # commit. Sources with weights stay as written, since a weight belongs to a source and not to its
+    # files; so do URLs with secrets, which the record of the files does not have.
     dataset, pinned = STAGES[artifact.stage].dataset, dict[str, list[str]]()
     name = dataset_read(dataset, data.get("tokenizer")) if dataset else ""
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):

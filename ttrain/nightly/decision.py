@@ -25,7 +25,7 @@ def decide(
     The night, its run and the registry have the decision before the champion changes. If another
     version became champion during the night, nothing is promoted.
     """
-    (decision, texts) = _judge(night, inputs, execution, say)
+    decision, texts = _judge(night, inputs, execution, say)
     made = execution.artifacts
     registry = Registry(execution.store.root)
     name = inputs.settings.name
