@@ -167,8 +167,8 @@ def _settings_of(artifact: Artifact) -> Settings:
 
 def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]:
     # Name exactly the files that the stage read: a folder may hold more by now, the Hub another
-    # commit. Sources with weights stay as written, since a weight belongs to a source and not to its
-    # files; so do URLs with secrets, which the record of the files does not have.
+    # commit. Sources with weights stay as written, since a weight belongs to a source and not to
+    # its files; so do URLs with secrets, which the record of the files does not have.
     dataset, pinned = STAGES[artifact.stage].dataset, dict[str, list[str]]()
     name = dataset_read(dataset, data.get("tokenizer")) if dataset else ""
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
