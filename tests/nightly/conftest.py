@@ -12,9 +12,9 @@ from ttrain.store.artifacts import ArtifactStore
 
 @pytest.fixture
 def known(tmp_path: Path) -> Nights:
-    found = Nights(tmp_path, "mine")
-    found.directory.mkdir(parents=True)  # as taking the lock does
-    return found
+    nights = Nights(tmp_path, "mine")
+    nights.directory.mkdir(parents=True)  # as taking the lock does
+    return nights
 
 
 @pytest.fixture
@@ -25,16 +25,11 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 @pytest.fixture
 def champion(store: ArtifactStore) -> Champion:
-    of = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
-    read = {"files": {"train": [{"name": "f", "sha256": "f"}]}}
-    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=read)
+    files = {"files": {"train": [{"name": "f", "sha256": "f"}]}}
+    inputs = {"shards": {"stage": "shards-pretrain", "key": "s", "content": ""}}
+    model = {"model/config.json": "{}", "model/model.safetensors": ""}
+    artifact(store, "shards-pretrain", "s", {"heldout/index.json": "{}"}, ingredients=files)
     artifact(store, "tokenizer", "t", {"tokenizer.json": "{}"})
-    artifact(
-        store,
-        "pretrain",
-        "p",
-        {"model/config.json": "{}", "model/model.safetensors": ""},
-        inputs=of,
-    )
+    artifact(store, "pretrain", "p", model, inputs=inputs)
     artifact(store, "sft", "q", {"model/config.json": "{}"})
     return Champion("7", {"tokenizer": "t", "pretrain": "p", "sft": "q"})

@@ -1,4 +1,4 @@
-"""How a night learns: from which state, with which budget, which chats, and which models SFT and LoRA start from."""
+"""How a night trains: from which state, with which budget, chats and base models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +13,22 @@ from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
 
+KEYS = {"tokenizer": "t", "pretrain": "p", "sft": "q", "lora": "a"}
+INFINITE = {"schedule": {"kind": "infinite"}}
+MODEL, ADAPTER = "model/model.safetensors", "adapter/adapter_model.safetensors"
 TRAINED = {"pretrain.schedule.kind": "infinite", "pretrain.optim.kind": "muon"}
-
-
-def publish(store: ArtifactStore, stage: str, key: str, *files: str, **manifest: Any) -> Artifact:
-    return artifact(store, stage, key, dict.fromkeys(files, "{}"), **manifest)
 
 
 def reference(stage: str, key: str) -> dict[str, str]:
     return {"stage": stage, "key": key, "content": ""}
+
+
+def publish(store: ArtifactStore, stage: str, key: str, *files: str, **inputs: Any) -> None:
+    settings = TRAINED if (stage, key) == ("pretrain", "p") else {}
+    ingredients = {"files": {}, "settings": settings}
+    contents = dict.fromkeys(files, "{}")
+    artifact(store, stage, key, contents, ingredients=ingredients, inputs=inputs)
 
 
 @pytest.fixture
@@ -31,244 +36,178 @@ def store(tmp_path: Path) -> ArtifactStore:
     """The champion is version 7: its base left a plateau, its adapter belongs to its SFT model."""
     store = ArtifactStore(tmp_path / "home")
     publish(store, "tokenizer", "t", "tokenizer.json")
-    for stage, key in (("shards-pretrain", "d"), ("shards-sft", "c")):
-        publish(store, stage, key, "train/index.json")
-    publish(
-        store,
-        "pretrain",
-        "p",
-        "model/model.safetensors",
-        "plateau/model.safetensors",
-        "plateau/optimizer.safetensors",
-        inputs={"shards": reference("shards-pretrain", "d")},
-        ingredients={"files": {}, "settings": TRAINED},
-    )
-    publish(
-        store,
-        "pretrain",
-        "old",
-        "model/model.safetensors",
-        ingredients={"files": {}, "settings": {}},
-    )
-    publish(
-        store,
-        "sft",
-        "q",
-        "model/model.safetensors",
-        inputs={"shards": reference("shards-sft", "c")},
-    )
-    publish(store, "sft", "q0", "model/model.safetensors")
-    publish(
-        store,
-        "lora",
-        "a",
-        "adapter/adapter_model.safetensors",
-        inputs={"base": reference("sft", "q")},
-    )
-    publish(
-        store,
-        "lora",
-        "a0",
-        "adapter/adapter_model.safetensors",
-        inputs={"base": reference("sft", "q0")},
-    )
+    documents, chats = reference("shards-pretrain", "d"), reference("shards-sft", "c")
+    for shards in (documents, chats):
+        publish(store, shards["stage"], shards["key"], "train/index.json")
+    plateau = ("plateau/model.safetensors", "plateau/optimizer.safetensors")
+    publish(store, "pretrain", "p", MODEL, *plateau, shards=documents)
+    publish(store, "pretrain", "old", MODEL)
+    publish(store, "sft", "q", MODEL, shards=chats)
+    publish(store, "sft", "q0", MODEL)
+    publish(store, "lora", "a", ADAPTER, base=reference("sft", "q"))
+    publish(store, "lora", "a0", ADAPTER, base=reference("sft", "q0"))
     return store
 
 
-KEYS = {"tokenizer": "t", "pretrain": "p", "sft": "q", "lora": "a"}
+class Night:
+    """Inputs and graphs of a night that starts from version 7."""
+
+    def __init__(self, tmp_path: Path, store: ArtifactStore) -> None:
+        self.store = store
+        names = {"pretrain": "docs", "sft": "chats", "lora": "domain"}
+        self.data = {dataset: f"{tmp_path}/{name}.jsonl" for dataset, name in names.items()}
+        for path in self.data.values():
+            Path(path).write_text("{}", encoding="utf-8")
+
+    def inputs(
+        self,
+        sections: Mapping[str, Any],
+        keys: Mapping[str, str] = KEYS,
+        without: str = "",
+        **snapshot: Any,
+    ) -> NightInputs:
+        settings = Settings.model_validate({"data": self.data, **sections})
+        files = dict(night_inputs.watched_files(settings, self.store, may_be_gone=True))
+        if without:
+            files[without] = []
+        tree, champion = settings.model_dump(mode="json"), Champion("7", {**KEYS, **keys})
+        frozen = InputSnapshot(files, tree, champion, **snapshot)
+        return night_inputs.inputs_of(frozen, settings, self.store)
 
 
-def settings_of(tmp_path: Path, **sections: Any) -> Settings:
-    for name in ("docs", "chats", "domain"):
-        (tmp_path / f"{name}.jsonl").write_text("{}", encoding="utf-8")
-    data = {
-        "pretrain": f"{tmp_path}/docs.jsonl",
-        "sft": f"{tmp_path}/chats.jsonl",
-        "lora": f"{tmp_path}/domain.jsonl",
-    }
-    return Settings.model_validate({"data": data, **sections})
+@pytest.fixture
+def night(tmp_path: Path, store: ArtifactStore) -> Night:
+    return Night(tmp_path, store)
 
 
-def inputs(
-    store: ArtifactStore,
-    settings: Settings,
-    keys: Mapping[str, str] = KEYS,
-    *,
-    without: str = "",
-    **snapshot: Any,
-) -> NightInputs:
-    files = night_inputs.watched_files(settings, store, may_be_gone=True)
-    files = {name: [] if name == without else entries for name, entries in files.items()}
-    frozen = InputSnapshot(files, settings.model_dump(mode="json"), Champion("7", keys), **snapshot)
-    return night_inputs.inputs_of(frozen, settings, store)
+def stages_of(inputs: NightInputs) -> dict[str, dict[str, Any]]:
+    return sources_in(night_graph(inputs))
 
 
-def stages_of(found: NightInputs) -> dict[str, dict[str, Any]]:
-    return sources_in(night_graph(found))
-
-
-def infinite(tmp_path: Path, nightly: Mapping[str, Any] | None = None, **pretrain: Any) -> Settings:
-    return settings_of(
-        tmp_path, pretrain={"schedule": {"kind": "infinite"}, **pretrain}, nightly=nightly or {}
-    )
-
-
-def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    found = inputs(store, infinite(tmp_path))
-    assert found.plateau and found.plateau.key == "p" and not found.note
-    assert (
-        found.settings.pretrain.schedule.warmup_steps == 0
-        and found.settings.pretrain.schedule.kind == "infinite"
-    )
-    assert stages_of(found)["pretrain"]["plateau"] is found.plateau
-    another = inputs(store, settings_of(tmp_path))  # schedule warms up again and says nothing
+def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(night: Night) -> None:
+    inputs = night.inputs({"pretrain": INFINITE})
+    assert inputs.plateau and inputs.plateau.key == "p" and not inputs.note
+    schedule = inputs.settings.pretrain.schedule
+    assert (schedule.warmup_steps, schedule.kind) == (0, "infinite")
+    assert stages_of(inputs)["pretrain"]["plateau"] is inputs.plateau
+    another = night.inputs({})  # schedule warms up again, without a note
     assert another.plateau is None and another.note == ""
 
 
 @pytest.mark.parametrize(
-    ("key", "sections", "why"),
+    ("key", "pretrain", "note"),
     [
-        ("old", {}, "no plateau of pretrain.optim.kind muon (it was unknown)"),
-        (
-            "p",
-            {"optim": {"kind": "adamw"}},
-            "no plateau of pretrain.optim.kind adamw (it was muon)",
-        ),
+        ("old", {}, "muon (it was unknown)"),
+        ("p", {"optim": {"kind": "adamw"}}, "adamw (it was muon)"),
     ],
 )
-def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_message(
-    store: ArtifactStore, tmp_path: Path, key: str, sections: dict[str, Any], why: str
+def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_note(
+    night: Night, key: str, pretrain: dict[str, Any], note: str
 ) -> None:
-    found = inputs(store, infinite(tmp_path, **sections), {**KEYS, "pretrain": key})
-    assert found.plateau is None and why in found.note and "version 7" in found.note
-    assert (
-        found.settings.pretrain.schedule.warmup_steps is None
-        and "plateau" not in stages_of(found)["pretrain"]
-    )
+    inputs = night.inputs({"pretrain": {**INFINITE, **pretrain}}, {"pretrain": key})
+    assert inputs.plateau is None and note in inputs.note and "version 7" in inputs.note
+    assert inputs.settings.pretrain.schedule.warmup_steps is None
+    assert "plateau" not in stages_of(inputs)["pretrain"]
 
 
-def test_shards_and_replay_are_told_what_earlier_nights_hold_out(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    earlier = publish(store, "heldout", "h", "heldout/index.json")
-    settings, documents = settings_of(tmp_path), ("shards-pretrain/d",)
-    stages = stages_of(inputs(store, settings, heldout="heldout/h", documents=documents))
+def test_shards_and_replay_read_what_earlier_nights_hold_out(night: Night) -> None:
+    publish(night.store, "heldout", "h", "heldout/index.json")
+    documents = ("shards-pretrain/d",)
+    stages = stages_of(night.inputs({}, heldout="heldout/h", documents=documents))
     for name in ("shards-pretrain", "replay", "heldout"):
-        assert stages[name]["earlier"].key == earlier.key
+        assert stages[name]["earlier"].key == "h"
     assert stages["replay"]["tokenizer"].key == "t"
     assert "earlier" not in stages["shards-sft"] and "earlier" not in stages["shards-lora"]
-    alone = stages_of(inputs(store, settings, documents=documents))
+    alone = stages_of(night.inputs({}, documents=documents))
     assert alone["shards-pretrain"].keys() == {"tokenizer", "learnt-0000"}
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
 
 
+@pytest.mark.parametrize(
+    ("reading", "share"),
+    [
+        ({}, "auto"),
+        ({"near_duplicates": 0.8}, "auto"),
+        # rows that the champion was trained on could be among the larger share that `auto` may be
+        ({"near_duplicates": 0.0}, 0.02),
+        ({"near_duplicates": 0.0, "heldout_fraction": 0.3}, 0.3),
+    ],
+)
 def test_a_night_that_does_not_look_for_known_documents_holds_out_the_least_share(
-    store: ArtifactStore, tmp_path: Path
+    night: Night, reading: dict[str, float], share: object
 ) -> None:
-    """`auto` is more of few new rows: rows that the champion was trained on could be among them."""
-    shares = {
-        near: inputs(
-            store, settings_of(tmp_path, reading={"near_duplicates": near})
-        ).settings.reading.heldout_fraction
-        for near in (None, 0.8, 0.0)
-    }
-    assert shares == {None: "auto", 0.8: "auto", 0.0: 0.02}
-    set_share = settings_of(tmp_path, reading={"near_duplicates": 0.0, "heldout_fraction": 0.3})
-    assert inputs(store, set_share).settings.reading.heldout_fraction == 0.3
+    assert night.inputs({"reading": reading}).settings.reading.heldout_fraction == share
 
 
-def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    for nightly, budget in (
+@pytest.mark.parametrize(
+    ("nightly", "budget"),
+    [
         ({}, ("auto", None)),
         ({"tokens": "50k"}, (50_000, None)),
         ({"epochs": 1.5}, (None, 1.5)),
-    ):
-        pretrain = inputs(store, settings_of(tmp_path, nightly=nightly)).settings.pretrain
-        assert (pretrain.tokens, pretrain.epochs) == budget
-    found = inputs(store, infinite(tmp_path, {"epochs": 1, "start_from": "scratch"}))
-    assert found.settings.pretrain.tokens == "auto" and found.plateau is None
-    assert found.settings.pretrain.optim == Settings().pretrain.optim
-    with pytest.raises(
-        ValueError, match=r"nightly\.tokens is 5 and nightly\.epochs is 1\.0; set one"
-    ):
+        ({"epochs": 1, "start_from": "scratch"}, ("auto", None)),
+    ],
+)
+def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
+    night: Night, nightly: dict[str, Any], budget: tuple[object, object]
+) -> None:
+    inputs = night.inputs({"pretrain": INFINITE, "nightly": nightly})
+    pretrain = inputs.settings.pretrain
+    assert (pretrain.tokens, pretrain.epochs) == budget
+    is_from_scratch = nightly.get("start_from") == "scratch"
+    assert (inputs.plateau is None) == is_from_scratch
+    assert not is_from_scratch or pretrain.optim == Settings().pretrain.optim
+
+
+def test_two_budgets_of_a_night_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"nightly\.tokens is 5.*nightly\.epochs"):
         Nightly(tokens=5, epochs=1)
 
 
-def test_a_night_has_a_share_of_the_rates_whichever_are_set_or_one_by_its_length(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    optim = {"optim": {"kind": "muon", "lr": 0.01, "muon_lr": 0.02, "head_lr": None}}
-    found = inputs(
-        store, settings_of(tmp_path, pretrain=optim, nightly={"rate": 0.3})
-    ).settings.pretrain.optim
-    assert (found.lr, found.muon_lr, found.head_lr, found.kind) == (0.003, 0.006, None, "muon")
-    pretrain = inputs(store, infinite(tmp_path, {"rate": "auto"})).settings.pretrain
+def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(night: Night) -> None:
+    optim = {"kind": "muon", "lr": 0.01, "muon_lr": 0.02, "head_lr": None}
+    sections = {"pretrain": {"optim": optim}, "nightly": {"rate": 0.3}}
+    scaled = night.inputs(sections).settings.pretrain.optim
+    assert (scaled.lr, scaled.muon_lr, scaled.head_lr, scaled.kind) == (0.003, 0.006, None, "muon")
+    sections = {"pretrain": INFINITE, "nightly": {"rate": "auto"}}
+    pretrain = night.inputs(sections).settings.pretrain
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
-    assert inputs(store, infinite(tmp_path)).settings.pretrain.schedule.full_rate_steps is None
+    default = night.inputs({"pretrain": INFINITE}).settings.pretrain
+    assert default.schedule.full_rate_steps is None
 
 
-def test_sft_and_lora_start_anew_from_the_models_of_the_night(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    stages = stages_of(inputs(store, settings_of(tmp_path)))
-    assert (stages["sft"]["base"], stages["lora"]["base"]) == (
-        "pretrain",
-        "sft",
-    ) and "replay-sft" not in stages
+def test_sft_and_lora_start_from_the_models_of_the_night(night: Night) -> None:
+    stages = stages_of(night.inputs({}))
+    assert (stages["sft"]["base"], stages["lora"]["base"]) == ("pretrain", "sft")
+    assert "replay-sft" not in stages
     assert not {name for name in stages["evaluate"] if name.startswith("base_of")}
 
 
-def test_sft_continues_the_champion_s_model_with_a_sample_of_learnt_chats(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    settings = settings_of(tmp_path, nightly={"sft_base": "champion", "chats": "new"})
-    found = inputs(store, settings, chats=("shards-sft/c",))
-    stages = stages_of(found)
+def test_sft_continues_the_champions_model_with_a_sample_of_known_chats(night: Night) -> None:
+    sections = {"nightly": {"sft_base": "champion", "chats": "new"}}
+    inputs = night.inputs(sections, chats=("shards-sft/c",))
+    stages, [replayed] = stages_of(inputs), inputs.replayed_chats
     assert stages["sft"]["base"].key == "q" and stages["sft"]["replay"] == "replay-sft"
-    assert stages["replay-sft"] == {
-        "documents": "shards-sft",
-        "learnt-0000": found.replayed_chats[0],
-    }
+    assert stages["replay-sft"] == {"documents": "shards-sft", "learnt-0000": replayed}
     assert stages["lora"]["base"] == "sft"
-    found = inputs(
-        store, settings, without="sft", chats=("shards-sft/c",)
-    )  # without new chats its SFT model stays
-    assert found.replacements["sft"].key == "q" and not found.replayed_chats
-    assert {"sft", "replay-sft"}.isdisjoint(stages_of(found)) and stages_of(found)["lora"][
-        "base"
-    ].key == "q"
+    # without new chats its SFT model stays
+    inputs = night.inputs(sections, without="sft", chats=("shards-sft/c",))
+    assert inputs.replacements["sft"].key == "q" and not inputs.replayed_chats
+    stages = stages_of(inputs)
+    assert {"sft", "replay-sft"}.isdisjoint(stages) and stages["lora"]["base"].key == "q"
 
 
-def test_an_adapter_stays_with_its_model_which_the_evaluation_is_told(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    stages = stages_of(inputs(store, settings_of(tmp_path, nightly={"lora_base": "champion"})))
+def test_an_adapter_stays_with_its_model_for_training_and_evaluation(night: Night) -> None:
+    stages = stages_of(night.inputs({"nightly": {"lora_base": "champion"}}))
     assert stages["lora"]["base"].key == stages["evaluate"]["base_of_lora"].key == "q"
     assert stages["sft"]["base"] == "pretrain" and "base_of_lora" not in stages["evaluate-champion"]
-    earlier = stages_of(
-        inputs(store, settings_of(tmp_path), {**KEYS, "lora": "a0"})
-    )  # an adapter of an earlier model
-    assert (
-        earlier["evaluate-champion"]["base_of_lora"].key == "q0"
-        and "base_of_lora" not in earlier["evaluate"]
-    )
-    gone = publish(
-        store,
-        "lora",
-        "b",
-        "adapter/adapter_model.safetensors",
-        inputs={"base": reference("sft", "gone")},
-    )
-    assert store.input_of(gone, "base") is None, "a base that was removed"
-
-
-def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
-    return {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in names]}
+    stages = stages_of(night.inputs({}, {"lora": "a0"}))  # an adapter of an earlier model
+    assert stages["evaluate-champion"]["base_of_lora"].key == "q0"
+    assert "base_of_lora" not in stages["evaluate"]
+    publish(night.store, "lora", "b", ADAPTER, base=reference("sft", "gone"))
+    adapter = night.store.find("lora", "b")
+    assert adapter and night.store.input_of(adapter, "base") is None, "its base was removed"
 
 
 @pytest.mark.parametrize(
@@ -276,14 +215,13 @@ def watched(*names: str) -> dict[str, list[dict[str, Any]]]:
     [
         ({}, "ab", "ab"),
         ({"chats": "new"}, "ab", "b"),
-        ({"chats": "new"}, "a", "a"),  # a new base that would learn no chat at all
+        ({"chats": "new"}, "a", "a"),  # a new base that would be trained on no chat at all
         ({"chats": "new", "sft_base": "champion"}, "a", ""),
     ],
 )
-def test_new_chats_are_those_that_the_champion_has_not_learnt(
-    nightly: dict[str, Any], files: str, chosen: str
-) -> None:
+def test_chats_are_new_to_the_champion(nightly: dict[str, Any], files: str, chosen: str) -> None:
+    watched = {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in files]}
     selected, _ = night_inputs.select_files(
-        Nightly(**nightly), watched(*files), {"a"}, {"a"}, has_champion=True
+        Nightly(**nightly), watched, {"a"}, {"a"}, has_champion=True
     )
     assert "".join(file["sha256"] for file in selected["sft"]) == chosen

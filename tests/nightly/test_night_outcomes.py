@@ -3,6 +3,7 @@
 import gzip
 import io
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,348 +25,283 @@ from ttrain.errors import (
     UsageError,
 )
 from ttrain.flows import night_plan, nightly
-from ttrain.flows.engine import RunOptions
 from ttrain.nightly import records
-from ttrain.nightly.records import Champion, Nights
+from ttrain.nightly.records import Champion, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
 
 DUE = datetime.fromtimestamp(time.time() - 1, UTC)
+TOMORROW = DUE + timedelta(days=1)
+LEFT_OUT = "left out, damaged until replaced: "
+
+
+class Runner:
+    """Runs nights of a home; `output` is what they printed."""
+
+    def __init__(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.monkeypatch = store, monkeypatch
+        self.nights = Nights(store.root, "quickstart")
+        self._file = io.StringIO()
+
+    def run(self, settings: Settings, slot: datetime | None = None) -> nightly.NightResult:
+        console = Console(file=self._file, width=200)
+        options = nightly.RunOptions("none")
+        return nightly.run_night(settings, self.store, console, options, slot)
+
+    def replace_stages(self, run_stages: Callable[..., None]) -> None:
+        self.monkeypatch.setattr(nightly, "run_pipeline", run_stages)
+
+    def add_kept(self, settings: Settings, champion: Champion | None = None) -> None:
+        """A night that has read all files."""
+        with self.nights.lock():
+            night = self.nights.begin(list_of(settings, self.store, champion), None)
+            night.end_try("kept", "", closed=True)
+
+    @property
+    def output(self) -> str:
+        return self._file.getvalue()
+
+    @property
+    def newest(self) -> NightRecord:
+        return next(self.nights.newest_first())
+
+    def assert_refused(self, night: NightRecord, attempts: int, *, is_open: bool) -> None:
+        assert (night.outcome, night.is_open, night.failures) == ("refused", is_open, 0)
+        assert len(night.data["attempts"]) == attempts
 
 
 @pytest.fixture
-def nights(store: ArtifactStore) -> Nights:
-    return Nights(store.root, "quickstart")
+def runner(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    return Runner(store, monkeypatch)
 
 
-def run_night(
-    settings: Settings,
-    store: ArtifactStore,
-    out: io.StringIO | None = None,
-    slot: datetime | None = None,
-) -> nightly.NightResult:
-    console = Console(file=out or io.StringIO(), width=200)
-    return nightly.run_night(settings, store, console, nightly.RunOptions("none"), slot)
-
-
-def kept_before(
-    nights: Nights, settings: Settings, store: ArtifactStore, champion: Champion | None = None
-) -> None:
-    """A night that has read all files."""
-    with nights.lock():
-        nights.begin(list_of(settings, store, champion), None).end_try("kept", "", closed=True)
-
-
-def trains_nothing(*_: object) -> None:
+def train_nothing(*_: object) -> None:
     raise Interrupted("the test needs no model")
 
 
-def test_a_night_without_news_asks_nobody_and_leaves_a_record(
-    tmp_path: Path, store: ArtifactStore, nights: Nights
-) -> None:
-    settings, out = inbox(tmp_path, a="1"), io.StringIO()
-    kept_before(nights, settings, store)
-    result = run_night(settings, store, out)
-    assert (result.outcome, result.night) == (
-        "nothing-new",
-        "night-000002",
-    ) and "all 3 files" in out.getvalue()
-    assert not (store.root / "mlflow").exists() and not (store.root / "runs").exists()
-    with nights.lock():
-        assert run_night(settings, store).outcome == "skipped"
+def test_a_night_without_news_only_leaves_a_record(tmp_path: Path, runner: Runner) -> None:
+    settings = inbox(tmp_path, a="1")
+    runner.add_kept(settings)
+    result = runner.run(settings)
+    assert (result.outcome, result.night) == ("nothing-new", "night-000002")
+    assert "all 3" in runner.output
+    root = runner.store.root
+    assert not (root / "mlflow").exists() and not (root / "runs").exists()
+    with runner.nights.lock():
+        assert runner.run(settings).outcome == "skipped"
 
 
-def test_a_night_that_reaches_its_deadline_goes_on_in_the_next_slot_with_the_same_stages(
-    tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Same keys, so the same work directories and checkpoints, though a file came and a setting changed meanwhile."""
+def test_after_a_deadline_the_next_slot_has_the_same_keys(tmp_path: Path, runner: Runner) -> None:
+    """Same keys, thus checkpoints, though a file came and a setting changed meanwhile."""
     planned: list[Any] = []
 
-    def stops(plan: Any, _: object, options: Any, *__: object) -> None:
+    def stop(plan: Any, _: object, options: Any, *__: object) -> None:
         assert options.stop_at <= time.time()
         planned.append((plan.settings, {stage.name: stage.key for stage in plan}))
         raise Interrupted("stage pretrain: stopped by a signal")  # all that a stage knows
 
-    monkeypatch.setattr(nightly, "run_pipeline", stops)
-    settings, out = inbox(tmp_path, a="1"), io.StringIO()
-    late = {"deadline_hours": 1e-9}
-    for nightly_settings, slot in (
-        (late, DUE),
-        ({**late, "replay": 0.5, "epochs": 3}, DUE + timedelta(days=1)),
-    ):
-        now = Settings.model_validate({**settings.model_dump(), "nightly": nightly_settings})
-        result = run_night(now, store, out, slot=slot)
-        assert (result.outcome, result.night) == (
-            "unfinished",
-            "night-000001",
-        ) and "deadline" in result.reason
+    runner.replace_stages(stop)
+    settings, late = inbox(tmp_path, a="1"), {"deadline_hours": 1e-9}
+    for section, slot in ((late, DUE), ({**late, "replay": 0.5, "epochs": 3}, TOMORROW)):
+        now = Settings.model_validate({**settings.model_dump(), "nightly": section})
+        result = runner.run(now, slot)
+        assert (result.outcome, result.night) == ("unfinished", "night-000001")
+        assert "deadline" in result.reason
         inbox(tmp_path, a="1", later="2")
-    [night] = nights.newest_first()
-    assert (
-        night.is_open
-        and night.failures == 0
-        and [one["outcome"] for one in night.data["attempts"]] == ["unfinished"] * 2
-    )
-    assert {one["reason"] for one in night.data["attempts"]} == {"stage pretrain: deadline reached"}
-    told = " ".join(out.getvalue().split())
-    assert (
-        told.count(
-            "goes on (unfinished: stage pretrain: deadline reached); with the settings that it began with"
-        )
-        == 1
-    )
+    [night] = runner.nights.newest_first()
+    attempts = night.data["attempts"]
+    assert night.is_open and night.failures == 0
+    reason = "stage pretrain: deadline reached"
+    outcomes = [(attempt["outcome"], attempt["reason"]) for attempt in attempts]
+    assert outcomes == [("unfinished", reason)] * 2
+    continued = f"goes on (unfinished: {reason}); with the settings that it began with"
+    assert " ".join(runner.output.split()).count(continued) == 1
     assert planned[0] == planned[1] and planned[0][1]["tokenizer"] is not None
 
 
-def test_a_plan_says_of_a_killed_night_that_its_process_is_gone(
-    tmp_path: Path, store: ArtifactStore, nights: Nights
-) -> None:
-    settings = inbox(tmp_path, a="1")
+def test_a_plan_says_that_a_night_was_killed(tmp_path: Path, runner: Runner) -> None:
+    settings, store, nights = inbox(tmp_path, a="1"), runner.store, runner.nights
     with nights.lock():
         night = nights.begin(list_of(settings, store), None)
-    assert (
-        "goes on (running: in another process)"
-        in night_plan.choose_inputs(settings, store, nights, night)[1]
-    )
+    assert "(running: " in night_plan.choose_inputs(settings, store, nights, night)[1]
     night.note_try(process=NONE_SUCH)
-    assert (
-        "goes on (crashed: its process was killed"
-        in night_plan.choose_inputs(settings, store, nights, night)[1]
-    )
+    assert "(crashed: " in night_plan.choose_inputs(settings, store, nights, night)[1]
 
 
-def test_a_folder_that_is_empty_is_refused_before_there_is_a_champion_and_nothing_new_after_it(
-    tmp_path: Path, store: ArtifactStore, nights: Nights
-) -> None:
+def test_an_empty_folder_is_refused_without_a_champion(tmp_path: Path, runner: Runner) -> None:
     settings = inbox(tmp_path)
     for _ in range(2):
-        with pytest.raises(UsageError, match="no file in that folder ends in"):
-            run_night(settings, store)
-    [night] = nights.newest_first()
+        with pytest.raises(UsageError, match=r"data\.pretrain.*folder"):
+            runner.run(settings)
+    [night] = runner.nights.newest_first()
     assert (night.outcome, night.is_open) == ("refused", False), "several in a row are one record"
     settings = inbox(tmp_path, a="1")
-    kept_before(nights, settings, store)
+    runner.add_kept(settings)
     (tmp_path / "inbox/a.jsonl").unlink()
-    assert run_night(settings, store).outcome == "nothing-new"
+    assert runner.run(settings).outcome == "nothing-new"
 
 
 def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again(
-    tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unlike a damaged file, whose bytes say so, and unlike a wrong setting."""
-    settings, inner = inbox(tmp_path, a="1", b="2"), type(store.cache).file
-    closed = tmp_path / "inbox" / "b.jsonl"
+    settings, cache = inbox(tmp_path, a="1", b="2"), type(runner.store.cache)
+    digest, closed = cache.file, tmp_path / "inbox" / "b.jsonl"
 
-    def file(cache: Any, path: Path, *rest: Any) -> Any:
+    def refuse(self: Any, path: Path, *rest: Any) -> Any:
         if path == closed:
             raise PermissionError(13, "Permission denied", str(path))
-        return inner(cache, path, *rest)
+        return digest(self, path, *rest)
 
-    monkeypatch.setattr(nightly, "run_pipeline", trains_nothing)
+    runner.replace_stages(train_nothing)
     with monkeypatch.context() as patch:
-        patch.setattr(type(store.cache), "file", file)
-        with pytest.raises(
-            CannotRead, match=rf"cannot read {closed}, which data.pretrain names: Permission denied"
-        ):
-            run_night(settings, store)
-    [night] = nights.newest_first()
-    assert night.outcome == records.FAILED, "not refused: nobody has to correct a setting"
+        patch.setattr(cache, "file", refuse)
+        with pytest.raises(CannotRead, match=rf"{closed}.*data\.pretrain.*denied"):
+            runner.run(settings)
+    [night] = runner.nights.newest_first()
+    assert night.outcome == records.FAILED, "not refused: no setting has to be corrected"
     with pytest.raises(Interrupted):
-        run_night(settings, store)
-    newest = nights.newest()
-    assert newest is not None and newest.is_open and len(newest.frozen.files["pretrain"]) == 2
+        runner.run(settings)
+    assert runner.newest.is_open and len(runner.newest.frozen.files["pretrain"]) == 2
 
 
-def test_damaged_files_are_left_out_until_they_are_replaced_and_the_night_reads_the_others(
-    tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
+def test_damaged_files_are_left_out_until_replaced(tmp_path: Path, runner: Runner) -> None:
+    reads: list[str] = []
 
-    def shards(plan: Any, *_: object) -> None:
-        settings = plan.settings
-        read.append(", ".join(Path(location).stem for location in settings.data.pretrain))
+    def read_files(plan: Any, *_: object) -> None:
+        locations = plan.settings.data.pretrain
+        reads.append(", ".join(Path(location).stem for location in locations))
         try:
-            for location in settings.data.pretrain:
+            for location in locations:
                 with streams.noting_faults(str(location)):
                     list(streams.chunks(str(location)))
         except DataError as error:
-            raise StageFailed(
-                f"stage shards-pretrain failed: {error}", DataError.__name__, files=error.files
-            ) from None
-        trains_nothing()
+            message = f"stage shards-pretrain failed: {error}"
+            raise StageFailed(message, DataError.__name__, files=error.files) from None
+        train_nothing()
 
-    monkeypatch.setattr(nightly, "run_pipeline", shards)
-    settings, out = inbox(tmp_path, a="1", c="3"), io.StringIO()
+    runner.replace_stages(read_files)
+    settings = inbox(tmp_path, a="1", c="3")
+    truncated, binary = (tmp_path / "inbox" / f"{name}.jsonl.gz" for name in ("b", "d"))
     packed = gzip.compress(b'{"text": "2"}\n')
-    bad = {name: tmp_path / "inbox" / f"{name}.gz" for name in ("b.jsonl", "d.jsonl")}
-    bad["b.jsonl"].write_bytes(packed[:-9])
-    bad["d.jsonl"].write_bytes(b"\0" * 600)
+    truncated.write_bytes(packed[:-9])
+    binary.write_bytes(b"\0" * 600)
     with pytest.raises(Interrupted):
-        run_night(settings, store, out)
-    assert (
-        out.getvalue().count("the night goes on without it") == 2
-        and "b.jsonl.gz is truncated" in out.getvalue()
-    )
-    assert read == ["a, b.jsonl, c, d.jsonl", "a, c, d.jsonl", "a, c"]
-    [first] = nights.newest_first()
-    assert [Path(file["location"]).name for file in first.left_out] == ["b.jsonl.gz", "d.jsonl.gz"]
-    with nights.lock():
+        runner.run(settings)
+    assert runner.output.count("goes on without it") == 2
+    assert f"{truncated.name} is truncated" in runner.output
+    assert reads == ["a, b.jsonl, c, d.jsonl", "a, c, d.jsonl", "a, c"]
+    [first] = runner.nights.newest_first()
+    left_out = [Path(file["location"]).name for file in first.left_out]
+    assert left_out == [truncated.name, binary.name]
+    with runner.nights.lock():
         first.end_try("kept", "", closed=True)
-    nothing = run_night(settings, store)
-    assert nothing.outcome == "nothing-new" and nothing.reason.endswith(
-        "all 4 files have been read by a night before; left out, damaged until replaced: b.jsonl.gz, d.jsonl.gz"
-    )
-    assert len(read) == 3
+    result = runner.run(settings)
+    assert result.outcome == "nothing-new" and "4 files" in result.reason
+    assert result.reason.endswith(f"; {LEFT_OUT}{', '.join(left_out)}")
+    assert len(reads) == 3
     reading = settings.reading.model_copy(update={"max_line_bytes": 9999})
-    frozen, _ = night_plan.choose_inputs(
-        settings.model_copy(update={"reading": reading}), store, nights, None
-    )
+    changed = settings.model_copy(update={"reading": reading})
+    frozen, _ = night_plan.choose_inputs(changed, runner.store, runner.nights, None)
     assert frozen is not None and len(frozen.files["pretrain"]) == 4, "other settings may read them"
-    bad["b.jsonl"].write_bytes(packed)
+    truncated.write_bytes(packed)
     with pytest.raises(Interrupted):
-        run_night(settings, store, out)
-    assert "1 new: b.jsonl.gz" in out.getvalue() and read[3:] == ["a, b.jsonl, c"], (
-        "without a champion it reads all"
-    )
+        runner.run(settings)
+    assert f"1 new: {truncated.name}" in runner.output
+    assert reads[3:] == ["a, b.jsonl, c"], "without a champion it reads all"
 
 
-def test_a_night_whose_only_new_file_is_damaged_fails_once(
-    tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept_before(nights, inbox(tmp_path, a="1"), store)
+def test_a_night_whose_only_new_file_is_damaged_fails_once(tmp_path: Path, runner: Runner) -> None:
+    runner.add_kept(inbox(tmp_path, a="1"))
     settings, path = inbox(tmp_path, a="1", b="2"), str(tmp_path / "inbox/b.jsonl")
 
-    def fails(*_: object) -> None:
-        raise StageFailed(
-            f"stage shards-pretrain failed: {path} is binary", DataError.__name__, files=[path]
-        )
+    def fail(*_: object) -> None:
+        raise StageFailed(f"{path} is binary", DataError.__name__, files=[path])
 
-    monkeypatch.setattr(nightly, "run_pipeline", fails)
-    with pytest.raises(StageFailed, match="is binary"):
-        run_night(settings, store)
-    assert (next(nights.newest_first()).outcome, next(nights.newest_first()).is_open) == (
-        "failed",
-        False,
-    )
-    result = run_night(settings, store)
-    assert (
-        result.outcome == "nothing-new"
-        and "left out, damaged until replaced: b.jsonl" in result.reason
-    )
+    runner.replace_stages(fail)
+    with pytest.raises(StageFailed, match="binary"):
+        runner.run(settings)
+    assert (runner.newest.outcome, runner.newest.is_open) == ("failed", False)
+    result = runner.run(settings)
+    assert result.outcome == "nothing-new" and f"{LEFT_OUT}b.jsonl" in result.reason
 
 
 @pytest.mark.parametrize("has_new_chats", [False, True])
-def test_a_night_of_known_documents_is_closed_as_nothing_new_or_learns_its_new_chats(
+def test_a_night_of_known_documents_is_closed_as_nothing_new_or_trains_on_its_new_chats(
     tmp_path: Path,
-    store: ArtifactStore,
-    nights: Nights,
+    runner: Runner,
     champion: Champion,
     monkeypatch: pytest.MonkeyPatch,
     has_new_chats: bool,
 ) -> None:
     runs: list[set[str]] = []
 
-    def finds_nothing(planned: Any, *_: object) -> None:
+    def find_nothing(planned: Any, *_: object) -> None:
         runs.append(set(planned.stages))
         if "shards-pretrain" in runs[-1]:
             raise NothingNew("data.pretrain: 9 of 9 rows are near-duplicates")
-        trains_nothing()
+        train_nothing()
 
     monkeypatch.setattr(night_plan, "plan", lambda graph, *_: list(graph))
-    monkeypatch.setattr(nightly, "run_pipeline", finds_nothing)
     monkeypatch.setattr(night_plan, "current_champion", lambda settings, store: champion)
-    kept_before(nights, inbox(tmp_path, a="1"), store, champion)
-    settings, out = (
-        inbox(tmp_path, a="1", copied="1 again", **({"chats": "new"} if has_new_chats else {})),
-        io.StringIO(),
-    )
+    runner.replace_stages(find_nothing)
+    runner.add_kept(inbox(tmp_path, a="1"), champion)
+    chats = {"chats": "new"} if has_new_chats else {}
+    settings = inbox(tmp_path, a="1", copied="1 again", **chats)
     if has_new_chats:
         with pytest.raises(Interrupted):
-            run_night(settings, store, out)
+            runner.run(settings)
         assert len(runs) == 2 and "sft" in runs[1] and "pretrain" not in runs[1]
-        assert (
-            out.getvalue().count("near-duplicates; the new chats are learnt") == 1
-            and next(nights.newest_first()).is_open
-        )
+        assert runner.output.count("near-duplicates; the new chats") == 1 and runner.newest.is_open
         return
-    result = run_night(settings, store, out)
+    result = runner.run(settings)
     assert (result.outcome, result.night) == ("nothing-new", "night-000002") and len(runs) == 1
-    assert out.getvalue().count("nothing new: data.pretrain: 9 of 9 rows are near-duplicates") == 1
-    assert run_night(settings, store).reason.startswith("nothing new: all")
+    assert runner.output.count("nothing new: data.pretrain: 9 of 9 rows are near-duplicates") == 1
+    assert runner.run(settings).reason.startswith("nothing new: all")
     assert len(runs) == 1, "the files count as read"
 
 
-def test_a_wrong_setting_is_no_failed_try_and_a_retry_of_its_slot_runs(
-    tmp_path: Path, store: ArtifactStore, nights: Nights
-) -> None:
-    settings, out = inbox(tmp_path, a="1"), io.StringIO()
-    wrong = settings.model_copy(
-        update={"model": settings.model.model_copy(update={"kind": "lama"})}
-    )
+def test_a_wrong_setting_is_not_a_failed_try(tmp_path: Path, runner: Runner) -> None:
+    settings = inbox(tmp_path, a="1")
+    model = settings.model.model_copy(update={"kind": "lama"})
+    wrong = settings.model_copy(update={"model": model})
     for slot in (DUE, None):
-        with pytest.raises(UsageError, match=r"model\.kind is 'lama'.*did you mean llama"):
-            run_night(wrong, store, out, slot=slot)
-    again = run_night(wrong, store, out, slot=DUE + timedelta(days=1))
-    assert (again.outcome, again.night) == ("skipped", "night-000001")
-    assert again.reason.startswith("night-000001 is still refused: model.kind is 'lama'")
-    assert "night-000001 is still refused" in (nights.directory / "skipped.jsonl").read_text()
-    [night] = nights.newest_first()
-    assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == (
-        "refused",
-        True,
-        0,
-        3,
-    )
-    assert (
-        "night-000001 was refused, which does not count as a failed attempt; correct the settings"
-        in out.getvalue()
-    )
-    frozen, reason = night_plan.choose_inputs(settings, store, nights, night)
-    assert frozen is not None
-    assert (
-        frozen.settings["model"]["kind"] == settings.model.kind
-        and "with the current settings" in reason
-    )
+        with pytest.raises(UsageError, match=r"model\.kind.*'lama'.*llama"):
+            runner.run(wrong, slot)
+    result = runner.run(wrong, TOMORROW)
+    assert (result.outcome, result.night) == ("skipped", "night-000001")
+    refused = "night-000001 is still refused"
+    assert result.reason.startswith(f"{refused}: model.kind is 'lama'")
+    assert refused in (runner.nights.directory / "skipped.jsonl").read_text()
+    [night] = runner.nights.newest_first()
+    runner.assert_refused(night, 3, is_open=True)
+    assert f"{night.name} was refused" in runner.output
+    frozen, reason = night_plan.choose_inputs(settings, runner.store, runner.nights, night)
+    assert frozen is not None and "current settings" in reason
+    assert frozen.settings["model"]["kind"] == settings.model.kind
 
 
-def test_too_few_rows_are_no_failed_try_and_give_the_list_up(
-    tmp_path: Path, store: ArtifactStore, nights: Nights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_rows_are_not_a_failed_try(tmp_path: Path, runner: Runner) -> None:
+    message = "pretrain.tokens_per_step is 64000"
+
     def refuse(*_: object) -> None:
-        raise TooFewRows("pretrain.tokens_per_step is 64000, but the training data gives 5 rows")
+        raise TooFewRows(f"{message}, but the training data gives 5 rows")
 
-    settings, out = inbox(tmp_path, a="1"), io.StringIO()
-    monkeypatch.setattr(nightly, "run_pipeline", refuse)  # the stages before it take half a minute
+    settings = inbox(tmp_path, a="1")
+    runner.replace_stages(refuse)  # the stages before it take half a minute
     for slot in (DUE, None):
         with pytest.raises(TooFewRows):
-            run_night(settings, store, out, slot=slot)
+            runner.run(settings, slot)
         inbox(tmp_path, later="2")
-    again = run_night(settings, store, out, slot=DUE + timedelta(days=1))
-    assert (
-        again.outcome == "skipped"
-        and "is still refused: pretrain.tokens_per_step is 64000" in again.reason
-    )
-    for night, files in zip(nights.newest_first(), (2, 2, 1), strict=True):
-        assert (night.outcome, night.is_open, night.failures, len(night.data["attempts"])) == (
-            "refused",
-            False,
-            0,
-            1,
-        )
-        assert len(night.frozen.files["pretrain"]) == files, (
-            "the next one reads what came meanwhile"
-        )
-    assert (
-        "was refused, which does not count as a failed attempt; the next night takes these files"
-        in out.getvalue()
-    )
+    result = runner.run(settings, TOMORROW)
+    assert result.outcome == "skipped" and f"is still refused: {message}" in result.reason
+    # the next one reads what came meanwhile
+    for night, files in zip(runner.nights.newest_first(), (2, 2, 1), strict=True):
+        runner.assert_refused(night, 1, is_open=False)
+        assert len(night.frozen.files["pretrain"]) == files
+    assert "next night" in runner.output
 
 
-def test_a_file_s_name_is_nothing_that_a_terminal_obeys(
-    store: ArtifactStore, known: Nights
-) -> None:
-    out = io.StringIO()
-    running = nightly.NightRun(
-        Settings(), store, Console(file=out), known, None, RunOptions("none")
-    )
-    running.say("1 new: a\x1b[2J[red].jsonl")
-    assert out.getvalue() == "1 new: a\\x1b[2J[red].jsonl\n"
+def test_control_characters_of_a_files_name_are_escaped(store: ArtifactStore) -> None:
+    out, nights = io.StringIO(), Nights(store.root, "mine")
+    console, options = Console(file=out), nightly.RunOptions("none")
+    nightly.NightRun(Settings(), store, console, nights, None, options).say("a\x1b[2J[red].jsonl")
+    assert out.getvalue() == "a\\x1b[2J[red].jsonl\n"

@@ -1,4 +1,4 @@
-"""The store: all or nothing, noticed when altered, found again when copied, one writer at a time."""
+"""The store: all or nothing, noticed when altered, found when copied, one writer at a time."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,17 @@ from ttrain.store.layout import Artifact, home
 
 STAGE, KEY = "pretrain", "k" * 64
 PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
-FILES = {"model/weights.bin": b"weights", "tokenizer.json": b"{}", **PRIVATE}
+WEIGHTS = "model/weights.bin"
+FILES = {WEIGHTS: b"weights", "tokenizer.json": b"{}", **PRIVATE}
 MANIFEST = {"result": {"loss": 1.5}, "ingredients": {"settings": {}}, "inputs": {}}
 
-# In a process of its own, since it forks: publishes the work in copies of a home, each killed one call later.
+HARMS: dict[str, Callable[[Path], object]] = {
+    "altered": lambda path: path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes())),
+    "missing": Path.unlink,
+    "4 bytes": lambda path: path.write_bytes(b"four"),
+}
+
+# In its own process, since it forks: publishes in copies of a home, each killed one call later.
 KILLED_PUBLISH = f"""
 import sys
 from pathlib import Path
@@ -47,162 +54,122 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(tmp_path / "home")
 
 
-def make_output(path: Path, changed: Mapping[str, bytes] | None = None) -> Path:
+def make_output(path: Path, **changed: bytes) -> Path:
     """What a stage leaves: files that others read, a log, a checkpoint."""
-    for name, data in {**FILES, **(changed or {})}.items():
+    for name, data in {**FILES, **changed}.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
     return path
 
 
-def publish(
-    store: ArtifactStore, key: str = KEY, changed: Mapping[str, bytes] | None = None
-) -> Artifact:
-    return store.publish(
-        STAGE, key, make_output(store.work(STAGE, key) / "output", changed), MANIFEST
-    )
+def publish(store: ArtifactStore, key: str = KEY, **changed: bytes) -> Artifact:
+    output = make_output(store.work(STAGE, key) / "output", **changed)
+    return store.publish(STAGE, key, output, MANIFEST)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(directory).as_posix(): p.read_bytes()
-        for p in sorted(directory.rglob("*"))
-        if p.is_file()
-    }
+def published_files(artifact: Artifact) -> dict[str, bytes]:
+    """The files of an artifact by name, which are those of its manifest."""
+    paths = [path for path in artifact.path.rglob("*") if path.is_file()]
+    files = {path.relative_to(artifact.path).as_posix(): path.read_bytes() for path in paths}
+    assert json.loads(files.pop("manifest.json"))["files"].keys() == files.keys()
+    return files
 
 
-def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+def snapshot(directory: Path) -> dict[Path, tuple[int, int, bytes]]:
     stats = {path: path.stat() for path in directory.rglob("*")}
     return {
-        str(path): (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
+        path: (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
         for path, stat in stats.items()
     }
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["fresh", "in place of another"])
 def test_publishing_is_all_or_nothing_wherever_it_is_killed(tmp_path: Path, replaces: bool) -> None:
-    new = {"model/weights.bin": b"rebuilt"}
+    new = {WEIGHTS: b"rebuilt"}
     whole = {**FILES, **new}
     template = ArtifactStore(tmp_path / "home")
     if replaces:
         publish(template)
-    make_output(template.work(STAGE, KEY) / "output", new)
+    make_output(template.work(STAGE, KEY) / "output", **new)
     unfinished = 0
     copies = number_printed_by(KILLED_PUBLISH, template.root, tmp_path / "copies")
     assert copies >= 12, "it was killed at each of its calls"
     for number in range(1, copies + 1):
         store = ArtifactStore(tmp_path / "copies" / str(number))
-        found = store.find(STAGE, KEY)
-        assert found or not store.path(STAGE, KEY).exists(), (
-            "nothing half published lies in the store"
-        )
-        if found:
-            assert published_files(found) in ([whole, FILES] if replaces else [whole])
+        present = store.find(STAGE, KEY)
+        assert present or not store.path(STAGE, KEY).exists(), "nothing is half published"
+        if present:
+            assert published_files(present) in ([whole, FILES] if replaces else [whole])
         finished = store.finish_publishing(STAGE, KEY)
         if finished:
             unfinished += 1
-            assert store.find(STAGE, KEY) == finished, (
-                "what lacked only its place is not built again"
-            )
+            assert store.find(STAGE, KEY) == finished, "only its rename was missing"
             assert published_files(finished) == whole
         output = store.work(STAGE, KEY) / "output"
         if not output.exists():
-            assert found or finished, "nothing is lost"
-            make_output(output, new)
+            assert present or finished, "nothing is lost"
+            make_output(output, **new)
         assert published_files(store.publish(STAGE, KEY, output, MANIFEST)) == whole
         assert store.find(STAGE, KEY)
     assert unfinished, "some lacked their place alone"
 
 
-def published_files(artifact: Artifact) -> dict[str, bytes]:
-    """What lies in an artifact, which is what its manifest says."""
-    seen = contents(artifact.path)
-    assert json.loads(seen.pop("manifest.json"))["files"].keys() == seen.keys()
-    return seen
-
-
-def test_a_published_artifact_is_found_and_one_in_its_place_sets_it_aside(
-    store: ArtifactStore,
-) -> None:
-    """In the result, what JSON writes otherwise; in the output, what a kill left of a file's writing."""
-    output = make_output(
-        store.work(STAGE, KEY) / "output",
-        {"model/.config.json.4242.tmp": b"{", "model/.mine.tmp": b"kept"},
-    )
+def test_a_published_artifact_is_found_until_it_is_replaced(store: ArtifactStore) -> None:
+    interrupted = {"model/.config.json.4242.tmp": b"{"}  # what a kill left of a file's writing
+    output = store.work(STAGE, KEY) / "output"
+    make_output(output, **interrupted, **{"model/.mine.tmp": b"kept"})
     result = {2: "two", 10: ("ten", 1e22), "loss": float("nan"), "half": "caf\u00e9"}
     published = store.publish(STAGE, KEY, output, {**MANIFEST, "result": result})
     found = ArtifactStore(store.root).find(STAGE, KEY)
     assert found is not None and found.content == published.content and not output.exists()
-    assert found.result["10"] == ["ten", 1e22]
+    assert found.result["10"] == ["ten", 1e22], "as JSON has it"
     assert published_files(published).keys() == {*FILES, "model/.mine.tmp"}
     for stage, key in ((STAGE, "other"), ("sft", KEY)):
         shutil.copytree(published.path, store.path(stage, key))
         assert store.find(stage, key) is None, "a copy in the place of another key"
-    assert [found.key for found in store.artifacts()] == [KEY]
-    second = publish(store, KEY, {"model/weights.bin": b"second"})
-    [kept] = (store.root / "replaced" / STAGE).iterdir()
-    assert (kept / "model/weights.bin").read_bytes() == b"weights"
-    assert (
-        store.find(STAGE, KEY) == second
-        and published_files(second)["model/weights.bin"] == b"second"
-    )
+    assert [artifact.key for artifact in store.artifacts()] == [KEY]
+    second = publish(store, **{WEIGHTS: b"second"})
+    [replaced] = (store.root / "replaced" / STAGE).iterdir()
+    assert (replaced / WEIGHTS).read_bytes() == b"weights"
+    assert store.find(STAGE, KEY) == second and published_files(second)[WEIGHTS] == b"second"
 
 
-def alter(path: Path) -> None:
-    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-    os.utime(path, ns=(1, 1))  # not left to the clock's granularity
-
-
-HARMS: dict[str, Callable[[Path], object]] = {
-    "altered": alter,
-    "missing": lambda path: path.unlink(),
-    "4 bytes": lambda path: path.write_bytes(b"four"),
-}
-
-
-@pytest.mark.parametrize("said", HARMS)
-def test_damage_to_any_file_is_noticed_and_named(store: ArtifactStore, said: str) -> None:
+@pytest.mark.parametrize("problem", HARMS)
+def test_damage_to_any_file_is_noticed_and_named(store: ArtifactStore, problem: str) -> None:
     for name in FILES:
         artifact = publish(store)
-        HARMS[said](artifact.path / name)
+        HARMS[problem](artifact.path / name)
+        if problem == "altered":
+            os.utime(artifact.path / name, ns=(1, 1))  # not left to the clock's granularity
         assert store.find(STAGE, KEY) is None
         damage = store.damage(artifact)
-        assert damage is not None and name in damage and said in damage
-        assert [found.key for found in store.artifacts(STAGE)] == [KEY], (
-            "listed all the same, so that it can be explained"
-        )
+        assert damage is not None and name in damage and problem in damage
+        listed = [each.key for each in store.artifacts(STAGE)]
+        assert listed == [KEY], "so that it can be explained"
         with pytest.raises(ArtifactError, match=STAGE):
             store.latest(STAGE)
 
 
-def test_a_copied_home_is_found_and_never_written_through_to_the_original(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_a_copied_home_never_changes_the_original(store: ArtifactStore, tmp_path: Path) -> None:
     keys = [letter * 64 for letter in "abc"]
     for key in keys:
         publish(store, key)
     store.cache.save()
     before = snapshot(store.root)
-    shutil.copytree(
-        store.root, tmp_path / "copy", copy_function=shutil.copyfile
-    )  # new mtimes, other inodes
+    # new mtimes, other inodes
+    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copyfile)
     copy = ArtifactStore(tmp_path / "copy")
-    found = [copy.find(STAGE, key) for key in keys]
-    assert [artifact and artifact.path.is_relative_to(copy.root) for artifact in found] == [
-        True
-    ] * 3
-    publish(copy, keys[0], {"model/weights.bin": b"other"})
+    copied = [artifact.path for key in keys if (artifact := copy.find(STAGE, key))]
+    assert [path.is_relative_to(copy.root) for path in copied] == [True] * 3
+    publish(copy, keys[0], **{WEIGHTS: b"other"})
     publish(copy, "d" * 64)
     copy.cache.save()
     assert snapshot(store.root) == before
-    store.root.rename(tmp_path / "moved")
-    moved = ArtifactStore(tmp_path / "moved").latest(STAGE)
-    assert moved.path == tmp_path / "moved" / "store" / STAGE / keys[-1], (
-        "a moved home works when the old place is gone"
-    )
+    moved = ArtifactStore(store.root.rename(tmp_path / "moved"))
+    assert moved.latest(STAGE).path == moved.path(STAGE, keys[-1]), "the old place is gone"
 
 
-def test_the_latest_artifact_is_the_newest_that_is_undamaged(
+def test_the_latest_is_the_newest_undamaged(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, clock in (("second", 2e9), ("third", 2e9 + 60), ("first", 1e9)):
@@ -214,27 +181,19 @@ def test_the_latest_artifact_is_the_newest_that_is_undamaged(
     assert store.latest(STAGE).key == "second"
 
 
-def test_what_no_other_stage_reads_does_not_count_in_the_content(
-    store: ArtifactStore, tmp_path: Path
-) -> None:
-    first = publish(store, "first")
-    private = publish(
-        store, "private", {"run/log.txt": b"other", "checkpoints/step-1/state.json": b"2"}
-    )
-    public = publish(store, "public", {"model/weights.bin": b"other"})
-    renamed = publish(store, "renamed", {"model/weights2.bin": b""})
+def test_private_files_do_not_count_in_the_content(store: ArtifactStore, tmp_path: Path) -> None:
+    first, log = publish(store, "first"), {"run/log.txt": b"other"}
+    private = publish(store, "private", **log, **{"checkpoints/step-1/state.json": b"2"})
+    public = publish(store, "public", **{WEIGHTS: b"other"})
+    renamed = publish(store, "renamed", **{"model/weights2.bin": b""})
     assert first.content == private.content
     assert len({first.content, public.content, renamed.content}) == 3
     assert first.part(("tokenizer.json",)) == public.part(("tokenizer.json",))
     assert first.part(("model",)) != public.part(("model",))
     artifact = publish(store)
-    assert (
-        store.compare(artifact, make_output(tmp_path / "same", {"run/log.txt": b"other"}))
-        is artifact
-    )
-    assert (
-        store.compare(artifact, make_output(tmp_path / "other", {"tokenizer.json": b"[]"})) is None
-    )
+    assert store.compare(artifact, make_output(tmp_path / "same", **log)) is artifact
+    changed = make_output(tmp_path / "other", **{"tokenizer.json": b"[]"})
+    assert store.compare(artifact, changed) is None
 
 
 def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
@@ -245,13 +204,6 @@ def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> Non
     assert store.find(STAGE, KEY) is None
 
 
-@pytest.fixture
-def holder(store: ArtifactStore) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of (pretrain, key)."""
-    with held_elsewhere(store.root, "pretrain", "key") as process:
-        yield process
-
-
 def let_go(holder: subprocess.Popen[str]) -> None:
     assert holder.stdin is not None
     holder.stdin.write("\n")
@@ -259,13 +211,9 @@ def let_go(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("end", [let_go, subprocess.Popen.kill], ids=["leaves", "is killed"])
-def test_a_process_waits_for_the_lock_until_its_holder(
-    store: ArtifactStore, holder: subprocess.Popen[str], end: Callable[[Any], None]
+def test_a_process_waits_until_the_lock_holder(
+    store: ArtifactStore, end: Callable[[Any], None]
 ) -> None:
-    for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
-        with store.lock(stage, key, waiting=pytest.fail):
-            assert holder.poll() is None
-    assert store.holder("pretrain", "key") == (holder.pid, platform.node())
     waiting, taken = threading.Event(), threading.Event()
 
     def take() -> None:
@@ -274,24 +222,28 @@ def test_a_process_waits_for_the_lock_until_its_holder(
             taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    assert waiting.wait(30)
-    assert store.holder("pretrain", "key") == (holder.pid, platform.node()), (
-        "who waits can be told of it"
-    )
-    assert not taken.wait(0.3), "it is still held by the other process"
-    end(holder)
-    assert taken.wait(30)
+    with held_elsewhere(store.root, "pretrain", "key") as holder:
+        for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
+            with store.lock(stage, key, waiting=pytest.fail):
+                assert holder.poll() is None
+        assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+        thread.start()
+        assert waiting.wait(30)
+        assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+        assert not taken.wait(0.3), "it is still held by the other process"
+        end(holder)
+        assert taken.wait(30)
     thread.join(30)
     assert store.holder("pretrain", "key") is None
 
 
-def test_all_that_is_published_is_on_disk_before_its_name_is(
+def test_files_are_synced_before_their_name(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file and directory is waited for after its last change, and the new names after the rename."""
+    """Files and directories are synced after their last change, new names after the rename."""
     order: list[tuple[str, int]] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def synced(descriptor: int) -> None:
         order.append(("fsync", os.fstat(descriptor).st_ino))
@@ -304,26 +256,22 @@ def test_all_that_is_published_is_on_disk_before_its_name_is(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed)
     path = publish(store).path
-    renaming = order.index(("rename", path.stat().st_ino))
-    before, after = order[:renaming], order[renaming:]
-    assert {inode for _, inode in before} >= {
-        entry.stat().st_ino for entry in [path, *path.rglob("*")]
-    }
-    assert ("fsync", path.parent.stat().st_ino) in after
-    assert ("fsync", path.parent.parent.stat().st_ino) in order, (
-        "the stage's own directory is new, too"
-    )
-    inodes = [inode for _, inode in before]
-    places = [inodes.index((path / name).stat().st_ino) for name in (*FILES, "manifest.json")]
+
+    def inode(name: str) -> int:
+        return (path / name).stat().st_ino
+
+    renaming = order.index(("rename", inode(".")))
+    synced_before = [number for _, number in order[:renaming]]
+    assert {*synced_before} >= {inode("."), *(entry.stat().st_ino for entry in path.rglob("*"))}
+    assert ("fsync", inode("..")) in order[renaming:]
+    assert ("fsync", inode("../..")) in order, "the stage's own directory is new, too"
+    places = [synced_before.index(inode(name)) for name in (*FILES, "manifest.json")]
     assert max(places) == places[-1], "the manifest is last"
 
 
-def test_work_that_changed_after_its_manifest_was_written_is_not_taken_for_finished(
-    store: ArtifactStore,
-) -> None:
-    whole = publish(store).path
+def test_work_that_differs_from_its_manifest_is_unfinished(store: ArtifactStore) -> None:
     output = store.work(STAGE, KEY) / "output"
-    whole.rename(output)  # as it is before the last step
+    publish(store).path.rename(output)  # as it is before the last step
     (output / "tokenizer.json").write_bytes(b"[]")
     assert store.finish_publishing(STAGE, KEY) is None
     (output / "tokenizer.json").write_bytes(b"{}")
@@ -357,9 +305,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_p
     assert read_json(tmp_path / "value.json") is None is read_json(tmp_path / "missing.json")
 
 
-def test_the_home_is_absolute_whatever_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_home_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TTRAIN_HOME", raising=False)
     assert home() == tmp_path / "artifacts"

@@ -1,4 +1,4 @@
-"""MLflow's registered models as a view of the home's registry, and champions that were chosen there."""
+"""MLflow's registered models as a view of the home's registry, and champions chosen there."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,23 +18,8 @@ from ttrain.tracking.pusher import push_noted
 from ttrain.tracking.registered import take_over_champions
 
 NAME = "quickstart"
-
-
-def run_name(number: int) -> str:
-    return f"full-20261121-1{number:02}000-0001a"
-
-
-def add_run(home: Path, number: int) -> None:
-    registry, store = Registry(home), ArtifactStore(home)
-    base, sft = Made("pretrain", [3.0]), Made("sft", [float(number)])
-    make_run(home, run_name(number), [base, sft], number=number)
-    artifacts = [found for made in (base, sft) if (found := store.find(made.stage, made.key))]
-    members = [
-        registry.register_model(f"{NAME}-{suffix}", artifact, run_name(number))
-        for suffix, artifact in zip(("base", "sft"), artifacts, strict=True)
-    ]
-    keys = {artifact.stage: artifact.key for artifact in artifacts}
-    registry.register_set(NAME, run_name(number), members, keys, {"bits_per_byte": 2 - number / 10})
+BASE, SFT = f"{NAME}-base", f"{NAME}-sft"
+RUNS = {1: "full-20261121-101000-0001a", 2: "full-20261121-102000-0001a"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,110 +31,104 @@ def without_pages() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
+def two_sets(
+    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
+) -> Path:
+    """Two runs of one base model, registered and pushed."""
     home = tmp_path_factory.mktemp("two") / "home"
     add_database(home)
-    for number in (1, 2):
-        add_run(home, number)
+    registry, store = Registry(home), ArtifactStore(home)
+    for number, run in RUNS.items():
+        stages = {BASE: Made("pretrain", [3.0]), SFT: Made("sft", [float(number)])}
+        make_run(home, run, [*stages.values()], number=number)
+        members = []
+        for model, made in stages.items():
+            artifact = store.find(made.stage, made.key)
+            assert artifact
+            members.append(registry.register_model(model, artifact, run))
+        keys = {made.stage: made.key for made in stages.values()}
+        registry.register_set(NAME, run, members, keys, {"bits_per_byte": 2 - number / 10})
     pushed(home)
     return home
 
 
 @pytest.fixture
-def sets_home(two: Path, tmp_path: Path) -> Path:
-    shutil.copytree(two, tmp_path / "home")
+def sets_home(two_sets: Path, tmp_path: Path) -> Path:
+    shutil.copytree(two_sets, tmp_path / "home")
     return tmp_path / "home"
 
 
 def aliases(home: Path, name: str = NAME) -> dict[str, str]:
-    return {
-        alias: str(number)
-        for alias, number in client_of(home).get_registered_model(name).aliases.items()
-    }
+    numbers = client_of(home).get_registered_model(name).aliases
+    return {alias: str(number) for alias, number in numbers.items()}
 
 
 def version(home: Path, name: str, number: int) -> Any:
     return client_of(home).get_model_version(name, str(number))
 
 
+def champion(home: Path) -> str | None:
+    model_set = Registry(home).champion(NAME)
+    return model_set and model_set.version
+
+
 def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home: Path) -> None:
-    assert aliases(sets_home) == aliases(sets_home, f"{NAME}-sft") == {"challenger": "2"}
+    assert aliases(sets_home) == aliases(sets_home, SFT) == {"challenger": "2"}
     Registry(sets_home).promote(NAME, "1")
-    pushed(sets_home, [run_name(1)])
-    assert (
-        aliases(sets_home)
-        == aliases(sets_home, f"{NAME}-sft")
-        == {"champion": "1", "challenger": "2"}
-    )
-    assert aliases(sets_home, f"{NAME}-base") == {"champion": "1", "challenger": "1"}, (
-        "both sets have one base"
-    )
-    sft = version(sets_home, f"{NAME}-sft", 2)
-    stage_run = client_of(sets_home).get_run(sft.run_id)
+    pushed(sets_home, [RUNS[1]])
+    assert aliases(sets_home) == {"champion": "1", "challenger": "2"} == aliases(sets_home, SFT)
+    assert aliases(sets_home, BASE) == {"champion": "1", "challenger": "1"}, "of both sets"
+    sft, mlflow = version(sets_home, SFT, 2), client_of(sets_home)
+    stage_run = mlflow.get_run(sft.run_id)
     assert stage_run.data.tags["ttrain.key"] == sft.tags["ttrain.key"].partition("/")[2]
     assert sft.source == f"{stage_run.info.artifact_uri}/sft/model"
     of_set = version(sets_home, NAME, 2)
-    assert run_name(2) in of_set.description and f"`{NAME}-sft`" in of_set.description
-    assert (
-        f"ttrain lineage {NAME}/2" in of_set.description
-        and of_set.source == f"models:/{NAME}-sft/2"
-    )
-    assert client_of(sets_home).get_run(of_set.run_id).info.run_name == run_name(2)
+    for text in (RUNS[2], f"`{SFT}`", f"ttrain lineage {NAME}/2"):
+        assert text in of_set.description
+    assert of_set.source == f"models:/{SFT}/2"
+    assert mlflow.get_run(of_set.run_id).info.run_name == RUNS[2]
 
 
 def test_a_second_push_changes_nothing_and_a_text_of_a_user_stays(sets_home: Path) -> None:
     prepare(sets_home)  # a copied home
     before = rows_of_database(sets_home)
-    pushed(sets_home, [run_name(1), run_name(2)])
+    pushed(sets_home, [*RUNS.values()])
     assert rows_of_database(sets_home) == before
     client_of(sets_home).update_model_version(NAME, "1", "mine")
-    pushed(sets_home, [run_name(1)])
+    pushed(sets_home, [RUNS[1]])
     assert version(sets_home, NAME, 1).description == "mine"
-
-
-def champion(home: Path) -> str:
-    found = Registry(home).champion(NAME)
-    assert found
-    return found.version
 
 
 def test_a_champion_that_somebody_chose_on_mlflows_page_is_taken_over(sets_home: Path) -> None:
     Registry(sets_home).promote(NAME, "2")
-    pushed(sets_home, [run_name(2)])
+    pushed(sets_home, [RUNS[2]])
     take_over_champions(sets_home)
     assert champion(sets_home) == "2", "nobody moved it"
     client_of(sets_home).set_registered_model_alias(NAME, "champion", "1")
     take_over_champions(sets_home)
     assert champion(sets_home) == "1"
-    assert aliases(sets_home, f"{NAME}-sft")["champion"] == "1", "the models of the set follow"
+    assert aliases(sets_home, SFT)["champion"] == "1", "the models of the set follow"
     client_of(sets_home).delete_registered_model_alias(NAME, "champion")
     take_over_champions(sets_home)
     assert champion(sets_home) == "1", "one that was removed there stays here"
 
 
 def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Path) -> None:
-    """MLflow still has the one that was pushed last, which nobody moved."""
     Registry(sets_home).promote(NAME, "1")
-    pushed(sets_home, [run_name(1)])
+    pushed(sets_home, [RUNS[1]])
     Registry(sets_home).promote(NAME, "2")
     client_of(sets_home).set_registered_model_alias(NAME, "other", "1")  # MLflow changed
     take_over_champions(sets_home)
-    assert champion(sets_home) == "2"
+    assert champion(sets_home) == "2", "nobody moved the one that was pushed last"
 
 
-def test_a_champion_that_is_chosen_here_has_its_alias_in_mlflow_at_once(
-    sets_home: Path, tmp_path: Path
-) -> None:
-    for version in ("1", "2", "1"):
-        push_noted(sets_home, Registry(sets_home).promote(NAME, version).run)
-        assert (
-            aliases(sets_home)["champion"]
-            == aliases(sets_home, f"{NAME}-sft")["champion"]
-            == version
-        )
+def test_a_champion_chosen_here_has_its_alias_at_once(sets_home: Path, tmp_path: Path) -> None:
+    for number in ("1", "2", "1"):
+        push_noted(sets_home, Registry(sets_home).promote(NAME, number).run)
+        for name in (NAME, SFT):
+            assert aliases(sets_home, name)["champion"] == number
     database_of(sets_home).unlink()
-    assert take_over_champions(sets_home).champion(NAME) and not database_of(sets_home).exists(), (
-        "no need to make it"
-    )
-    push_noted(tmp_path / "other", run_name(1))
+    assert take_over_champions(sets_home).champion(NAME)
+    assert not database_of(sets_home).exists(), "no need to make it"
+    push_noted(tmp_path / "other", RUNS[1])
     assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

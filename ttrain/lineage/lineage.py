@@ -1,7 +1,4 @@
-"""The lineage of a model: the artifacts behind it, each with what it was made of.
-
-It is read from the store's manifests, or from a shared MLflow's where the store lacks one.
-"""
+"""The lineage of a model: the artifacts behind it, each with what it was made of."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +42,12 @@ class Lineage:
 
 
 def lineage_of(home: Path, text: str) -> Lineage:
-    """The lineage of what a name means.
+    """The lineage of what a name means, from the store or, for missing artifacts, a shared MLflow.
 
-    Raises UsageError if the text names no artifact, ArtifactError if a manifest is neither in the
-    store nor in MLflow.
+    Raises UsageError if the text names no artifact, ArtifactError if a manifest is missing.
     """
-    store, tracked = ArtifactStore(home), MlflowArtifacts(home)
+    store = ArtifactStore(home)
+    tracked = MlflowArtifacts(home)
     named = find(store, text)
     if not named.artifacts:
         raise UsageError(f"'{text}' is {named.name}, which has no artifact in {store.root}")
@@ -62,7 +59,8 @@ def lineage_of(home: Path, text: str) -> Lineage:
         if manifest := tracked.manifest(stage, key):
             return Artifact(stage, key, path, manifest)
         raise ArtifactError(
-            f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} nor in MLflow"
+            f"the manifest of {stage} {key[:SHOWN_KEY]} is neither in the store {home / 'store'} "
+            "nor in MLflow"
         )
 
     return Lineage(text, named, tuple(inputs_first(named.artifacts, read)))
@@ -98,7 +96,6 @@ def facts_of(artifact: Artifact) -> JsonDict:
 
 
 def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
-    """The user's files with the counts of kept rows, or the files of an imported model, by role."""
     counted = {
         (file.get("role", "train"), file["name"]): file
         for file in ShardsResult.of(artifact.result).files
@@ -117,7 +114,8 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
 
 def notes_of(artifact: Artifact) -> list[str]:
     """Notes on an artifact that was adopted, continued or extended."""
-    manifest, notes = artifact.manifest, list[str]()
+    manifest = artifact.manifest
+    notes: list[str] = []
     for entry in (*manifest.get("adopted", ()), *(manifest.get("continued") or ())):
         made = (
             f"begun as {{}}, continued at step {entry['step']}"

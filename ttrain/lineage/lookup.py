@@ -51,7 +51,7 @@ log = logging.getLogger("ttrain")
 MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
-# Stages whose model is meant where none is named: the one that chats, since an adapter only knows its domain, else the last
+# Stages whose model is the default: the one that chats, since an adapter only knows its domain
 DEFAULTS = (SFT.name, "dpo", "lora", "pretrain", "base-model", "new-model")
 DONE = (*runs.BUILT, "cached")  # outcomes of stages that have an artifact
 
@@ -76,7 +76,7 @@ def find(
 ) -> Named:
     """Find what a name means. `searched_run`: the run in which stages are looked up.
 
-    Raises UsageError for a name of nothing, listing what exists.
+    Raises UsageError for an unknown name, listing what exists.
     """
     home = store.root
     if text in STAGES:
@@ -90,7 +90,11 @@ def find(
     if model and (directory is None or str(model) in Registry(home).versions()):
         return _registered(home, model)
     if directory:
-        return _of_directory(store, directory)
+        places = (directory.resolve(), *directory.resolve().parents)
+        if artifact := next(filter(None, map(store.at, places)), None):
+            identity = (artifact.stage, artifact.key)
+            return Named("key", "/".join(identity), (identity,), directory=directory)
+        return Named("directory", str(directory), directory=directory)
     if key := _of_key(store, text):
         return key
     run_name, stage = name_syntax.run_and_stage(text)
@@ -105,7 +109,6 @@ def find(
 
 
 def _models_in(store: ArtifactStore) -> str:
-    """The stages that could be named instead, or what is damaged."""
     stages = sorted({made.stage for made in store.artifacts() if model_directory(made.path)})
     if store.damaged() or not stages:
         return store.advice()
@@ -113,7 +116,6 @@ def _models_in(store: ArtifactStore) -> str:
 
 
 def _of_run(record: runs.RecordedRun, stage: str) -> Named:
-    """A run, or one of its stages."""
     name, entries = record["run"], record["stages"]
     if stage:
         name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
@@ -127,7 +129,6 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
 
 
 def _registered(home: Path, model: name_syntax.Registered) -> Named:
-    """A registered set, or one model."""
     if model.alias == CHAMPION:
         take_over_champions(home)
     version = Registry(home).resolve(model)
@@ -137,17 +138,7 @@ def _registered(home: Path, model: name_syntax.Registered) -> Named:
     return Named(kind, str(version), artifacts, runs.read(home, version.run))
 
 
-def _of_directory(store: ArtifactStore, directory: Path) -> Named:
-    """A directory, and the artifact that it is, or is a part of."""
-    for place in (directory.resolve(), *directory.resolve().parents):
-        if artifact := store.at(place):
-            name = (artifact.stage, artifact.key)
-            return Named("key", "/".join(name), (name,), directory=directory)
-    return Named("directory", str(directory), directory=directory)
-
-
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
-    """An artifact by KEY or STAGE/KEY, which may be cut; None if the text is no such key."""
     stage, slash, prefix = text.rpartition("/")
     if len(prefix) < SHORTEST_KEY or not HEX.issuperset(prefix) or (slash and stage not in STAGES):
         return None
@@ -168,19 +159,18 @@ def run_of(
     *,
     run_name: str | None = None,
 ) -> runs.RecordedRun | None:
-    """Find the run in which a command's stages are looked up: `run_name`, else the newest finished
-    one that has them all, else the newest that has them all. None if there is no such run, or none
-    is needed.
+    """Find the run in which a command's stages are looked up; None if there is none.
 
-    Nights and trials of sweeps are about models that the user did not make: the newest finished one
-    is taken only if no other run has the stages. Raises UsageError for a run name that does not
-    exist or is not needed, and if several stages exist only in different runs.
+    It is `run_name`, else the newest finished run that has them all, else the newest one. Nights
+    and trials of sweeps, whose models the user did not make, come last. Raises UsageError for an
+    unknown or unneeded run name, and if the stages exist only in different runs.
     """
     root = layout.home() if home is None else home
     stages = sorted({text for text in texts if text in STAGES})
     if run_name is not None and not stages:
         raise UsageError(
-            f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; leave --run out"
+            f"--run is {run_name}, but {texts[0]} names no stage to look for in a run; "
+            "leave --run out"
         )
     if run_name is not None:
         return need_run(root, run_name)
@@ -191,13 +181,13 @@ def run_of(
             return run
     if len(stages) > 1 and all(store.artifacts(stage) for stage in stages):
         raise UsageError(
-            f"no run has all of {', '.join(stages)}; name each as RUN:STAGE, `ttrain pipeline status` lists runs"
+            f"no run has all of {', '.join(stages)}; name each as RUN:STAGE, "
+            "`ttrain pipeline status` lists runs"
         )
     return None
 
 
 def _has_all(store: ArtifactStore, run: runs.RecordedRun, stages: Sequence[str]) -> bool:
-    """Whether the run's artifacts of these stages exist undamaged."""
     keys = {stage: key for stage, key in runs.keys_of(run).items() if key}
     if not keys.keys() >= {*stages}:
         return False
@@ -222,9 +212,8 @@ def resolve_all(
 ) -> list[Reference]:
     """Find the models that a command names; all stages among them are taken from one run.
 
-    None means the first of `DEFAULTS` that a run has, or the run `run`. `base` names the full model
-    of adapters that do not record their own. Raises UsageError for a missing model, listing what
-    exists, and ArtifactError for a damaged one.
+    None means the first of `DEFAULTS`; `base` is the full model of adapters that do not record
+    their own. Raises UsageError for a missing model, ArtifactError for a damaged one.
     """
     store = ArtifactStore(layout.home() if home is None else home)
     named = [_default_model(store, run) if text is None else text for text in texts]
@@ -242,7 +231,6 @@ def resolve(text: str | None, home: Path | None = None, **options: Any) -> Refer
 
 
 def _default_model(store: ArtifactStore, run_name: str | None) -> str:
-    """The model of `chat`, `generate` and `serve` where none is named."""
     for stage in DEFAULTS:
         run = run_of([stage], store.root, run_name=run_name)
         if run and _has_all(store, run, [stage]):
@@ -258,7 +246,6 @@ def _resolve(
     *,
     from_hub: bool = False,
 ) -> Reference:
-    """The model of a name, an adapter on the model `below` or on its own base."""
     named = find(store, text, run, from_hub=from_hub)
     artifact, directory = _model_of(store, named)
     if not (directory / ADAPTER_CONFIG).is_file():
@@ -271,7 +258,6 @@ def _resolve(
 
 
 def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path]:
-    """The last model, or adapter, of what is named: its artifact, if any, and its directory."""
     directory = named.directory
     if directory:
         directory = model_directory(directory) or directory
@@ -294,7 +280,6 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
 
 
 def _base_of(store: ArtifactStore, adapter: Path) -> Path:
-    """An adapter's base: `base/` beside it, else by digest, else by its config."""
     digest, beside = base_digest_of(adapter), adapter / "base"
     named_base = str(read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path"))
     artifacts = store.artifacts() if digest else ()
@@ -314,7 +299,7 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
 
 
 def model_directory(directory: Path) -> Path | None:
-    """The directory in that of an artifact which holds its adapter or model."""
+    """The directory of an artifact's adapter or model."""
     markers = {ADAPTER_DIRECTORY: ADAPTER_CONFIG, MODEL_DIRECTORY: "config.json"}
     for name, marker in markers.items():
         if (directory / name / marker).is_file():
@@ -323,7 +308,6 @@ def model_directory(directory: Path) -> Path | None:
 
 
 def _stored_digest(artifact: Artifact) -> str | None:
-    """Digest of an artifact's model, by its manifest: no byte of the weights is read."""
     files = artifact.manifest["files"]
     directory = artifact.path / MODEL_DIRECTORY
     try:
@@ -351,8 +335,7 @@ def with_models(home: Path) -> list[str]:
 def newest_with(home: Path, stage: str) -> JsonDict:
     """Find the newest run with the stage, whatever its outcome. Raises UsageError if there is none.
 
-    Nights are skipped: their settings start from the champion of that night, and name the few files
-    that were new. Trials of sweeps are skipped too: the newest trial is not the best one.
+    Nights and trials of sweeps are skipped: their settings are not the user's.
     """
     name_syntax.need_stage(stage, STAGES)
     for run in runs.newest_first(home):
@@ -360,7 +343,8 @@ def newest_with(home: Path, stage: str) -> JsonDict:
             return run
     pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
     raise UsageError(
-        f"no run has a stage {stage} yet whose settings could be taken; try `ttrain pipeline run {pipeline}`"
+        f"no run has a stage {stage} yet whose settings could be taken; "
+        f"try `ttrain pipeline run {pipeline}`"
     )
 
 
@@ -380,15 +364,14 @@ def settings_of(run: runs.RecordedRun) -> list[Override]:
 
 
 def base_of(run: runs.RecordedRun) -> list[Override]:
-    """The same, to load other settings over them: with all data, so that none is left unnamed."""
+    """The run's settings, with all data, to load others over them."""
     data, source = run["settings"].get("data", {}), f"run {run['run']}"
     named = [Override(source, f"data.{name}", data[name]) for name in TRAININGS if name in data]
     return [*named, *settings_of(run)]
 
 
 def to_json(reference: Reference) -> JsonDict:
-    """As JSON: `name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the
-    weights."""
+    """`name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
     adapter = reference.adapter
     digest = weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest
     return {**_identity(reference), "digest": digest}
@@ -403,7 +386,6 @@ def line_of(reference: Reference) -> str:
 
 
 def _identity(reference: Reference) -> JsonDict:
-    """What is known of a model, from the run that was named, else from the artifact's own."""
     artifact = reference.artifact
     made = reference.run or (artifact.provenance if artifact else {})
     run = made.get("run") if artifact else None

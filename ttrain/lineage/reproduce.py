@@ -1,8 +1,8 @@
 """Rebuild a model from its raw data, in a separate home, and compare the results stage by stage.
 
-Everything is taken from the manifests behind the model: settings, the commits of remote data, seed,
-threads, ranks, micro-batches, kernels. On a CPU the same code and libraries give the same bits; if
-they or the machine differ, the report says how.
+Everything is taken from the manifests: settings, the commits of remote data, seed, threads, ranks,
+micro-batches, kernels. On a CPU the same code and libraries give the same bits; if they or the
+machine differ, the report says how.
 """
 
 import contextlib
@@ -55,8 +55,7 @@ def reproduce(
     """Build all stages in a home of their own and compare them; returns what `--json` prints.
 
     Ends at the first stage that differs: the later ones, `left`, read its output. `directory`: the
-    home to keep, where an interrupted reproduction continues; None: a temporary one. Raises the
-    error of a failed stage, or Interrupted once its state is saved.
+    home to keep, where an interrupted reproduction continues; None: a temporary one.
     """
     place = (
         contextlib.nullcontext(_usable(directory))
@@ -95,8 +94,7 @@ def reproduce(
 
 
 def _usable(directory: Path) -> Path:
-    """The home to build in. Raises UsageError for a file, a directory of other files, and a home with runs, whose artifacts
-    would be taken."""
+    # Not a home with runs: their artifacts would be taken instead of rebuilt
     home = user_path(directory).absolute()
     names = {path.name for path in home.iterdir()} if home.is_dir() else set()
     is_other = bool(names) and names.isdisjoint({"store", "work"})
@@ -108,7 +106,6 @@ def _usable(directory: Path) -> Path:
 
 
 def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
-    """The contents of both, and what differs: in code, libraries and machine, and the files."""
     old = {name: recorded.manifest["files"][name]["sha256"] for name in recorded.files_of(())}
     new = {name: rebuilt.manifest["files"][name]["sha256"] for name in rebuilt.files_of(())}
     changed = differences(recorded.manifest["ingredients"], rebuilt.manifest["ingredients"])
@@ -136,8 +133,8 @@ def _show(screen: StageDisplay, stage: str, event: str, data: JsonObject) -> Non
 def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     """How to rebuild each stage, inputs first.
 
-    Raises ArtifactError with the reason if a stage cannot be rebuilt: its raw data are gone or have
-    changed, or its settings are not recorded.
+    Raises ArtifactError if a stage cannot be rebuilt: its raw data are gone or have changed, or its
+    settings are not recorded.
     """
     store = ArtifactStore(home)
     recipes = [(artifact, _settings_of(artifact)) for artifact in lineage.artifacts]
@@ -151,7 +148,6 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
 
 
 def _settings_of(artifact: Artifact) -> Settings:
-    """The settings that made an artifact. Raises ArtifactError if they are not recorded."""
     tree = artifact.provenance.get("settings")
     if tree is None:
         raise ArtifactError(
@@ -170,12 +166,9 @@ def _settings_of(artifact: Artifact) -> Settings:
 
 
 def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]:
-    """Settings that name exactly the files that the stage read: a folder may hold more by now, the
-    Hub another commit.
-
-    Sources with weights stay as they were written, since a weight belongs to a source and not to
-    its files; and so do URLs with secrets, which the record of the files does not have.
-    """
+    # Name exactly the files that the stage read: a folder may hold more by now, the Hub another
+    # commit. Sources with weights stay as written, since a weight belongs to a source and not to
+    # its files; so do URLs with secrets, which the record of the files does not have.
     dataset, pinned = STAGES[artifact.stage].dataset, dict[str, list[str]]()
     name = dataset_read(dataset, data.get("tokenizer")) if dataset else ""
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
@@ -187,7 +180,6 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 
 
 def _runtime(artifact: Artifact) -> Runtime:
-    """The recorded runtime; ranks of several machines become ranks of this one."""
     recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
     kept = {
         name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED
@@ -206,7 +198,6 @@ def _runtime(artifact: Artifact) -> Runtime:
 
 
 def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
-    """Problems with the raw data of a stage: missing, unreadable, or changed."""
     recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
     try:
         lines = differences(

@@ -12,7 +12,7 @@ from ttrain.evaluate.task_result import Evaluation
 from ttrain.nightly import history
 from ttrain.nightly.inputs import NightInputs, find_heldout
 from ttrain.nightly.records import COMPLETED, NightRecord, Nights
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.registry import Registry
 from ttrain.tasks import EVALUATE, EVALUATE_CHAMPION, SHARDS, SHARDS_PRETRAIN
 
@@ -22,15 +22,14 @@ def decide(
 ) -> promotion.Decision:
     """Compare challenger and champion, record the decision, promote or keep.
 
-    The decision is recorded in the night, its run and the registry before the champion changes. Where
-    another version became champion during the night, it is a decision not to promote.
+    The night, its run and the registry have the decision before the champion changes. If another
+    version became champion during the night, nothing is promoted.
     """
-    (decision, texts), made = _judge(night, inputs, execution, say), execution.artifacts
-    registry, name, version = (
-        Registry(execution.store.root),
-        inputs.settings.name,
-        execution.model_set,
-    )
+    decision, texts = _judge(night, inputs, execution, say)
+    made = execution.artifacts
+    registry = Registry(execution.store.root)
+    name = inputs.settings.name
+    version = execution.model_set
     assert version is not None, "a run that came to its end has registered its models"
     champion = registry.champion(name)
     before = night.frozen.champion.version if night.frozen.champion else None
@@ -40,7 +39,8 @@ def decide(
         )
         decision = replace(decision, promote=False, reason=f"{other}; {decision.reason}")
     decided = decision.to_json()
-    evaluation, shards = made[EVALUATE.name], made.get(SHARDS_PRETRAIN.name)
+    evaluation = made[EVALUATE.name]
+    shards = made.get(SHARDS_PRETRAIN.name)
     chats = None if "sft" in inputs.replacements else made.get(SHARDS["sft"].name)
     night.note(
         version=version,
@@ -65,16 +65,15 @@ def decide(
 def _judge(
     night: NightRecord, inputs: NightInputs, execution: PipelineRun, say: Callable[[str], object]
 ) -> tuple[promotion.Decision, list[TextFigure]]:
-    """Compare the evaluations of challenger and champion."""
-    store, made = execution.store, execution.artifacts
+    store = execution.store
+    made = execution.artifacts
     names = (stage.name for stage in (EVALUATE, EVALUATE_CHAMPION) if stage.name in made)
     # The files of a cached one may be in MLflow
     evaluations = [store.complete(made[name], report=say) for name in names]
-    evaluation, champion = (
-        evaluations[0],
-        Evaluation.of(evaluations[1]) if evaluations[1:] else None,
-    )
-    rules, by_night = _rules(inputs, execution), dict[str, list[str]]()
+    evaluation = evaluations[0]
+    champion = Evaluation.of(evaluations[1]) if evaluations[1:] else None
+    rules = rules_of(inputs, made)
+    by_night: dict[str, list[str]] = {}
     if reference := heldout_of(evaluation):
         from ttrain.tasks.heldout import read_nights  # loads what reads shards
 
@@ -90,21 +89,25 @@ def _judge(
 
 
 def heldout_nights(night: NightRecord, evaluation: Artifact) -> tuple[str, ...]:
-    """Names of the nights that brought the held-out documents of this evaluation, the oldest first."""
+    """Names of the nights that brought the held-out documents of this evaluation, oldest first."""
     frozen = night.frozen
     is_new = heldout_of(evaluation) not in (None, frozen.heldout)  # else only chats are new
     return (*frozen.heldout_nights, night.name) if is_new else frozen.heldout_nights
 
 
-def _rules(inputs: NightInputs, execution: PipelineRun) -> Promotion:
-    """The rules of the night's decision. Without new documents both have the same base model, whose metric says nothing:
-    then the first model counts that both have and that differs, on what is held out for it."""
+def rules_of(inputs: NightInputs, artifacts: Artifacts) -> Promotion:
+    """The rules of a decision; `artifacts` are the night's, by stage.
+
+    Without new documents both sides have the same base model, whose metric decides nothing: then it
+    is the metric of the first model that both have and that differs.
+    """
     rules = inputs.settings.promotion
     if not inputs.kept_base or rules.metric != BITS_PER_BYTE.name:
         return rules
     metric = DOMAIN_LOSS
     for name, row in TRAINING_STAGES.items():
-        old, new = inputs.champion.get(row.model), execution.artifacts.get(name)
+        old = inputs.champion.get(row.model)
+        new = artifacts.get(name)
         if row.role != "base" and old and new and old.content != new.content:
             metric = row.metric
             break
@@ -114,21 +117,20 @@ def _rules(inputs: NightInputs, execution: PipelineRun) -> Promotion:
 
 
 def heldout_of(evaluation: Artifact) -> str | None:
-    """Reference ("stage/key") of the held-out documents of an evaluation."""
     documents = evaluation.manifest["inputs"].get("documents")
     return f"{documents['stage']}/{documents['key']}" if documents else None
 
 
 def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:
-    """By the label of a text, the best figure of a champion, as the records tell it; `nights` are the newest first,
-    lower figures are better.
+    """The best value of any champion on each night's text; `nights` newest first, lower is better.
 
-    Figures of another metric, of sources, whose text grows, and of a text that has other records by now tell nothing; so
-    do texts that were judged together.
+    Values of another metric, of sources, whose text grows, of several texts together, and of a text
+    that has other records by now do not count.
     """
     best: dict[str, BestFigure] = {}
     for night in nights:
-        decision, champion = night.data.get("decision") or {}, night.frozen.champion
+        decision = night.data.get("decision") or {}
+        champion = night.frozen.champion
         if (
             night.outcome not in COMPLETED
             or promotion.metric_of_texts(str(decision.get("metric"))) != metric

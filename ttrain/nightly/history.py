@@ -1,7 +1,4 @@
-"""What became of the last nights: what each learnt and lost, promoted or not and why, as rows of a table.
-
-Reads the nights' own records.
-"""
+"""The last nights as rows of a table: what each was trained on and lost, and its decision."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,13 +15,25 @@ from ttrain.store.results import ReplayResult, ShardsResult, TrainingResult
 from ttrain.tasks import REPLAY, SHARDS_PRETRAIN
 
 NIGHTS = 30  # that are shown
+HEADER = (
+    "night",
+    "began",
+    "outcome",
+    "files",
+    "new documents",
+    "new tokens",
+    "chats",
+    "metric",
+    "challenger",
+    "champion",
+    "lost",
+    "why",
+)
 COUNTS = ("documents", "tokens", "chats")  # of what a night learnt, in the table
 
 
 def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
-    """What a night learnt, for its record: new documents and their tokens, rows that were left out, the tokens that the
-    training read, those of them that were learnt before, and the conversations in `chats`, shards that SFT learnt.
-    Without those of documents where the base model stays."""
+    """Counts of what a night was trained on; of its conversations alone if no document was new."""
     shards, pretrain, replay = (
         artifacts.get(name) for name in (SHARDS_PRETRAIN.name, "pretrain", REPLAY.name)
     )
@@ -45,23 +54,26 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
 
 
 def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[JsonDict]]:
-    """(name of the pipeline, its last nights, the newest first). Raises UsageError where there is none, or no single one."""
+    """(name of the pipeline, its last nights, newest first). Raises UsageError."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
     chosen = name or (names[0] if len(names) == 1 else "")
     if not names:
         raise UsageError("there was no night yet; `ttrain pipeline run nightly` runs one")
     if chosen not in names:
         raise UsageError(
-            f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; choose one of these"
+            f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; "
+            "choose one of these"
         )
     nights = islice(Nights(home, chosen).newest_first(), most)
     return chosen, [of_record(night.as_it_is_now()) for night in nights]
 
 
 def of_record(night: NightRecord) -> JsonDict:
-    """A night as its record tells it, which `models history --json` prints."""
-    data, decision = night.data, night.data.get("decision") or {}
-    frozen, tries = data["inputs"], data["attempts"]
+    """A night as `models history --json` prints it."""
+    data = night.data
+    decision = night.data.get("decision") or {}
+    frozen = data["inputs"]
+    tries = data["attempts"]
     files = (file["location"] for listed in frozen["files"].values() for file in listed)
     return {
         "night": night.name,
@@ -82,27 +94,10 @@ def of_record(night: NightRecord) -> JsonDict:
 
 
 def _text(text: JsonDict) -> JsonDict:
-    """The values on one held-out text. `change`: the loss as a share of the champion's value."""
     names = ("name", "kind", "records", "challenger", "champion", "lost")
     difference = text["difference"]
     change = None if difference is None else -difference / (abs(text["champion"]) or 1.0) + 0.0
     return {**{name: text[name] for name in names}, "change": change}
-
-
-HEADER = (
-    "night",
-    "began",
-    "outcome",
-    "files",
-    "new documents",
-    "new tokens",
-    "chats",
-    "metric",
-    "challenger",
-    "champion",
-    "lost",
-    "why",
-)
 
 
 def row(night: JsonDict) -> tuple[str, ...]:
@@ -124,7 +119,7 @@ def row(night: JsonDict) -> tuple[str, ...]:
 
 
 def lost_text(night: JsonDict) -> str:
-    """What the night lost: the texts beyond the bound, else the one that became worse by most."""
+    """The texts that became worse beyond the bound, else the one that became worse by most."""
     if night["lost"]:
         return first_of(night["lost"], 3)
     texts = night["texts"]
@@ -139,9 +134,10 @@ def lost_text(night: JsonDict) -> str:
 
 
 def summary_line(nights: Sequence[JsonDict]) -> str:
-    """How many nights came to what, and what the champion learnt in them."""
+    """Numbers of nights by outcome, and what the promoted models were trained on."""
     promoted = [night["learnt"] for night in nights if night["outcome"] == "promoted"]
-    documents, tokens = (sum(learnt.get(name, 0) for learnt in promoted) for name in COUNTS[:2])
+    documents = sum(learnt.get("documents", 0) for learnt in promoted)
+    tokens = sum(learnt.get("tokens", 0) for learnt in promoted)
     counts = Counter(night["outcome"] for night in nights)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     total = f"promoted models learnt {documents:,} documents, {tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""Inputs of a night: watched files, settings, what it learns from and how it continues. Imports nothing heavy."""
+"""Inputs of a night: files, settings, what it is trained on and how it continues."""
 
 import glob
 import logging
@@ -38,20 +38,23 @@ DOCUMENTS = "pretrain"  # the data set of documents
 # Not part of any key: the current values are used.
 UNFROZEN_SECTIONS = ("runtime", "tracking", "promotion", "notify")
 UNFROZEN_OF_NIGHTLY = ("deadline", "deadline_hours", "timezone", "attempts")
-FULL_RATE_STEPS = 8  # of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
+# Of 2,048 tokens: 0.76 of the rates in nights of 14 steps, 0.45 in nights of 40 (docs/log.md)
+FULL_RATE_STEPS = 8
 
 
 @dataclass(frozen=True)
 class NightInputs:
     """Settings and artifacts for the stages of a night.
 
-    `champion`: its artifacts by role in the evaluation (base, sft, lora), empty if there is none. `replacements`: artifacts
-    that replace a stage of the pipeline, by its name. `earlier_heldout`: the held-out documents of earlier nights, which
-    are not learnt.
-    `learnt`: documents of earlier nights, of which near-duplicates are left out and a sample is learnt again;
-    `replayed_chats`: chats of which a sample is. `plateau`: the artifact that pretraining continues. `bases`: by
-    stage, models that it starts from instead of tonight's. `adapter_base`: that of the champion's adapter, where it belongs
-    to another model than the champion's own. `note`: what the user should know of these.
+    champion         artifacts by role in the evaluation (base, sft, lora); empty without a champion
+    replacements     artifacts that replace a stage of the pipeline, by its name
+    earlier_heldout  the held-out documents of earlier nights, which are not trained on
+    learnt           documents of earlier nights: near-duplicates are left out, a sample is replayed
+    replayed_chats   chats of which a sample is replayed
+    plateau          the artifact that pretraining continues
+    bases            by stage, models that it starts from instead of tonight's
+    adapter_base     base of the champion's adapter, if it is not the champion's own model
+    note             what the user should know about these
     """
 
     settings: Settings
@@ -67,15 +70,15 @@ class NightInputs:
 
     @property
     def kept_base(self) -> Artifact | None:
-        """The champion's base model where it stays, since no document is new."""
+        """The champion's base model if it stays, since no document is new."""
         return self.replacements.get("pretrain")
 
 
 def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool) -> FilesByDataset:
-    """Location and digest of each file of the data sets that the pipeline learns from.
+    """Location and digest of each file of the pipeline's training data, by data set.
 
-    `may_be_gone`: an emptied folder of documents is allowed, because the champion has learnt what was there. Raises
-    UsageError if a setting matches no file, or one that cannot be read.
+    `may_be_gone`: the folder of documents may be empty, because the champion was trained on them.
+    Raises UsageError if a setting matches no readable file.
     """
     files_by_dataset: dict[str, list[FileEntry]] = {}
     for dataset, stage in SHARDS.items():
@@ -88,10 +91,8 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
         elif may_be_gone and dataset == "pretrain" and _is_emptied(settings):
             files_by_dataset[dataset] = []
         else:
-            files, digests = (
-                data_files(stage, settings)[TRAIN],
-                file_digests(stage, settings, store)[TRAIN],
-            )
+            files = data_files(stage, settings)[TRAIN]
+            digests = file_digests(stage, settings, store)[TRAIN]
             files_by_dataset[dataset] = [
                 {"location": file.location, "sha256": digest["sha256"]}
                 for file, digest in zip(files, digests, strict=True)
@@ -101,7 +102,6 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
 
 
 def _is_emptied(settings: Settings) -> bool:
-    """Whether `data.pretrain` names only empty folders and globs of this machine."""
     patterns = settings.data.paths("pretrain")
     if any(map(locations.is_remote, patterns)):
         return False
@@ -113,14 +113,14 @@ def _is_emptied(settings: Settings) -> bool:
 def without_damaged(
     watched: FilesByDataset, nights: Nights, settings: Settings
 ) -> tuple[FilesByDataset, str]:
-    """The files that no night found damaged, and a note that names the others, or nothing."""
+    """The files that no night found damaged, and a note that names the others."""
     damaged = nights.damaged(settings)
     left_out = (file for files in watched.values() for file in files if file["sha256"] in damaged)
     return _without(watched, damaged), describe_left_out(left_out)
 
 
 def describe_left_out(files: Iterable[FileEntry]) -> str:
-    """A note that names the damaged files; empty where there are none."""
+    """A note that names the damaged files; empty if there are none."""
     names = shortened_names(file["location"] for file in files)
     return names and f"left out, damaged until replaced: {names}"
 
@@ -139,9 +139,9 @@ def entries_of(frozen: InputSnapshot, locations_at_fault: Iterable[str]) -> list
 def smaller_snapshot(
     frozen: InputSnapshot, damaged: Collection[str], read: set[str]
 ) -> InputSnapshot | None:
-    """The snapshot without the files at these locations; without its documents, all of which are known, if there are none.
+    """The snapshot without the files at these locations; without documents, if there are none.
 
-    None where nothing new is left, or a data set has no file to learn. `read`: digests of files that nights have read.
+    None if nothing new is left, or a data set has no file.
     """
     left_out = [file["sha256"] for file in entries_of(frozen, damaged)]
     files = _without(frozen.files, left_out)
@@ -162,14 +162,14 @@ def select_files(
     *,
     has_champion: bool,
 ) -> tuple[FilesByDataset, bool]:
-    """Select the files that a night reads from those present; returns also whether SFT reads no chat that the champion has
-    learnt.
+    """Select the files that a night reads, and whether SFT reads only chats new to the champion.
 
-    Documents are filtered, and chats if `chats` is new. Adapters start again on all their files, and so
-    does SFT on another base if no chat is new.
+    Documents are filtered, and chats if `chats` is new. Adapters start again on all their files,
+    and so does SFT on another base if no chat is new.
     """
     unknown = _without(watched, learnt if settings.again else read)
-    files, has_new_chats_alone = dict(watched), False
+    files = dict(watched)
+    has_new_chats_alone = False
     continues = settings.data == "new" and settings.start_from == "champion"
     if has_champion and continues and DOCUMENTS in files:
         files[DOCUMENTS] = unknown[DOCUMENTS]
@@ -180,7 +180,6 @@ def select_files(
 
 
 def _without(files: FilesByDataset, digests: Collection[str]) -> dict[str, list[FileEntry]]:
-    """The files that have none of these digests."""
     kept = {}
     for name, entries in files.items():
         kept[name] = [file for file in entries if file["sha256"] not in digests]
@@ -191,9 +190,9 @@ def refreshed_snapshot(
     frozen: InputSnapshot,
     now: FilesByDataset,
 ) -> tuple[InputSnapshot, list[str]]:
-    """The snapshot with its files as they are now, and the names of those whose bytes are gone.
+    """The snapshot with its files as they are now, and the locations whose bytes are gone.
 
-    Renamed ones have their new names, changed ones their new bytes, missing ones are left out.
+    Renamed files have their new names, changed ones their new bytes, missing ones are left out.
     """
     files: dict[str, list[FileEntry]] = {}
     gone: list[str] = []
@@ -211,21 +210,20 @@ def refreshed_snapshot(
 
 
 def with_unfrozen(frozen: JsonObject, current: JsonObject) -> JsonDict:
-    """The tree of settings that an unfinished night keeps, with the current ones of those that do not affect results."""
+    """The settings of an unfinished night, with current values where they do not affect results."""
     sections = {name: current[name] for name in UNFROZEN_SECTIONS}
     nightly = {name: current["nightly"][name] for name in UNFROZEN_OF_NIGHTLY}
     return {**frozen, **sections, "nightly": {**frozen.get("nightly", {}), **nightly}}
 
 
 def settings_of(frozen: InputSnapshot, current: Settings) -> Settings:
-    """The user's settings of the snapshot. Settings that do not affect results, and secrets of
-    sources, which are not recorded, are the current ones."""
+    """The user's settings of the snapshot, with current secrets and unfrozen settings."""
     now = current.model_dump()
     return Settings.model_validate(with_unfrozen(redact.restored(frozen.settings, now), now))
 
 
 def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) -> NightInputs:
-    """Settings and artifacts for the stages of a night. Raises ArtifactError if the champion is not in the store."""
+    """Settings and artifacts for the stages of a night. Raises ArtifactError for a missing one."""
     user = settings_of(frozen, current)
     tree = user.model_dump()
     for dataset, files in frozen.files.items():
@@ -242,7 +240,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
         for stage, key in champion.keys.items()
     }
     replacements: dict[str, Artifact] = {}
-    plateau, note = None, ""
+    plateau = None
+    note = ""
     base = artifacts.get("pretrain")
     if "pretrain" in user.trainings and "tokenizer" in artifacts and base:
         replacements["tokenizer"] = store.complete(artifacts["tokenizer"])
@@ -271,7 +270,8 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
     if user.reading.near_duplicates is None:
         tree["reading"]["near_duplicates"] = NEAR_DUPLICATES_OF_NIGHTS
     if base and user.reading.heldout_fraction == AUTO and not tree["reading"]["near_duplicates"]:
-        # Nothing finds rows that the champion was trained on: the lowest share that `auto` ever has holds out none of them.
+        # Nothing finds rows that the champion was trained on: the lowest share of `auto` holds out
+        # none of them
         tree["reading"]["heldout_fraction"] = LEAST_SHARE
     has_chats = user.nightly.replay > 0 and "sft" not in replacements
     earlier = None
@@ -301,10 +301,11 @@ def inputs_of(frozen: InputSnapshot, current: Settings, store: ArtifactStore) ->
 def learnt_shards(
     stage: str, champion: Champion | None, nights: Iterable[NightRecord], store: ArtifactStore
 ) -> tuple[str, ...]:
-    """References ("stage/key") of what the champion's model of a stage of `LEARNT` has learnt and the store has, the oldest
+    """References ("stage/key") of what the champion's model of a stage was trained on, oldest
     first.
 
-    That of its night and of the nights before; of a champion that no night made, that of the model itself.
+    Those of its night and of the nights before; without a night, those of the model itself. Missing
+    ones are left out with a warning.
     """
     if champion is None:
         return ()
@@ -317,8 +318,8 @@ def learnt_shards(
     present = tuple(reference for reference in listed if store.find(*reference.split("/")))
     if len(present) < len(listed):
         log.warning(
-            "%d of %d sets that version %s has learnt are not in the store: nothing of them is replayed, and "
-            "near-duplicates of them are learnt again",
+            "%d of %d sets that version %s has learnt are not in the store: nothing of them is "
+            "replayed, and near-duplicates of them are learnt again",
             len(listed) - len(present),
             len(listed),
             champion.version,
@@ -327,7 +328,7 @@ def learnt_shards(
 
 
 def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
-    """Digests of the files that the champion's own stages read, as far as their artifacts are in the store."""
+    """Digests of the files that the champion's own stages read, if their artifacts exist."""
     shards = filter(None, (shards_of(champion, stage, store) for stage in TRAININGS))
     return {
         file["sha256"]
@@ -337,14 +338,16 @@ def learnt_by(champion: Champion | None, store: ArtifactStore) -> set[str]:
 
 
 def shards_of(champion: Champion | None, stage: str, store: ArtifactStore) -> Artifact | None:
-    """The shards that the champion's model of this stage was trained on; None where the model or they are not there."""
     key = champion.keys.get(stage) if champion else None
     return store.input_of(store.find(stage, key), "shards") if key else None
 
 
 def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tuple[Artifact, ...]:
-    """The artifacts of these references. Raises ArtifactError where one is gone: the night would go on with other rows."""
-    advice = "restore it from a copy of the home. Else the list is given up after nightly.attempts, and the next one does without"
+    # With other rows the night would not be the one that began
+    advice = (
+        "restore it from a copy of the home. Else the list is given up after nightly.attempts, "
+        "and the next one does without"
+    )
     return tuple(
         need_artifact(store, reference, "the unfinished night reads", advice)
         for reference in references
@@ -352,20 +355,24 @@ def _recorded_artifacts(store: ArtifactStore, references: Iterable[str]) -> tupl
 
 
 def describe_files(files: FilesByDataset) -> str:
-    """The names of the files by data set, for a line on the terminal."""
-    listed = (
-        (name, shortened_names(file["location"] for file in entries))
-        for name, entries in files.items()
-    )
-    return "; ".join(f"{name}: {names}" for name, names in listed if names)
+    lists = []
+    for name, entries in files.items():
+        if entries:
+            lists.append(f"{name}: {shortened_names(file['location'] for file in entries)}")
+    return "; ".join(lists)
 
 
 def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
-    """Settings of `pretrain` that differ where it continues the champion's base: the budget and the rates of a night, and no
-    warm-up of a plateau, whose rate is at the peak. A high rate raises the loss on what is old (arXiv:2308.04014), in more
-    steps by more: weights move by about the rate times the root of the steps."""
-    nightly, optim = settings.nightly, settings.pretrain.optim.model_dump()
-    schedule, changes = settings.pretrain.schedule.model_dump(), JsonDict()
+    """Settings of `pretrain` where it continues the champion's base: a night's budget and rates.
+
+    Without a warm-up from a plateau, whose rate is at the peak.
+    """
+    # A high rate raises the loss on old text (arXiv:2308.04014), in more steps by more: weights
+    # move by about the rate times the root of the steps.
+    nightly = settings.nightly
+    optim = settings.pretrain.optim.model_dump()
+    schedule = settings.pretrain.schedule.model_dump()
+    changes = JsonDict()
     if nightly.rate == AUTO:
         schedule["full_rate_steps"] = schedule["full_rate_steps"] or FULL_RATE_STEPS
     else:
@@ -386,7 +393,6 @@ def budget_and_schedule(settings: Settings, *, has_plateau: bool) -> JsonDict:
 def _continued_plateau(
     settings: Settings, base: Artifact, version: str
 ) -> tuple[Artifact | None, str]:
-    """The artifact whose plateau the night continues, and a note where there should be one."""
     if settings.pretrain.schedule.kind != "infinite":
         return None, ""
     trained = base.manifest["ingredients"].get("settings", {}).get("pretrain.optim.kind")
@@ -395,7 +401,8 @@ def _continued_plateau(
         return base, ""
     return None, (
         f"the champion, version {version}, is warmed up again: it left no plateau of "
-        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); the next champion will have one"
+        f"pretrain.optim.kind {kind} (it was {trained or 'unknown'}); "
+        "the next champion will have one"
     )
 
 
@@ -403,7 +410,7 @@ def _continued_plateau(
 
 
 class EarlierHeldout(NamedTuple):
-    """Reference ("stage/key") of the held-out documents of earlier nights, and the names of these nights, oldest first.
+    """The held-out documents of earlier nights ("stage/key"), and these nights, oldest first.
 
     `note`: why there are none, where a user may have expected some.
     """
@@ -419,21 +426,24 @@ def earlier_heldout(
     store: ArtifactStore,
     settings: Settings,
 ) -> EarlierHeldout:
-    """The earlier held-out documents that both models are also evaluated on, if any.
+    """The held-out documents of the last completed night, else of the champion's base model.
 
-    Those of the last completed night for which the user named none, else those of the champion's base model. They are not
-    used if the user has changed the held-out share: some may have been learnt since. Where the user names the held-out
-    documents, nothing is measured on them, but they are not learnt, either: later nights may use them again.
-    Raises ArtifactError where those of a night are gone: without them nothing would show what is forgotten.
+    None if the held-out share has changed: some may have been trained on since. If the user names
+    held-out documents, nothing is measured on the earlier ones, but they are not trained on either:
+    later nights may use them again. Raises ArtifactError if those of a night are gone: without them
+    nothing shows what is forgotten.
     """
     is_named = bool(settings.data.pretrain_heldout)
     for night in nights:
         if reference := night.heldout:
             reading = night.frozen.settings.get("reading", {})
-            if (before := reading.get("heldout_fraction")) != (
-                now := settings.reading.heldout_fraction
-            ):
-                note = f"reading.heldout_fraction was {before} and is {now}: nothing is measured on earlier nights' text"
+            before = reading.get("heldout_fraction")
+            now = settings.reading.heldout_fraction
+            if before != now:
+                note = (
+                    f"reading.heldout_fraction was {before} and is {now}: "
+                    "nothing is measured on earlier nights' text"
+                )
                 return EarlierHeldout(note=note)
             if is_named:
                 return EarlierHeldout(reference)
@@ -448,10 +458,10 @@ def earlier_heldout(
 
 
 def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
-    """The held-out documents of this "stage/key" reference. Raises ArtifactError where they are gone or damaged."""
+    """The held-out documents of this "stage/key" reference. Raises ArtifactError."""
     advice = (
-        "without it nothing shows what a model forgets. Restore it from a copy of the home, or name held-out documents with "
-        "data.pretrain_heldout"
+        "without it nothing shows what a model forgets. Restore it from a copy of the home, "
+        "or name held-out documents with data.pretrain_heldout"
     )
     return need_artifact(
         store, reference, f"{night} measures its models on the held-out documents", advice
@@ -459,8 +469,7 @@ def find_heldout(store: ArtifactStore, reference: str, night: str) -> Artifact:
 
 
 def need_artifact(store: ArtifactStore, reference: str, use: str, advice: str) -> Artifact:
-    """The artifact of a "stage/key" reference. Raises ArtifactError, which tells its use and the advice, where it is gone or
-    damaged."""
+    """The artifact of a "stage/key" reference. Raises ArtifactError with its use and the advice."""
     stage, _, key = reference.partition("/")
     if artifact := store.find(stage, key):
         return artifact

@@ -1,4 +1,4 @@
-"""Notify a program or a web address of events. Nothing leaves the machine unless the settings say so; never raises."""
+"""Notify a program or a web address of events, if the settings say so. Never raises."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ERROR_OUTPUT_BYTES = 2000  # of a failing program's standard error that are kept
 
 
 def send(settings: Notify, event: str, message: JsonObject) -> None:
-    """Send the message to the program and the address of the settings, if they are subscribed to this event.
+    """Send the message to the program and the address of the settings, if they want this event.
 
-    The message is JSON; `event`, `time`, `host` and `text` (one line, which chat services show) are added if missing.
-    A failure is only a warning, so that a notification cannot fail a night. Takes at most
+    The message is JSON; `event`, `time`, `host` and `text` (one line, which chat services show) are
+    added if missing. A failure is only a warning, so that it cannot fail a night. Takes at most
     `timeout_seconds` for each of the two.
     """
     if event not in settings.on:
@@ -45,7 +45,7 @@ def send(settings: Notify, event: str, message: JsonObject) -> None:
         try:
             action(settings, body)
         except Exception as error:  # a user's program or a network can fail in any way
-            # The text of others may hold the address, or the program's arguments
+            # Other texts may contain the address, or the program's arguments
             reason = (
                 str(error) if isinstance(error, TTrainError | OSError) else type(error).__name__
             )
@@ -53,10 +53,11 @@ def send(settings: Notify, event: str, message: JsonObject) -> None:
 
 
 def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
-    """Send how a run of `full` ended: completed, with its metrics, or failed. One that its user stopped sends nothing."""
+    """Send that a run of `full` completed, with its metrics, or failed."""
     if run["outcome"] not in ("completed", "failed"):
         return
-    event, bits = str(run["outcome"]), run["metrics"].get(BITS_PER_BYTE.of_run)
+    event = str(run["outcome"])
+    bits = run["metrics"].get(BITS_PER_BYTE.of_run)
     figure = "" if bits is None else f", {bits:.4f} {BITS_PER_BYTE.label}"
     reason = run.get("error") or f"took {format_duration(run['seconds'])}{figure}"
     text = f"ttrain {name}, {run['run']}: {event}: {reason}"
@@ -71,8 +72,8 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
 
 
 def _run(settings: Notify, body: bytes) -> None:
-    """Run the program, if any, with the message on its standard input; killed at the time limit."""
-    command, seconds = settings.command, settings.timeout_seconds
+    command = settings.command
+    seconds = settings.timeout_seconds
     if not command:
         return
     try:
@@ -89,7 +90,6 @@ def _run(settings: Notify, body: bytes) -> None:
 
 
 def _post(settings: Notify, body: bytes) -> None:
-    """Send one POST, if there is an address; that is a secret, so that an error shows its host alone."""
     address = settings.webhook
     if settings.webhook_file:
         path = user_path(settings.webhook_file)

@@ -1,9 +1,9 @@
-"""Records of a pipeline's nights: inputs, outcome and slot of each. Files and JSON only, no Prefect.
+"""Records of a pipeline's nights: inputs, outcome and slot of each. Files and JSON only.
 
-`nightly/NAME/night-000012.json` is one night. It is written whole, with its frozen list of inputs and settings, before its
-first stage starts, and stays open until its models are promoted or not: if the process is killed in between, the next slot
-finds it open and continues with the same list, so that all keys, and with them all finished stages and checkpoints, are
-the same.
+`nightly/NAME/night-000012.json` is written with the night's inputs and settings before its first
+stage, and stays open until its models are promoted or not. If the process is killed in between, the
+next slot continues with the same inputs, so that all keys, finished stages and checkpoints are the
+same.
 """
 
 from __future__ import annotations
@@ -40,24 +40,18 @@ from ttrain.errors import TTrainError
 from ttrain.store.runs import NOTHING_NEW, is_alive, this_process
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
-MOST_CRASHES = (
-    10  # a list that kills its process each time, by memory, must not block new data for ever
-)
-FAILED, REFUSED = (
-    "failed",
-    "refused",
-)  # by itself; by a wrong setting, which does not count as a failed try
+# A list that kills its process each time, by memory, must not block new data for ever
+MOST_CRASHES = 10
+FAILED = "failed"  # by itself
+REFUSED = "refused"  # by a wrong setting, which does not count as a failed try
 UNDECIDED = (FAILED, REFUSED, "unfinished", "crashed")
-LEARNT = {
-    "pretrain": "documents",
-    "sft": "chats",
-}  # by stage: the fields of a night that name what its model learns
+# By stage: the fields of a night that name what its model is trained on
+LEARNT = {"pretrain": "documents", "sft": "chats"}
 KILLED = "its process was killed, or the machine went down"
 
 
-FileEntry = (
-    JsonDict  # a data file: its location and sha256, and of a damaged one why it is left out
-)
+# A data file: its location and sha256, and of a damaged one why it is left out
+FileEntry = JsonDict
 FilesByDataset = Mapping[str, list[FileEntry]]
 
 
@@ -67,7 +61,7 @@ class StillRunning(TTrainError):
 
 @dataclass(frozen=True)
 class Champion:
-    """The models that a night starts from: the version of the set, and the artifact's key for each stage."""
+    """The models that a night starts from: version of the set, and artifact key of each stage."""
 
     version: str
     keys: Mapping[str, str]
@@ -75,41 +69,32 @@ class Champion:
 
 @dataclass(frozen=True)
 class InputSnapshot:
-    """All inputs of a night: {"pretrain": [{"location": ..., "sha256": ...}], ...}, the user's settings, the champion."""
+    """All inputs of a night: files by data set, the user's settings, the champion."""
 
     files: FilesByDataset
     settings: JsonObject
     champion: Champion | None = None
     heldout: str | None = None  # "stage/key" of the held-out documents of earlier nights
-    learnt: tuple[
-        str, ...
-    ] = ()  # digests of files that the champion has learnt but no night has read
-    documents: tuple[
-        str, ...
-    ] = ()  # "stage/key" of all documents that the champion has learnt, the oldest first
-    chats: tuple[str, ...] = ()  # the same of chats, where a night learns new ones alone
-    heldout_nights: tuple[
-        str, ...
-    ] = ()  # names of the nights that brought `heldout`, the oldest first
+    # Digests of files that the champion was trained on but no night has read
+    learnt: tuple[str, ...] = ()
+    # "stage/key" of all documents that the champion was trained on, oldest first
+    documents: tuple[str, ...] = ()
+    chats: tuple[str, ...] = ()  # the same of chats, if a night is trained on new ones alone
+    heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, oldest first
 
     def to_json(self) -> JsonDict:
-        """The value as stored in a night's record."""
-        files = {
-            name: [_without_secrets(file) for file in files] for name, files in self.files.items()
-        }
+        files = {name: [*map(_without_secrets, listed)] for name, listed in self.files.items()}
         return {**asdict(self), "files": files}
 
 
-_SNAPSHOT = TypeAdapter(InputSnapshot)
+_snapshot_type = TypeAdapter(InputSnapshot)
 
 
 def _reading_digest(settings: Settings) -> str:
-    """The digest of the settings by which files are read."""
     return digest_of(settings.reading.model_dump(mode="json"))
 
 
 def _without_secrets(file: FileEntry) -> FileEntry:
-    """An entry of a list of files without secrets in its location; the next night takes them from its settings."""
     return {**file, "location": redact.url(file["location"])}
 
 
@@ -122,7 +107,6 @@ class NightRecord:
 
     @property
     def name(self) -> str:
-        """The night's name, such as night-000012."""
         return self.path.stem
 
     @property
@@ -132,35 +116,36 @@ class NightRecord:
 
     @property
     def outcome(self) -> str:
-        """promoted, kept, nothing-new, failed, refused, unfinished, crashed, running; failed, refused, closed: given up."""
+        """promoted, kept, nothing-new, failed, refused, unfinished, crashed or running."""
         return str(self.data["outcome"])
 
     @property
     def frozen(self) -> InputSnapshot:
-        """The night's inputs."""
-        return _SNAPSHOT.validate_python(self.data["inputs"])
+        return _snapshot_type.validate_python(self.data["inputs"])
 
     @property
     def left_out(self) -> list[FileEntry]:
-        """Damaged files: {"location": ..., "sha256": ..., "reading": digest of the settings, "reason": ...} of each."""
+        """Damaged files: location, sha256, reading (digest of the settings) and reason."""
         return list(self.data.get("left_out", []))
 
     @property
     def unread(self) -> list[FileEntry]:
-        """Those of `left_out` that the night does not read after all, by other settings."""
+        """The files of `left_out` that the night does not read."""
         return [file for file in self.left_out if file["sha256"] not in self.digests()]
 
     @property
     def heldout(self) -> str | None:
-        """Reference ("stage/key") of the held-out documents of this and all earlier nights, if it has decided; None where
-        the user named others, which say nothing of earlier nights."""
+        """Reference ("stage/key") of the held-out documents of this and all earlier nights.
+
+        None before the decision, and if the user named others, which say nothing of earlier nights.
+        """
         is_named = self.frozen.settings.get("data", {}).get("pretrain_heldout")
         return None if is_named or self.outcome not in COMPLETED else self.data.get("heldout")
 
     def made(self, champion: Champion) -> bool:
         """Whether the night completed and its set is this champion.
 
-        By the keys of its models where they are noted: a new registry counts from 1 again.
+        By the keys of its models if they are recorded: a new registry counts from 1 again.
         """
         if self.outcome not in COMPLETED:
             return False
@@ -169,18 +154,20 @@ class NightRecord:
         return self.data.get("version") == champion.version
 
     def learnt_shards(self, stage: str) -> tuple[str, ...]:
-        """Shards ("stage/key") of all that this night's model of a stage of `LEARNT` has learnt, the oldest first."""
+        """All shards ("stage/key") that this night's model was trained on, oldest first."""
         kind = LEARNT[stage]
         return (*getattr(self.frozen, kind), *filter(None, [self.data.get(kind)]))
 
     @property
     def last_try(self) -> JsonObject:
-        """{"began": seconds since the epoch, "slot": the same or None, "outcome": ..., "run": ..., "process": ...}."""
+        """The last try: began, slot (seconds since 1970, or None), outcome, run, process."""
         return dict(self.data["attempts"][-1])
 
     @property
     def ended(self) -> JsonObject | None:
-        """The last try that came to an end, but for those killed before their run began; None where none did."""
+        """The last try that ended, except those killed before their run began; None if there is
+        none.
+        """
         tries = (
             one
             for one in reversed(self.data["attempts"])
@@ -190,12 +177,12 @@ class NightRecord:
 
     @property
     def failures(self) -> int:
-        """How often it failed by itself; being killed or stopped, or refused for a wrong setting, does not count."""
+        """How often it failed by itself: not killed, stopped, or refused for a wrong setting."""
         return sum(attempt["outcome"] == FAILED for attempt in self.data["attempts"])
 
     @property
     def crashes_in_a_row(self) -> int:
-        """How often it was killed since its last other outcome; the try in progress does not count."""
+        """How often it was killed since its last other outcome."""
         outcomes = [
             attempt["outcome"]
             for attempt in self.data["attempts"]
@@ -207,7 +194,7 @@ class NightRecord:
         )
 
     def as_it_is_now(self) -> NightRecord:
-        """The night, crashed where its record says that it is running and its process on this machine is gone."""
+        """The night, crashed if it is recorded as running and its process here is gone."""
         if self.outcome != "running":
             return self
         process = self.last_try["process"]
@@ -216,11 +203,9 @@ class NightRecord:
         return NightRecord(self.path, {**self.data, "outcome": "crashed", "reason": KILLED})
 
     def digests(self) -> set[str]:
-        """Digests of the files that the night reads."""
         return {file["sha256"] for files in self.data["inputs"]["files"].values() for file in files}
 
     def begin_try(self, slot: datetime | None) -> None:
-        """Record that this process starts a try now."""
         self.data["attempts"].append(_new_try(slot))
         self.note(outcome="running")
 
@@ -238,7 +223,6 @@ class NightRecord:
         self.note(outcome=outcome, reason=reason, state="closed" if closed else "open")
 
     def note(self, **values: Any) -> None:
-        """Set fields of the night and write the record."""
         self.data.update(values)
         write_json(self.path, self.data, PRIVATE_FILE)
 
@@ -249,7 +233,6 @@ class NightRecord:
 
 
 def _new_try(slot: datetime | None) -> JsonDict:
-    """A try of this process that begins now."""
     return {
         "began": time.time(),
         "slot": slot.timestamp() if slot else None,
@@ -265,7 +248,7 @@ class Nights:
         self.directory = home / "nightly" / name
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Lock for one night at a time; the system releases it when the process dies. Raises StillRunning if it is taken."""
+        """Lock for one night at a time, released when its process dies. Raises StillRunning."""
         self._make_directory()
         return exclusive(self.directory / "lock", self._refuse)
 
@@ -274,46 +257,47 @@ class Nights:
         private_directory(self.directory)
 
     def _refuse(self) -> NoReturn:
-        """Raise StillRunning, which describes who has the lock."""
         newest = self.newest()
         if newest is None or newest.outcome != "running":
             raise StillRunning("another night is just beginning or ending")
-        began, process = format_time(newest.last_try["began"]), newest.last_try["process"]
+        began = format_time(newest.last_try["began"])
+        process = newest.last_try["process"]
         raise StillRunning(
-            f"{newest.name} is still running, since {began} (process {process['pid']} on {process['host']})"
+            f"{newest.name} is still running, since {began} "
+            f"(process {process['pid']} on {process['host']})"
         )
 
     def newest_first(self) -> Iterator[NightRecord]:
-        """The nights by their numbers, which do not depend on the clock, read one by one: a record may name many files."""
+        """The nights by their numbers, which do not depend on the clock, read one by one."""
         for path in sorted(self.directory.glob("night-*.json"), reverse=True):
             if data := read_object(path):
                 yield NightRecord(path, data)
 
     def newest(self) -> NightRecord | None:
-        """The last night that began."""
         return next(self.newest_first(), None)
 
     def settle(self) -> NightRecord | None:
-        """Mark the newest night as crashed where it is unfinished; returns it then.
-
-        Call it with the lock held: a process that still runs it, on this machine or another, would
-        have the lock.
-        """
+        """Mark the newest night as crashed if it is unfinished; returns it then. Needs the lock."""
         newest = self.newest()
         if newest is None or newest.outcome != "running":
             return None
-        outcome, reason, gives_up = "crashed", KILLED, newest.crashes_in_a_row + 1 >= MOST_CRASHES
+        outcome = "crashed"
+        reason = KILLED
+        gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
         if gives_up:
             outcome = FAILED
-            reason += f", {MOST_CRASHES} times in a row; its list is given up, the next night makes a new one"
+            reason += (
+                f", {MOST_CRASHES} times in a row; its list is given up, "
+                "the next night makes a new one"
+            )
         newest.end_try(outcome, reason, closed=gives_up)
         return newest
 
     def covered(self, slot: datetime | None) -> str | None:
         """Why a slot needs no night of its own; None if it needs one, and for an unscheduled night.
 
-        After a downtime the missed slots come at once: the first of them runs, and the others are
-        before its start. A retry of a slot whose night is undecided runs.
+        Of missed slots, which come at once after a downtime, the first runs and covers the others.
+        A retry of a slot whose night is undecided runs.
         """
         newest = self.newest()
         if slot is None or newest is None:
@@ -322,17 +306,16 @@ class Nights:
         is_retry = last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED
         if is_retry or slot.timestamp() > last["began"]:
             return None
-        of, began = format_time(slot.timestamp()), format_time(last["began"])
+        of = format_time(slot.timestamp())
+        began = format_time(last["began"])
         return f"the slot of {of} is covered by {newest.name}, which began at {began}"
 
     def begin(self, frozen: InputSnapshot, slot: datetime | None) -> NightRecord:
-        """Begin a new, open night with these inputs."""
         night = self._next(frozen)
         night.begin_try(slot)
         return night
 
     def _next(self, frozen: InputSnapshot) -> NightRecord:
-        """The next night's record, not written yet; it replaces no file, also none that cannot be read."""
         used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
         number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
         data = {
@@ -345,7 +328,9 @@ class Nights:
         return NightRecord(self.directory / f"night-{number:06}.json", data)
 
     def add_empty(self, outcome: str, slot: datetime | None, reason: str) -> NightRecord:
-        """Record a night without inputs: no file was new, or listing failed. Several in a row share one record."""
+        """Record a night without inputs: no file was new, or listing failed. Several share one
+        record.
+        """
         newest = self.newest()
         if newest is None or newest.outcome != outcome or newest.data["inputs"]["files"]:
             newest = self._next(InputSnapshot({}, {}))
@@ -356,7 +341,7 @@ class Nights:
         return newest
 
     def skipped(self, slot: datetime | None, reason: str) -> None:
-        """Record a slot without a night as a line of `skipped.jsonl`, because another process may have the lock."""
+        """Record a slot without a night in `skipped.jsonl`: another process may have the lock."""
         self._make_directory()
         line = json.dumps(
             {"slot": slot.timestamp() if slot else None, "at": time.time(), "reason": reason}
@@ -367,8 +352,7 @@ class Nights:
             file.write(line + "\n")
 
     def read(self) -> set[str]:
-        """Digests of the files that completed nights read, or found nothing new in, and of those that their champions had
-        learnt before the first night."""
+        """Digests of the files that completed nights, or their champions before them, have read."""
         completed = (
             night for night in self.newest_first() if night.outcome in (*COMPLETED, NOTHING_NEW)
         )
@@ -387,8 +371,11 @@ class Nights:
         }
 
     def learnt(self, champion: Champion | None) -> set[str]:
-        """Digests of the files that the champion was trained on: those of its night, of the night that made the champion
-        before it, and so on. Nights that were not promoted, by figures or by hand, or were rolled back, are excluded."""
+        """Digests of the files that the champion was trained on, by its night and its
+        predecessors'.
+
+        Nights that were not promoted, or were rolled back, are excluded.
+        """
         digests: set[str] = set()
         for night in (
             self.newest_first()
@@ -400,9 +387,13 @@ class Nights:
 
 
 def needed_keys(home: Path) -> set[str]:
-    """Keys of the artifacts that nights will read: the champions of open nights, the newest held-out documents of each
-    pipeline, to which the next night's are added, and what was learnt, by any night: its set may be promoted later."""
-    keys, references = set[str](), set[str]()
+    """Keys of the artifacts that nights will read.
+
+    The champions of open nights, the newest held-out documents, and all training data, as any
+    night's set may be promoted later.
+    """
+    keys = set[str]()
+    references = set[str]()
     for directory in (home / "nightly").glob("*"):
         newest_heldout = None
         for night in Nights(home, directory.name).newest_first():
@@ -416,7 +407,7 @@ def needed_keys(home: Path) -> set[str]:
 
 
 def stop_at(settings: Nightly, began: float) -> float | None:
-    """When a night that began then (seconds since the epoch) saves its state and stops; None: never.
+    """When a night that began then (seconds since 1970) stops; None: never.
 
     A time of day means its next occurrence.
     """

@@ -1,8 +1,8 @@
 """The store: artifacts by content key, work directories, locks; files and JSON only.
 
-An artifact is a directory `store/<stage>/<key>` whose `manifest.json` was written last. Without a manifest it does not
-exist. What lies under `run/` (logs, curves) and `checkpoints/` (to continue from) belongs to the artifact, but no other
-stage reads it, so it does not count in the content digest.
+An artifact is a directory `store/<stage>/<key>` whose `manifest.json` was written last; without it
+there is no artifact. Files under `run/` and `checkpoints/` are read by no other stage, so they do
+not count in the content digest.
 """
 
 import contextlib
@@ -45,29 +45,31 @@ from ttrain.store.layout import (
 
 SHOWN_KEY = 12  # characters of a key that a person reads
 SHOWN_DAMAGES = 3  # damaged artifacts that a message names
-DISTRUSTED = "distrusted.json"  # {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
+# {STAGE/KEY: time of publication} of artifacts that must not be fetched from elsewhere
+DISTRUSTED = "distrusted.json"
 HOLDER = ".holder"  # beside a key's lock: which process has it
 
 
 class ArtifactStore:
-    """The artifacts under one home. Those that it lacks may be found `elsewhere`, which is not asked after a hit here."""
+    """The artifacts under one home; those that it lacks may be found `elsewhere`."""
 
     def __init__(self, root: Path, elsewhere: Elsewhere | None = None) -> None:
-        self.root, self.elsewhere = root, elsewhere
+        self.root = root
+        self.elsewhere = elsewhere
         self.cache = DigestCache(root / "cache" / "digests.json")
 
     def path(self, stage: str, key: str) -> Path:
-        """The directory of the artifact of this key, whether it exists or not."""
         return self.root / "store" / stage / key
 
     def work(self, stage: str, key: str) -> Path:
-        """The work directory: the same key, the same directory, so that a rerun continues."""
+        """The work directory, where a rerun of this key continues."""
         return self.root / "work" / stage / key
 
     def find(self, stage: str, key: str) -> Artifact | None:
-        """The artifact, if it is here and undamaged; else the one that is elsewhere, with all its files absent.
+        """The undamaged artifact, or one from elsewhere with all its files absent.
 
-        For a damaged one none is taken from elsewhere: what reads the store alone would never see it.
+        A damaged artifact is not replaced by a remote copy, which commands that read the store
+        alone would never see.
         """
         path = self.path(stage, key)
         artifact = self.at(path)
@@ -80,12 +82,12 @@ class ArtifactStore:
         return artifact if artifact and not self.damage(artifact) else None
 
     def input_of(self, artifact: Artifact | None, name: str) -> Artifact | None:
-        """The input of this name that an artifact was made from; None where it has none, or the input was removed."""
+        """The named input that an artifact was made from; None if it has none or it was removed."""
         entry = artifact.manifest["inputs"].get(name) if artifact else None
         return self.find(entry["stage"], entry["key"]) if entry else None
 
     def manifest_elsewhere(self, stage: str, key: str) -> JsonObject | None:
-        """The manifest of a key elsewhere, unless that was distrusted here, since it may have been made from wrong bytes."""
+        """The manifest of a key elsewhere, unless it is distrusted here."""
         manifest = self.elsewhere.manifest(stage, key) if self.elsewhere else None
         distrusted = (
             read_object(self.root / DISTRUSTED).get(f"{stage}/{key}", 0.0) if manifest else 0.0
@@ -98,11 +100,13 @@ class ArtifactStore:
         names: tuple[str, ...] = (),
         report: Callable[[str], object] = lambda line: None,
     ) -> Artifact:
-        """The artifact with its named files here (all that are not private, where none is named); fetches absent ones.
+        """Fetch the artifact's absent files of these names (default: all that are not private).
 
-        Raises ArtifactError where one cannot be had, or is not what was published.
+        Raises ArtifactError if a file is missing, or is not what was published.
         """
-        stage, key, missing = artifact.stage, artifact.key, artifact.lacking(names)
+        stage = artifact.stage
+        key = artifact.key
+        missing = artifact.lacking(names)
         if not missing:
             if not (
                 artifact.path / MANIFEST
@@ -113,8 +117,9 @@ class ArtifactStore:
             return artifact
         if self.elsewhere is None:
             raise ArtifactError(
-                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which stayed in MLflow, "
-                f"and tracking is off; try tracking.enabled=true, or `ttrain pipeline rerun {stage}` to build it again"
+                f"the artifact {stage} {key[:SHOWN_KEY]} in {self.root} lacks {missing[0]}, which "
+                f"stayed in MLflow, and tracking is off; try tracking.enabled=true, or "
+                f"`ttrain pipeline rerun {stage}` to build it again"
             )
         waiting = f"another run is at work on {stage}; waiting to fetch its files"
         with self.lock(stage, key, waiting=lambda: report(waiting)):
@@ -140,10 +145,9 @@ class ArtifactStore:
             return fetched if present else self._put(fetched)
 
     def damage(self, artifact: Artifact) -> str | None:
-        """The first file that is missing or differs from the manifest; None where all is well.
+        """The first file that is missing or differs from the manifest; None if there is none.
 
-        Sizes and mtimes are compared, and the digest where the mtime differs (a copied home). Bytes that changed under the
-        same size and mtime are found where a stage reads them (`integrity.verify_artifact`).
+        Compares sizes and mtimes, and digests where the mtime differs (a copied home).
         """
         return next(integrity.problems(artifact, self.cache), None)
 
@@ -153,25 +157,24 @@ class ArtifactStore:
         return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
 
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
-        """Those artifacts of a stage that have this one as an input, newest first."""
+        """The artifacts of a stage that have this one as an input, newest first."""
         source = (artifact.stage, artifact.key)
-        return [
-            candidate
-            for candidate in self.artifacts(stage)
-            if source
-            in ((used["stage"], used["key"]) for used in candidate.manifest["inputs"].values())
-        ]
+
+        def reads_source(candidate: Artifact) -> bool:
+            inputs = candidate.manifest["inputs"].values()
+            return any((used["stage"], used["key"]) == source for used in inputs)
+
+        return list(filter(reads_source, self.artifacts(stage)))
 
     def unreadable(self, stage: str = "*") -> dict[Path, str]:
-        """Directories in the place of an artifact (of one stage, or of all) that have no manifest to go by, and why."""
+        """Directories of artifacts that have no valid manifest, and why."""
         return {path: why for path in self._places(stage) if (why := self.manifest_problem(path))}
 
     def _places(self, stage: str) -> list[Path]:
-        """Where the artifacts of a stage, or of all, lie."""
         return sorted((self.root / "store").glob(f"{stage}/[!.]*"))
 
     def manifest_problem(self, path: Path) -> str | None:
-        """Why there is no artifact in a directory of the store; None where there is one, or no directory."""
+        """Why a directory has no valid manifest; None if it has one, or does not exist."""
         if not path.is_dir():
             return None
         try:
@@ -188,16 +191,15 @@ class ArtifactStore:
         )
 
     def damage_at(self, path: Path) -> str | None:
-        """What is wrong with the artifact in this place, or its manifest; None where nothing is, or where it is missing."""
+        """The damage of the artifact at this path, or of its manifest; None if there is none."""
         artifact = self.at(path)
         return self.damage(artifact) if artifact else self.manifest_problem(path)
 
     def damaged(self, stage: str = "*") -> dict[Path, str]:
-        """Paths of damaged artifacts (of one stage, or of all), and what is wrong with each."""
         return {path: why for path in self._places(stage) if (why := self.damage_at(path))}
 
     def latest(self, stage: str) -> Artifact:
-        """The newest undamaged artifact of a stage that is here as a whole. Raises ArtifactError where there is none."""
+        """The newest undamaged artifact of a stage that has all its files. Raises ArtifactError."""
         artifacts = self.artifacts(stage)
         for artifact in artifacts:
             if not artifact.lacking(()) and not self.damage(artifact):
@@ -208,7 +210,7 @@ class ArtifactStore:
         raise kind(f"stage {stage} has {problem} in {self.root / 'store'}; {self.advice(stage)}")
 
     def advice(self, stage: str = "*") -> str:
-        """What to do where no artifact (of one stage, or of any) can be used; names what is damaged."""
+        """What to do if no artifact of a stage, or of any, can be used; names the damaged ones."""
         damaged = [
             f"{path.parent.name} {path.name[:SHOWN_KEY]} is damaged: {why}"
             for path, why in self.damaged(stage).items()
@@ -225,9 +227,9 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def lock(self, stage: str, key: str, waiting: Any = None) -> Iterator[None]:
-        """One writer per key; released by the system when its process dies. `waiting()` is called once if it is taken.
+        """One writer per key; the system releases the lock when its process dies.
 
-        While it is held, the process is named beside it (`holder`), for those who wait.
+        `waiting()` is called once if the lock is taken. The process is recorded for `holder`.
         """
         path = self.root / "work" / stage / f"{key}.lock"
         with exclusive(path, waiting):
@@ -242,12 +244,11 @@ class ArtifactStore:
                 holder_file.unlink(missing_ok=True)
 
     def holder(self, stage: str, key: str) -> tuple[int, str] | None:
-        """(process, host) that holds the key's lock, from the file that it wrote; None where there is none."""
+        """(process, host) that holds the key's lock; None if none is recorded."""
         record = read_object(self.root / "work" / stage / f"{key}{HOLDER}")
         return (record["pid"], record["host"]) if record else None
 
     def is_locked(self, stage: str, key: str) -> bool:
-        """Whether a process holds the key's lock at this moment."""
         with (
             contextlib.suppress(Taken),
             exclusive(self.root / "work" / stage / f"{key}.lock", refuse),
@@ -256,7 +257,7 @@ class ArtifactStore:
         return True
 
     def compare(self, artifact: Artifact, output: Path) -> Artifact | None:
-        """The stored artifact, where a rebuilt output has the same content; None where it differs."""
+        """The stored artifact if a rebuilt output has the same content; None if it differs."""
         names = [
             path.relative_to(output).as_posix()
             for path in sorted(output.rglob("*"))
@@ -270,15 +271,20 @@ class ArtifactStore:
         return artifact if digest_of(public) == artifact.content else None
 
     def publish(self, stage: str, key: str, output: Path, manifest: Manifest) -> Artifact:
-        """Make `output` the artifact of this key: fsync, manifest last, one rename. One in its place is set aside."""
-        files, stats = dict[str, JsonDict](), dict[str, os.stat_result]()
+        """Make `output` the artifact of this key: fsync, manifest last, one rename.
+
+        An artifact in its place is set aside.
+        """
+        files = dict[str, JsonDict]()
+        stats = dict[str, os.stat_result]()
         for path in output.rglob(".*.tmp"):
             if INTERRUPTED_WRITE.fullmatch(path.name):
                 path.unlink()
         for path in sorted(output.rglob("*")):
             if path.is_symlink():
                 raise ArtifactError(
-                    f"stage {stage} left a symbolic link, {path}; an artifact holds plain files only"
+                    f"stage {stage} left a symbolic link, {path}; "
+                    "an artifact holds plain files only"
                 )
             if path.is_file() and path != output / MANIFEST:
                 fsync(path)
@@ -307,7 +313,7 @@ class ArtifactStore:
         return artifact
 
     def finish_publishing(self, stage: str, key: str) -> Artifact | None:
-        """Publish an output that was complete when its process was killed; None where there is none."""
+        """Publish an output that lacks only its rename after a kill; None if there is none."""
         output = self.work(stage, key) / "output"
         manifest = read_manifest(output / MANIFEST)
         if manifest is None or (manifest["stage"], manifest["key"]) != (stage, key):
@@ -331,7 +337,6 @@ class ArtifactStore:
         return replace(artifact, path=destination)
 
     def set_aside(self, stage: str, key: str) -> Path:
-        """Move an artifact out of the store: it is no longer found, but nothing is lost."""
         directory = self.root / "replaced" / stage
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / f"{key}-{time.time_ns()}"
@@ -339,12 +344,14 @@ class ArtifactStore:
         return target
 
     def set_damaged_aside(self, path: Path, artifact: Artifact | None = None) -> bool:
-        """Move a damaged artifact out of the store, so that the next run builds it again; whether it was this that moved it.
+        """Move a damaged artifact out of the store, so that the next run builds it again.
 
-        `artifact`: as it was when the damage was found; None if its manifest cannot be read. MLflow's copy is not fetched in
-        its place if it is a hard link to the same file. What was made from it stays: each stage verifies what it reads.
+        `artifact`: as it was when the damage was found; None if its manifest cannot be read.
+        Returns whether this call moved it. Artifacts made from it stay: each stage verifies what it
+        reads.
         """
-        stage, key = path.parent.name, path.name
+        stage = path.parent.name
+        key = path.name
         present = self.at(path)
         if artifact and present and present.manifest["published"] != artifact.manifest["published"]:
             return False  # it was rebuilt meanwhile
@@ -364,19 +371,18 @@ class ArtifactStore:
         return True
 
     def at(self, path: Path) -> Artifact | None:
-        """The artifact of this place in the store, damaged or not; None for one that was copied there from another key's."""
+        """The artifact at this path, damaged or not; None if it was copied from another key's."""
         artifact = self.read(path)
         identity = artifact and (artifact.manifest["stage"], artifact.manifest["key"])
         return artifact if identity == (path.parent.name, path.name) else None
 
     def read(self, path: Path) -> Artifact | None:
-        """The artifact in a directory, wherever it lies; None where there is none."""
+        """The artifact in any directory; None if there is none."""
         manifest = read_manifest(path / MANIFEST)
         return Artifact(path.parent.name, path.name, path, manifest) if manifest else None
 
 
 def _fetch(elsewhere: Elsewhere, artifact: Artifact, name: str, target: Path, part: Path) -> None:
-    """Fetch a file, with the bytes and the mtime of the manifest, first as `part`; one that is there is reused."""
     entry = artifact.manifest["files"][name]
     if target.is_file() and sha256_file(target) == entry["sha256"]:
         return

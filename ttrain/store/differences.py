@@ -1,4 +1,4 @@
-"""What changed between the ingredients of two artifacts, or between the libraries that made one and those of here."""
+"""Changes between the ingredients of two artifacts, or between recorded and installed libraries."""
 
 import json
 import platform
@@ -16,12 +16,13 @@ UNSET = object()
 
 
 def differences(old: Ingredients, new: Ingredients) -> list[str]:
-    """What changed between two sets of ingredients, one line each: field, old value, new value.
+    """A line for each change between two sets of ingredients: name, old value, new value.
 
-    Where an existing model replaces all settings of a new one, that is one change and one line.
+    If an existing model replaces all settings of a new one, that is one line.
     """
     lines = []
-    described, now_described = _description(old), _description(new)
+    described = _description(old)
+    now_described = _description(new)
     hidden = (
         {"base", *described, *now_described} if bool(described) != bool(now_described) else set()
     )
@@ -38,7 +39,8 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
                 lines.append(
                     f"{label}{name}: {_short(old_value, kind)} → {_short(new_value, kind)}"
                 )
-    files, new_files = old.get("files", {}), new.get("files", {})
+    files = old.get("files", {})
+    new_files = new.get("files", {})
     for role in sorted({*files, *new_files}):
         lines += _changed_files(role, files.get(role, []), new_files.get(role, []))
     for name, old_value, new_value in _changed(old.get("code", {}), new.get("code", {})):
@@ -47,7 +49,6 @@ def differences(old: Ingredients, new: Ingredients) -> list[str]:
 
 
 def _changed(old: JsonObject, new: JsonObject) -> Iterator[tuple[str, Any, Any]]:
-    """(name, old value, new value) of each value that differs; UNSET stands for one that is missing."""
     for name in sorted({*old, *new}):
         values = old.get(name, UNSET), new.get(name, UNSET)
         if values[0] != values[1]:
@@ -55,11 +56,12 @@ def _changed(old: JsonObject, new: JsonObject) -> Iterator[tuple[str, Any, Any]]
 
 
 def _change(old_value: object, new_value: object, gone: str) -> str:
-    return "is new" if old_value is UNSET else gone if new_value is UNSET else "changed"
+    if old_value is UNSET:
+        return "is new"
+    return gone if new_value is UNSET else "changed"
 
 
 def _description(ingredients: Ingredients) -> set[str]:
-    """Names of the settings that describe a new model; empty where the stage starts from one that exists."""
     names = ingredients.get("settings", {}) if "base" not in ingredients.get("inputs", {}) else ()
     return {
         name for name in names if name.startswith("model.") and not name.startswith(SECOND_HEAD)
@@ -67,20 +69,21 @@ def _description(ingredients: Ingredients) -> set[str]:
 
 
 def _changed_files(role: str, old: list[JsonObject], new: list[JsonObject]) -> Iterator[str]:
-    """A line for each file of a role that differs."""
-    old_files, new_files = _by_name(old), _by_name(new)
+    old_files = _by_name(old)
+    new_files = _by_name(new)
     for name, was, now in _changed(old_files, new_files):
         if UNSET in (was, now) or was["sha256"] != now["sha256"]:
             yield f"{role} file {name} {_change(was, now, 'is no longer read')}"
         else:
-            yield f"weight of {role} file {name}: {was.get('weight', 'none')} → {now.get('weight', 'none')}"
+            weights = [file.get("weight", "none") for file in (was, now)]
+            yield f"weight of {role} file {name}: {weights[0]} → {weights[1]}"
     if old_files == new_files and old != new:
         yield f"{role} files come in another order"
 
 
 def _by_name(files: list[JsonObject]) -> dict[str, JsonObject]:
-    """The files by their names; a second one of a name, from another folder, is "name (2)"."""
-    named, count = dict[str, JsonObject](), Counter[str]()
+    named = dict[str, JsonObject]()
+    count = Counter[str]()
     for file in files:
         count[file["name"]] += 1
         number = count[file["name"]]
@@ -95,7 +98,7 @@ def _short(value: object, kind: str) -> str:
 
 
 def library_changes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -> list[str]:
-    """How libraries differ from those that an artifact was made with (`installed`: `versions()`): one line, or none."""
+    """How installed libraries (`versions()`) differ from an artifact's: one line, or none."""
     provenance = manifest.get("provenance", {})
     recorded = {**provenance.get("libraries", {}), "Python": provenance.get("python")}
     present = {**installed, "Python": platform.python_version()}
@@ -106,8 +109,6 @@ def library_changes(manifest: Mapping[str, Any], installed: Mapping[str, str]) -
     ]
     if not changed:
         return []
-    pairs = (
-        ", ".join(f"{name} {libraries[name]}" for name in changed)
-        for libraries in (recorded, present)
-    )
-    return ["made with {}, here is {}".format(*pairs)]
+    made_with = ", ".join(f"{name} {recorded[name]}" for name in changed)
+    here = ", ".join(f"{name} {present[name]}" for name in changed)
+    return [f"made with {made_with}, here is {here}"]

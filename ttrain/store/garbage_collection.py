@@ -1,9 +1,9 @@
 """Find and remove artifacts and work directories that are no longer needed.
 
-Kept are artifacts that recent runs read or made or that their unfinished work continues from, registered models, and all
-young ones. While a run is in progress nothing is removed, since it is not yet known what it will read. A run records itself
-under the lock that is held here (`runs.RunRecord`): one that starts meanwhile waits.
-Damaged artifacts are `artifacts verify --set-aside`'s, which moves them to what was replaced.
+Kept are artifacts of recent runs and of their unfinished work, registered models, and all young
+ones. While a run is in progress nothing is removed, since it is not known what it will read. A run
+records itself under the lock that is held here (`runs.RunRecord`), so a new one waits. Damaged
+artifacts are left to `artifacts verify --set-aside`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ DAY_SECONDS = 86400
 REQUIRED_INPUTS = ("base", "tokenizer")  # inputs without which a registered model is of no use
 
 # Why a key is kept
-OTHER_RUN, RECENT, REGISTERED, YOUNG = (
-    "another run",
-    "a recent run",
-    "a registered model",
-    "its age",
-)
+OTHER_RUN = "another run"
+RECENT = "a recent run"
+REGISTERED = "a registered model"
+YOUNG = "its age"
 NIGHT = "the next night"
 
 
 @dataclass(frozen=True)
 class UnneededPath:
-    """A path that can be removed. `bytes` is what its removal frees: a file with another hard link frees nothing."""
+    """A path that can be removed, and the bytes that this frees on disk."""
 
     kind: str  # "artifact", "work", "replaced" or "leftover"
     stage: str
@@ -50,9 +48,10 @@ class UnneededPath:
 
 @dataclass(frozen=True)
 class CleanupResult:
-    """Removed (or removable) paths, how many artifacts are kept for which reason, and the runs in progress.
+    """Removed (or removable) paths, the number of kept artifacts by reason, runs in progress.
 
-    `running`: {run: machine}; a run of another machine may have ended long ago (`runs.ELSEWHERE_DAYS`).
+    `running`: {run: machine}; a run of another machine may have ended long ago
+    (`runs.ELSEWHERE_DAYS`).
     """
 
     removed: list[UnneededPath] = field(default_factory=list)
@@ -61,21 +60,16 @@ class CleanupResult:
 
     @property
     def bytes(self) -> int:
-        """Bytes freed on disk."""
         return sum(removal.bytes for removal in self.removed)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept beside registered models and what the next nights read.
+    """What is kept in addition to registered models and the inputs of the next nights."""
 
-    runs              the newest runs that differ in their artifacts
-    since             artifacts and runs of this time and later, in seconds since 1970
-    only_run          where it is set: instead, all but what only this run made or read, whatever its age
-    """
-
-    runs: int = 0
-    since: float = math.inf
+    runs: int = 0  # the newest runs that differ in their artifacts
+    since: float = math.inf  # artifacts and runs of this time and later, in seconds since 1970
+    # If set, instead: all but what only this run made or read, whatever its age
     only_run: RecordedRun | None = None
 
     @classmethod
@@ -92,8 +86,11 @@ def clean(
     needed_by_nights: Callable[[Path], Collection[str]],
     dry_run: bool = False,
 ) -> CleanupResult:
-    """Remove what is no longer needed. `registered`: keys of `Registry.keys`; `needed_by_nights`: keys that the
-    next nights of a home read (`nightly.records.needed_keys`), called while no run can begin."""
+    """Remove what is no longer needed.
+
+    `registered`: keys of `Registry.keys`; `needed_by_nights`: `nightly.records.needed_keys`, called
+    while no run can begin.
+    """
     with contextlib.nullcontext() if dry_run else exclusive(store.root / runs.CLEANING):
         history = runs.history(store.root)
         in_progress = [run for run in history if run["outcome"] == "running"]
@@ -109,7 +106,8 @@ def clean(
                 _add(reasons, _read_by(store, path), reasons[key], artifacts)
         _add(reasons, registered, REGISTERED, artifacts, only=REQUIRED_INPUTS)
         _add(reasons, needed_by_nights(store.root), NIGHT, artifacts, only=REQUIRED_INPUTS)
-        kept_counts, unneeded = Counter[str](), list[UnneededPath]()
+        kept_counts = Counter[str]()
+        unneeded = list[UnneededPath]()
         for candidate, reason in _candidates(store, artifacts, reasons, registered, kept):
             if reason is None:
                 stats = (file.lstat() for file in candidate.path.rglob("*") if file.is_file())
@@ -131,7 +129,6 @@ def _add(
     artifacts: Artifacts,
     only: Collection[str] = (),
 ) -> None:
-    """Note why these keys are kept, and the inputs of their artifacts; `only`: the inputs of these names."""
     waiting = [*keys]
     while waiting:
         key = waiting.pop()
@@ -142,7 +139,6 @@ def _add(
 
 
 def _needed_by_runs(history: list[JsonDict], artifacts: Artifacts, kept: Kept) -> dict[str, str]:
-    """{key: why it is kept} of the artifacts that runs made or read; `history`: newest first."""
     reasons: dict[str, str] = {}
     different: set[frozenset[str | None]] = set()
     for run in history:
@@ -164,7 +160,6 @@ def _candidates(
     registered: Collection[str],
     kept: Kept,
 ) -> Iterator[tuple[UnneededPath, str | None]]:
-    """What might be removed, and the reason to keep it; None: it is not needed."""
     own = set(runs.keys_of(kept.only_run).values()) if kept.only_run else None
     why = "only this run needs it" if kept.only_run else "no run or registered model needs it"
     for key, artifact in artifacts.items():
@@ -204,14 +199,12 @@ def _candidates(
 
 
 def _work_directories(store: ArtifactStore) -> Iterator[tuple[str, str, Path]]:
-    """(stage, key, path) of all work directories, also of other nodes and partial fetches: KEY.node1, KEY.fetch."""
     for path in sorted((store.root / "work").glob("*/*")):
         if path.is_dir() and not path.name.startswith("."):
             yield path.parent.name, path.name.partition(".")[0], path
 
 
 def _read_by(store: ArtifactStore, work: Path) -> Iterator[str]:
-    """Keys of the artifacts that the job of a work directory reads."""
     job = read_object(work / JOB)
     for path in map(Path, [*job.get("inputs", {}).values(), *job.get("reuse", ())]):
         if path.is_relative_to(store.root / "store"):

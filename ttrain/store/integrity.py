@@ -1,7 +1,7 @@
-"""Compares files with their recorded digests before anything is computed from their bytes.
+"""Compare files with their recorded digests before anything is computed from their bytes.
 
-A digest is remembered per file and boot of the machine (`cache/verified.json` in the home), so that a file costs one reading
-after each start of the machine, and none where it was published since then.
+A digest is remembered per file and boot of the machine (`cache/verified.json`), so a file is read
+once after each boot.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _memories: dict[Path, DigestCache] = {}  # by home
 
 
 def problems(artifact: Artifact, cache: DigestCache | None = None) -> Iterator[str]:
-    """What is wrong with those files of an artifact that are here: missing, of another size, of other bytes.
+    """What is wrong with an artifact's present files: missing, or of another size or content.
 
-    With a cache of digests, a file that has the size and the mtime of its manifest entry is not read. Without one every
-    byte is.
+    With a cache, a file that has the size and mtime of its manifest entry is not read.
     """
     digest_of = cache.file if cache else sha256_file
     for name in sorted(artifact.manifest["files"].keys() - artifact.absent):
-        path, entry = artifact.path / name, artifact.manifest["files"][name]
+        path = artifact.path / name
+        entry = artifact.manifest["files"][name]
         try:
             stat = path.stat()
             is_read = cache is None or stat.st_mtime_ns != entry["mtime_ns"]
@@ -52,11 +52,12 @@ def problems(artifact: Artifact, cache: DigestCache | None = None) -> Iterator[s
 
 
 def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
-    """Compare the named files (all that are not private, where none is named), but for shards and files that are not here.
+    """Compare the named files (default: all that are not private), except shards and absent ones.
 
     Raises DamagedFile for the first that differs from the manifest.
     """
-    absent, entries = artifact.absent, artifact.manifest["files"]
+    absent = artifact.absent
+    entries = artifact.manifest["files"]
     compared = (
         name for name in artifact.files_of(names) if name not in absent and not name.endswith(SHARD)
     )
@@ -67,10 +68,10 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
 
 
 def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
-    """Compare files with their sha256, on all cores. What was verified since the machine started is not read.
+    """Compare files with their sha256, on all cores.
 
-    `home`: whose memory is used; None: every file is read. Raises DamagedFile for one that differs or is missing, and
-    ArtifactError for one that cannot be read.
+    `home`: whose memory of verified files is used; None: every file is read. Raises DamagedFile for
+    a missing or different file, ArtifactError for an unreadable one.
     """
     with ThreadPoolExecutor(
         usable_cores(), "verify"
@@ -81,7 +82,6 @@ def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
 
 
 def is_intact(path: Path, digest: str, home: Path | None) -> bool:
-    """Whether the file is there and has this sha256."""
     try:
         _verify(path, digest, home)
     except ArtifactError:
@@ -105,7 +105,6 @@ def _verify(path: Path, digest: str, home: Path | None) -> None:
         )
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
 def memory(home: Path) -> DigestCache:
     """The digests of files that were read since the machine started."""
     if home not in _memories:
@@ -114,16 +113,12 @@ def memory(home: Path) -> DigestCache:
 
 
 def save() -> None:
-    """Write what was learnt, for other processes."""
     for cache in [*_memories.values()]:
         cache.save()
 
 
 def home_of(directory: Path) -> Path | None:
-    """The home of an artifact, or of the output of a stage at work; None for a directory elsewhere.
-
-    Files elsewhere are not remembered.
-    """
+    """The home of an artifact, or of the output of a stage at work; None for other directories."""
     if directory.name == "output" and (directory.parent / "job.json").is_file():
         directory = directory.parent
     elif not (directory / "manifest.json").is_file():
@@ -136,7 +131,7 @@ def home_of(directory: Path) -> Path | None:
 
 
 def _boot() -> str:
-    """An id that changes with each start of the machine; with each process, where the system has none."""
+    # Changes with each start of the machine; with each process if the system has no such id
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

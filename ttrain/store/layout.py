@@ -1,4 +1,4 @@
-"""The home directory, and the artifacts with their manifests in it."""
+"""The home directory, its artifacts and their manifests."""
 
 import hashlib
 import json
@@ -46,40 +46,35 @@ class Artifact:
 
     @property
     def result(self) -> JsonObject:
-        """The typed figures that the stage returned."""
         result: JsonObject = self.manifest["result"]
         return result
 
     @property
     def provenance(self) -> JsonObject:
-        """What is recorded of its making, and shapes no key: run, settings, versions, machine; some may be missing."""
+        """What is recorded of its making and is in no key: run, settings, versions, machine."""
         provenance: JsonObject = self.manifest.get("provenance", {})
         return provenance
 
     def part(self, names: tuple[str, ...]) -> str:
-        """Digest of the named files and directories; of all that are not private, where none is named."""
+        """Digest of the named files and directories (default: all that are not private)."""
         files = self.manifest["files"]
         return digest_of([[name, files[name]["sha256"]] for name in self.files_of(names)])
 
     def files_of(self, names: tuple[str, ...]) -> list[str]:
-        """The named files and those of the named directories; all that are not private, where none is named."""
-        return [
-            name
-            for name in sorted(self.manifest["files"])
-            if (
-                name.split("/")[0] not in PRIVATE
-                if not names
-                else any(name == n or name.startswith(f"{n}/") for n in names)
-            )
-        ]
+        """The files with these names or in these directories (default: all not private)."""
+        files = sorted(self.manifest["files"])
+        if not names:
+            return [file for file in files if file.split("/")[0] not in PRIVATE]
+        directories = tuple(f"{name}/" for name in names)
+        return [file for file in files if file in names or file.startswith(directories)]
 
     @property
     def absent(self) -> frozenset[str]:
-        """Files that were published, but stayed where this artifact was fetched from (`ArtifactStore.complete`)."""
+        """Files that were published but not fetched (`ArtifactStore.complete`)."""
         return frozenset(self.manifest.get("absent", ()))
 
     def lacking(self, names: tuple[str, ...]) -> list[str]:
-        """Those of `files_of` the names that are absent."""
+        """The absent files among those of these names."""
         absent = self.absent
         return [name for name in self.files_of(names) if name in absent]
 
@@ -93,8 +88,10 @@ def home() -> Path:
 
 
 def usable_home(root: Path | None = None) -> Path:
-    """The home, `root` or the default one, made if it is missing. Raises UsageError where nothing can be written there,
-    TTrainError on a full disk."""
+    """The home, created if needed. Raises UsageError if it cannot be written.
+
+    A full disk raises TTrainError.
+    """
     root = home() if root is None else root
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -109,13 +106,13 @@ def usable_home(root: Path | None = None) -> Path:
 
 
 class Elsewhere(Protocol):
-    """Another place that holds artifacts by the same keys, such as the tracker."""
+    """Another place that has artifacts by the same keys, such as a shared MLflow."""
 
     def manifest(self, stage: str, key: str) -> JsonObject | None:
-        """The manifest of an artifact that is there as a whole; None where there is none, or no answer."""
+        """The manifest of a complete artifact; None if there is none, or no answer."""
 
     def fetch(self, stage: str, key: str, name: str, to: Path) -> None:
-        """Write one file of an artifact that `manifest` found. Raises ArtifactError where it cannot be fetched."""
+        """Write one file of an artifact that `manifest` found. Raises ArtifactError."""
 
 
 class AlteredManifest(ValueError):
@@ -123,7 +120,7 @@ class AlteredManifest(ValueError):
 
 
 def read_manifest(path: Path) -> JsonDict | None:
-    """The manifest; None where it is missing, cannot be read, was altered, or is of another version."""
+    """The manifest; None if it is missing, unreadable, altered or of another version."""
     try:
         return need_manifest(path)
     except (OSError, ValueError):
@@ -131,7 +128,7 @@ def read_manifest(path: Path) -> JsonDict | None:
 
 
 def need_manifest(path: Path) -> JsonDict:
-    """The manifest, exactly as it was written. Raises OSError where it cannot be read, ValueError for anything else."""
+    """The manifest, exactly as written. Raises OSError if it is unreadable, else ValueError."""
     try:
         manifest = need_object(path.read_bytes())
     except ValueError as error:
@@ -144,7 +141,7 @@ def need_manifest(path: Path) -> JsonDict:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
-    """Write an artifact's manifest with its own digest in it; returns it."""
+    """Write an artifact's manifest with its own digest in it, and return it."""
     plain = json.loads(json.dumps(manifest))  # as a reader gets it: keys are strings
     sealed = {**plain, OWN_DIGEST: _manifest_digest(plain)}
     write_json(directory / MANIFEST, sealed)
@@ -152,7 +149,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> JsonDict:
 
 
 def _manifest_digest(manifest: Manifest) -> str:
-    """The digest of all that was published, which does not include which files were fetched since."""
+    # Which files were fetched since ("absent") is not part of what was published
     published = {
         name: value for name, value in manifest.items() if name not in (OWN_DIGEST, "absent")
     }

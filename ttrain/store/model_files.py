@@ -1,4 +1,4 @@
-"""The weight files in a Hugging Face directory, and the digest that identifies them. Loads no torch."""
+"""The weight files in a Hugging Face directory, and the digest that identifies them. No torch."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,8 @@ ADAPTER = "adapter_model.safetensors"
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
 
-PLATEAU = "plateau"  # directory of an artifact: weights and optimizer state before the decay of `schedule.kind=infinite`
+# Directory of an artifact: weights and optimizer state before the decay of an infinite schedule
+PLATEAU = "plateau"
 
 SECOND_HEAD = "multi_token.safetensors"  # beside the model, never in it
 
@@ -26,11 +27,9 @@ INDEX_SUFFIX = ".index.json"  # what tells in which shard each tensor lies
 
 
 def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
-    """The one file `name`, or the shards that its index lists, in the order of their names.
-
-    Raises ArtifactError where there is neither, where the index is invalid, or where a file is missing or lies elsewhere.
-    """
-    single, index = directory / name, directory / (name + INDEX_SUFFIX)
+    """The one file `name`, or the shards that its index lists, sorted. Raises ArtifactError."""
+    single = directory / name
+    index = directory / (name + INDEX_SUFFIX)
     if single.is_file():
         return [single]
     if not index.is_file():
@@ -39,9 +38,10 @@ def weight_files(directory: Path, name: str = MODEL) -> list[Path]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The names of the files that an index lists, sorted: of files beside it, which are there.
+    """The sorted file names in an index, which must be existing files next to it.
 
-    Raises ArtifactError: a name such as /dev/zero or ../other.bin would be opened by whoever trusts the index.
+    Raises ArtifactError: a name such as /dev/zero or ../other.bin would be opened by whoever trusts
+    the index.
     """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -52,7 +52,8 @@ def shard_names(index: Path) -> list[str]:
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.endswith(SUFFIX):
             raise ArtifactError(
-                f"{index} lists {name!r}, but must list names of {SUFFIX} files beside it; save the model again"
+                f"{index} lists {name!r}, but must list names of {SUFFIX} files beside it; "
+                "save the model again"
             )
         if not (index.parent / name).is_file():  # a pipe, too, would be waited for
             raise ArtifactError(f"{index} lists {name}, but {index.parent} holds no such file")
@@ -62,9 +63,9 @@ def shard_names(index: Path) -> list[str]:
 def weights_digest(
     directory: Path, *, name: str = MODEL, digest: Callable[[Path], str] = sha256_file
 ) -> str:
-    """The digest that identifies these weights: the sha256 of the one file, or of the names and digests of all shards.
+    """The sha256 of the one weights file, or of the names and digests of all shards.
 
-    `digest` gives a file's sha256, from a cache or a manifest where the bytes were read before.
+    `digest` gives a file's sha256, such as from a cache or a manifest.
     """
     files = weight_files(directory, name)
     if len(files) == 1 and files[0].name == name:
@@ -74,7 +75,7 @@ def weights_digest(
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that was found: `model` is its Hugging Face directory, or that of the base which `adapter` goes onto."""
+    """A model that a name led to: its directory, or its base's and that of the `adapter`."""
 
     text: str  # as the user wrote it
     model: Path
@@ -87,24 +88,23 @@ class Reference:
 
     @property
     def directory(self) -> Path:
-        """The directory of the adapter, where there is one, else of the model."""
         return self.adapter or self.model
 
     @property
     def tokenizer(self) -> Path:
-        """The directory to take the tokenizer from: ttrain's adapters include the one that they were trained with."""
+        """The directory of the tokenizer: an adapter's own, if it has one."""
         return self.directory if (self.directory / "tokenizer.json").is_file() else self.model
 
     @property
     def second_head(self) -> Path | None:
-        """The head that predicts the token after the next, where the model's training kept it."""
+        """The file of the head that predicts the token after the next, if there is one."""
         file = self.model / SECOND_HEAD
         return file if file.is_file() else None
 
     def verify(self) -> None:
-        """Compare the files that lie in artifacts with their manifests, before the model is loaded. Raises DamagedFile.
+        """Compare the files in artifacts with their manifests. Raises DamagedFile.
 
-        Files outside of artifacts were never published, and are taken as they are.
+        Files outside of artifacts were never published and are not compared.
         """
         for directory in dict.fromkeys((self.model, self.directory)):
             for root in directory.parents:
@@ -120,14 +120,14 @@ class Reference:
 
     @property
     def base_digest(self) -> str:
-        """Digest of the full model's weights, which an adapter is bound to. Reads the files unless a manifest knows it."""
+        """Digest of the full model's weights, which an adapter is bound to."""
         return weights_digest(self.model)
 
 
 def base_digest_of(adapter: Path) -> str | None:
-    """Recorded digest of the weights that an adapter was trained on; None if not recorded (made by PEFT alone).
+    """Recorded digest of an adapter's base weights; None if PEFT alone made the adapter.
 
-    Raises ArtifactError where the record is damaged.
+    Raises ArtifactError if the record is damaged.
     """
     path = adapter / BASE
     if not path.is_file():

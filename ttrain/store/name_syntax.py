@@ -1,6 +1,6 @@
-"""The grammar of names on the command line, and the one message about a name of nothing. Loads no tracker.
+"""The grammar of names on the command line, and the message about an unknown name.
 
-full-20261121-160222-1a2b4       a run; also the beginning or the end of its name, if no other run has it, or `latest`
+full-20261121-160222-1a2b4       a run, also by an unambiguous beginning or end; `latest`
 baseline                         the run that its user called so, by --run-name
 RUN:sft, sft                     a stage of that run; a stage
 NAME@ALIAS, NAME/VERSION         a registered model or set of models; also as models:/NAME@ALIAS
@@ -48,12 +48,10 @@ def run_and_stage(text: str) -> tuple[str, str]:
 
 
 def is_path(text: str) -> bool:
-    """Whether the text can only be a path."""
     return text.startswith((".", "~")) or Path(text).is_absolute()
 
 
 def directory(text: str) -> Path | None:
-    """The directory of that name; None if there is none, also for a text that cannot be a path."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser().absolute()
         return path if path.is_dir() else None
@@ -61,9 +59,9 @@ def directory(text: str) -> Path | None:
 
 
 def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
-    """The one of this name, or the only one that begins or ends so; None if none does. `names`: newest first.
+    """The name that equals `text`, or the only one that begins or ends so; None if none does.
 
-    Raises UsageError if several do.
+    `names`: newest first. Raises UsageError if several match.
     """
     if text == LATEST:
         return names[0] if names else None
@@ -78,13 +76,14 @@ def matching(text: str, names: Sequence[str], kind: str = "run") -> str | None:
         return called[0]  # the newest: one before it was cut short, and its command was given again
     if len(matches) > 1:
         raise UsageError(
-            f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; write more of the name"
+            f"'{text}' is the beginning or end of {len(matches)} {kind}s: {listed(matches)}; "
+            "write more of the name"
         )
     return matches[0] if matches else None
 
 
 def need_stage(text: str, stages: Iterable[str], owner: str = "") -> str:
-    """The name of a stage, unchanged. Raises UsageError if it is not among `stages`, those of `owner` if there is one."""
+    """The name of a stage, unchanged. Raises UsageError if it is not among `stages`."""
     names = list(stages)
     if text not in names:
         raise unknown("stage", text, names, owner=owner, shown=len(names))
@@ -101,9 +100,10 @@ def unknown(
     begin: str = BEGIN,
     also: str = "",
 ) -> UsageError:
-    """The error about a name of nothing, with the nearest and the first of the existing `names`.
+    """The error about an unknown name, with similar and existing names.
 
-    `kind`: what was looked for; `owner`: where, if not in the home; `begin`: how to make the first; `also`: an addition.
+    `kind`: what was looked for; `owner`: where, if not in the home; `begin`: how to make the first
+    one.
     """
     existing = list(dict.fromkeys(names))
     near = difflib.get_close_matches(text[:200], existing, n=3, cutoff=0.6)
@@ -119,7 +119,6 @@ def unknown(
 
 
 def ambiguous(text: str, kind: str, names: Sequence[str]) -> UsageError:
-    """The error about the beginning of several names; `kind`: what they name."""
     return UsageError(
         f"'{text}' is the beginning of {len(names)} {kind}: {listed(names)}; write more of it"
     )

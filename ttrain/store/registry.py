@@ -1,8 +1,7 @@
-"""The registry of a home, `registry.json`: models, sets of the models of a run, champions, decisions.
+"""The registry of a home, `registry.json`: models, sets of models, champions, decisions.
 
-It is the truth about them; what MLflow shows is a copy. A set is the registered models of one run,
-under the pipeline's name; its aliases `champion` and `challenger` also hold for its models. Each
-change replaces the file under a lock.
+A set is the registered models of one run, under the pipeline's name; its aliases `champion` and
+`challenger` also hold for its models. Each change replaces the file under a lock.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ WITH_A_CHAMPION = (*WITH_A_SET, *(f"shards-{dataset}" for dataset in TRAININGS))
 
 @dataclass(frozen=True)
 class Version:
-    """One registered model or tokenizer: the artifact that it is, and the run that made it."""
+    """One registered model or tokenizer: its artifact, and the run that made it."""
 
     name: str
     version: str
@@ -63,7 +62,7 @@ class ModelSet:
 
     @property
     def last(self) -> Version | None:
-        """The model that it stands for: the adapter, else the SFT model, else the base."""
+        """The model that stands for the set: the adapter, else the SFT model, else the base."""
         return next((one for one in reversed(self.models) if one.stage in TRAININGS), None)
 
     @property
@@ -76,7 +75,6 @@ class ModelSet:
         return f"{self.name}/{self.version}"
 
     def to_json(self) -> JsonDict:
-        """What `models list --json` prints."""
         return {
             "name": self.name,
             "version": self.version,
@@ -94,24 +92,24 @@ class Registry:
     """The registry of one home; reading takes no lock. Raises UsageError for a damaged file."""
 
     def __init__(self, home: Path) -> None:
-        self._home, self._path = home, home / FILE
+        self._home = home
+        self._path = home / FILE
 
     # --- reading
 
     def sets(self, name: str | None = None) -> list[ModelSet]:
-        """All sets, those of one pipeline or of all, the newest first."""
-        state, sets = self.read(), list[ModelSet]()
+        """The sets of one pipeline or of all, newest first."""
+        state = self.read()
+        sets = list[ModelSet]()
         for each, of_name in state["sets"].items():
             if name in (None, each):
                 sets += [_set(state, each, version) for version in of_name["versions"]]
         return sorted(sets, key=lambda each: (each.created, int(each.version)), reverse=True)
 
     def champion(self, name: str) -> ModelSet | None:
-        """The champion of a pipeline; None if none was promoted."""
         return next((one for one in self.sets(name) if CHAMPION in one.aliases), None)
 
     def find(self, name: str, version: str) -> ModelSet:
-        """A set by its version. Raises UsageError that lists the existing sets."""
         sets = {one.version: one for one in self.sets(name)}
         if version in sets:
             return sets[version]
@@ -122,7 +120,7 @@ class Registry:
         )
 
     def only_name(self, name: str | None = None) -> str:
-        """The name of all sets. Raises UsageError where there are none, or sets of several names."""
+        """The name of all sets. Raises UsageError if there are none, or several names."""
         names = sorted({one.name for one in self.sets(name)})
         if len(names) == 1:
             return names[0]
@@ -130,11 +128,12 @@ class Registry:
             raise UsageError(
                 f"there are sets of {', '.join(names)}; choose one with --name {names[0]}"
             )
-        named, fix = f" named {name}" if name else "", "`ttrain pipeline run full` registers one"
+        named = f" named {name}" if name else ""
+        fix = "`ttrain pipeline run full` registers one"
         raise UsageError(f"no sets of models{named} are registered; {fix}")
 
     def find_set(self, which: str, name: str | None = None) -> ModelSet:
-        """The set of this version, NAME/VERSION, NAME@ALIAS or run, whose name may be shortened. Raises UsageError.
+        """The set of a version, NAME/VERSION, NAME@ALIAS or (shortened) run. Raises UsageError.
 
         A run whose models were all cached shares the set of the run that made them.
         """
@@ -153,10 +152,7 @@ class Registry:
         raise name_syntax.unknown("registered set of the run", which, names)
 
     def versions(self) -> dict[str, Version | ModelSet]:
-        """All sets and models by their names, NAME/VERSION and NAME@ALIAS, newest sets first.
-
-        A model has the aliases of its set.
-        """
+        """All sets and models by NAME/VERSION and NAME@ALIAS, newest sets first."""
         named: dict[str, Version | ModelSet] = {}
         for model_set in self.sets():
             of_set: list[Version | ModelSet] = [model_set, *model_set.models]
@@ -168,12 +164,16 @@ class Registry:
         return named
 
     def resolve(self, reference: name_syntax.Registered) -> Version | ModelSet:
-        """The set or model of this name. Raises UsageError that lists what there is."""
-        versions, also = self.versions(), ""
+        """The set or model of this name. Raises UsageError."""
+        versions = self.versions()
+        also = ""
         if str(reference) in versions:
             return versions[str(reference)]
         if versions and reference.alias == CHAMPION:
-            also = "; no set of models is champion before `ttrain models promote` or a nightly run promotes one"
+            also = (
+                "; no set of models is champion before `ttrain models promote` or a nightly run "
+                "promotes one"
+            )
         raise name_syntax.unknown(
             "registered model",
             str(reference),
@@ -184,8 +184,9 @@ class Registry:
         )
 
     def keys(self) -> frozenset[str]:
-        """Keys that cleaning keeps: of models and their inputs, evaluations, the champions' data."""
-        store, keys = ArtifactStore(self._home), set[str]()
+        """Keys that cleaning keeps: models, their inputs, evaluations, the champions' data."""
+        store = ArtifactStore(self._home)
+        keys = set[str]()
         for model in self._models():
             artifact = store.at(store.path(model.stage, model.key))
             inputs = artifact.manifest["inputs"] if artifact else {}
@@ -196,7 +197,6 @@ class Registry:
         return frozenset(keys)
 
     def models_of(self, run: str) -> list[Version]:
-        """The models that a run made, in the order of their names and versions."""
         return [model for model in self._models() if model.run == run]
 
     def _models(self) -> Iterator[Version]:
@@ -205,27 +205,28 @@ class Registry:
                 yield Version(name, version, **facts)
 
     def check_names(self, name: str, models: Iterable[str]) -> None:
-        """Raise UsageError where the models of another pipeline already bear one of these names."""
+        """Raise UsageError if another pipeline's models already have one of these names."""
         state = self.read()
         taken = [each for each in models if each in state["sets"]]
         taken += [name] if name in state["models"] else []
         if taken:
             raise UsageError(
-                f"name is {name}, but {taken[0]} already names models of another pipeline; one name stands "
-                f"for sets of models or for single models: set another `name`"
+                f"name is {name}, but {taken[0]} already names models of another pipeline; "
+                "one name stands for sets of models or for single models: set another `name`"
             )
 
     def read(self) -> JsonDict:
-        """The registry as its file has it; empty where there is none. Raises UsageError for a damaged one."""
+        """The content of the file; empty if there is none. Raises UsageError if it is damaged."""
         try:
             return need_object(self._path.read_bytes())
         except FileNotFoundError:
             return {"models": {}, "sets": {}}
         except ValueError as error:
             raise UsageError(
-                f"{self._path}, which has the registered models and the champion, is damaged: {error}; restore it from "
-                f"a copy, or move it away, register the newest models again with `ttrain pipeline rerun evaluate`, and "
-                f"choose the champion with `ttrain models promote`"
+                f"{self._path}, which has the registered models and the champion, is damaged: "
+                f"{error}; restore it from a copy, or move it away, register the newest models "
+                "again with `ttrain pipeline rerun evaluate`, and choose the champion with "
+                "`ttrain models promote`"
             ) from None
 
     # --- writing
@@ -260,7 +261,8 @@ class Registry:
         with self._changing() as state:
             empty: JsonDict = {"versions": {}, "champions": [], "aliases": {}}
             of_name = state["sets"].setdefault(name, empty)
-            versions, aliases = of_name["versions"], of_name["aliases"]
+            versions = of_name["versions"]
+            aliases = of_name["aliases"]
             same = (each for each, entry in versions.items() if entry["members"] == by_stage)
             number = next(same, _next_number(versions))
             first = {"run": run, "created": time.time(), "members": by_stage}
@@ -294,7 +296,7 @@ class Registry:
         return self.find(name, earlier[-1])
 
     def decide(self, name: str, version: str, decision: JsonObject, *, run: str) -> None:
-        """Keep a decision about a set, in place of an earlier one. `run`: whose models it is about."""
+        """Record a decision about a set, replacing an earlier one."""
         self.find(name, version)
         with self._changing() as state:
             entry = state["sets"][name]["versions"][version]
@@ -303,7 +305,6 @@ class Registry:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[JsonDict]:
-        """The state, to change under the lock; written at the end of the block if it differs."""
         with exclusive(self._path.with_suffix(".lock")):
             before = self.read()
             yield (state := copy.deepcopy(before))
@@ -312,7 +313,6 @@ class Registry:
 
 
 def _set(state: JsonObject, name: str, version: str) -> ModelSet:
-    """The set of this version, from the file's form."""
     of_name = state["sets"][name]
     entry = of_name["versions"][version]
     members = {}
@@ -324,12 +324,11 @@ def _set(state: JsonObject, name: str, version: str) -> ModelSet:
 
 
 def _next_number(versions: JsonObject) -> str:
-    """The number of a new version: after the highest, since numbers of before may have gaps."""
+    # After the highest: earlier numbers may have gaps
     return str(max(map(int, versions), default=0) + 1)
 
 
 def _crown(of_name: JsonDict, version: str) -> None:
-    """Give the alias of the champion to a set, which then challenges nobody."""
     of_name["aliases"][CHAMPION] = version
     if of_name["aliases"].get(CHALLENGER) == version:
         del of_name["aliases"][CHALLENGER]

@@ -1,4 +1,4 @@
-"""Runs of a home that differ in their seeds alone."""
+"""Runs of a home that differ only in their seeds."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ttrain.store import runs
 
 
 def setting_key(settings: JsonObject) -> str:
-    """Digest of the recorded settings that shape a result, but for the seeds: runs that share it are replicates."""
+    """Digest of the recorded settings that shape a result, without seeds: equal in replicates."""
     apart = {*SEEDS, "name"}
     leaves = {name: value for name, value in flatten(settings) if name not in apart}
     return digest_of(

@@ -1,7 +1,4 @@
-"""What stages return, as whoever reads an artifact gets it: the `result` of its manifest, typed.
-
-A result that lacks a value, such as that of a training without tokens, has the default.
-"""
+"""Results of stages, typed: the `result` of a manifest. A missing value has the default."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +13,7 @@ class Result:
 
     @classmethod
     def of(cls, result: JsonObject) -> Self:
-        """The values of a manifest that have a field; a field whose default is a result gets one too."""
+        """The values of a manifest that have a field; parts are typed results, too."""
         values = {
             each.name: result[each.name]
             for each in fields(cls)
@@ -35,7 +32,7 @@ class Result:
 
 @dataclass(frozen=True)
 class PartCounts(Result):
-    """The training or the held-out part of shards, or a file of the stage `source`."""
+    """Counts of the training or held-out part of shards, or of a file of the stage `source`."""
 
     rows: int = 0
     tokens: int = 0
@@ -44,20 +41,19 @@ class PartCounts(Result):
 
 @dataclass(frozen=True)
 class RowCounts(Result):
-    """What became of the rows that were read; by reasons."""
+    """Numbers of rows that were left out, by reason."""
 
     skipped: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def left_out(self) -> int:
-        """Rows that were skipped or rejected."""
         return sum(self.skipped.values()) + sum(self.rejected.values())
 
 
 @dataclass(frozen=True)
 class ShardsResult(Result):
-    """Of the stages `shards-*`."""
+    """Result of the stages `shards-*`."""
 
     train: PartCounts = PartCounts()
     heldout: PartCounts = PartCounts()
@@ -69,13 +65,13 @@ class ShardsResult(Result):
 
     @property
     def row_counts(self) -> dict[str, RowCounts]:
-        """What became of the rows of each role."""
+        """Rows that were left out, by role."""
         return {role: RowCounts.of(tally) for role, tally in self.rows.items()}
 
 
 @dataclass(frozen=True)
 class TokenizerResult(Result):
-    """Of the stage `tokenizer`."""
+    """Result of the stage `tokenizer`."""
 
     documents: int | None = None  # that it was trained on; None: it existed
     bytes: int = 0
@@ -86,7 +82,7 @@ class TokenizerResult(Result):
 
 @dataclass(frozen=True)
 class ReplayResult(Result):
-    """Of the stages `replay` and `replay-sft`."""
+    """Result of the stages `replay` and `replay-sft`."""
 
     records: int = 0
     tokens: int = 0
@@ -96,7 +92,7 @@ class ReplayResult(Result):
 
 @dataclass(frozen=True)
 class HeldoutResult(Result):
-    """Of the stage `heldout`."""
+    """Result of the stage `heldout`."""
 
     records: int = 0
     new: int = 0
@@ -105,7 +101,7 @@ class HeldoutResult(Result):
 
 @dataclass(frozen=True)
 class EvaluationResult(Result):
-    """Of the stages `evaluate` and `evaluate-champion`."""
+    """Result of the stages `evaluate` and `evaluate-champion`."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -119,7 +115,7 @@ class EvaluationResult(Result):
 
 @dataclass(frozen=True)
 class TrainingResult(Result):
-    """Of the stages that train."""
+    """Result of the stages that train."""
 
     steps: int = 0
     tokens: int | None = None

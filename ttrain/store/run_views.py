@@ -1,4 +1,4 @@
-"""Runs as they are read back from the home: a record with its artifacts, curves and texts that are fetched on demand."""
+"""Runs read back from the home: a record with artifacts, curves and texts, read on demand."""
 
 import contextlib
 import math
@@ -69,27 +69,25 @@ class RunView:
     )  # of all views that are read together
 
     def curve(self, stage: str, metric: str) -> list[Point]:
-        """A metric of a stage over its steps, each step once with the last value; empty if it was not measured."""
+        """A metric of a stage, each step once with the last value; empty if it was not measured."""
         return list(self._curves(stage).get(metric, ()))
 
     def curves(self, stage: str) -> list[str]:
-        """Names of the metrics of a stage that are curves."""
         return sorted(self._curves(stage))
 
     def text(self, stage: str, path: str) -> str | None:
-        """A text among the files of a stage, such as "run/samples/step-00000100.txt"; None if there is none."""
+        """A text file of a stage, such as "run/samples/step-00000100.txt", or None."""
         for directory in self._directories(stage):
             with contextlib.suppress(OSError), (directory / path).open("rb") as file:
                 return file.read(LARGEST_TEXT).decode("utf-8", errors="replace")
         return None
 
     def manifest(self, stage: str) -> JsonObject:
-        """The manifest of a stage's artifact; empty if that is not here."""
         view = self.stages.get(stage)
         return view.manifest if view else {}
 
     def files(self, stage: str, under: str = "") -> Sequence[str]:
-        """Paths of the files of a stage below a directory, for `text`."""
+        """Paths of a stage's files below a directory, for `text`."""
         for directory in self._directories(stage):
             if (directory / under).is_dir():
                 paths = (path for path in (directory / under).rglob("*") if path.is_file())
@@ -97,14 +95,12 @@ class RunView:
         return []
 
     def _directories(self, stage: str) -> Iterator[Path]:
-        """Directories of a stage's files: in the store, in its work directory."""
         view = self.stages.get(stage)
         if view and view.key:
             yield self.store.path(stage, view.key)
             yield self.store.work(stage, view.key) / "output"
 
     def _curves(self, stage: str) -> Mapping[str, list[Point]]:
-        """All curves of a stage; read once, as a long training has a hundred thousand lines."""
         view = self.stages.get(stage)
         key = (stage, view.key if view else None)
         if key not in self.cache:
@@ -113,7 +109,6 @@ class RunView:
         return curves
 
     def _rows(self, stage: str) -> Iterator[runs.MetricRow]:
-        """The rows of a stage's own curves, without torn lines."""
         for directory in self._directories(stage):
             paths = [path for name in CURVES for path in sorted((directory / "run").glob(name))]
             for path in paths:
@@ -136,7 +131,8 @@ def read_runs(home: Path, texts: Sequence[str]) -> list[RunView]:
 
 
 def find_run(home: Path, text: str) -> JsonDict | None:
-    """The record of the run that a text names; None if there is none. Raises UsageError for several.
+    """The record of the run that a text names; None if there is none. Raises UsageError for
+    several.
 
     A name is that of `ttrain pipeline status` or a part of it (`store.name_syntax`), a registered
     model for the run that made it, MLflow's id of the run, or a night.
@@ -152,7 +148,7 @@ def find_run(home: Path, text: str) -> JsonDict | None:
 
 
 def need_run(home: Path, text: str) -> JsonDict:
-    """As `find_run`, but raises UsageError, which lists the nearest and newest runs, for none."""
+    """As `find_run`, but raises UsageError if there is none."""
     if record := find_run(home, text):
         return record
     raise name_syntax.unknown("run", text, runs.names(home))
@@ -168,7 +164,9 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
         if stage.status in (*runs.BUILT, "cached") and not stage.manifest
     ]
     notes = (f"the artifacts of {', '.join(gone)} are no longer in {home}",) if gone else ()
-    decision, night, words = record.get("decision"), record.get("night"), tuple[str, ...]()
+    decision = record.get("decision")
+    night = record.get("night")
+    words = tuple[str, ...]()
     if decision and night:
         words = (str(night), "promoted" if decision["promote"] else "kept", str(decision["reason"]))
     return RunView(
@@ -192,7 +190,9 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
 
 
 def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> StageView:
-    name, key, is_cached = entry["name"], entry.get("key"), entry["outcome"] == "cached"
+    name = entry["name"]
+    key = entry.get("key")
+    is_cached = entry["outcome"] == "cached"
     manifest = read_object(store.path(name, key) / MANIFEST) if key else {}
     maker = (
         record["run"]
@@ -226,11 +226,12 @@ def decision_metrics(decision: JsonObject) -> dict[str, float]:
 def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
     latest: dict[str, dict[int, Point]] = {}
     for row in rows:
-        tokens, when = row.get("tokens"), float(row.get("time") or 0.0)
+        tokens = row.get("tokens")
+        when = float(row.get("time") or 0.0)
         tokens = None if tokens is None else float(tokens)
         for name, value in row["metrics"].items():
             number = (
                 math.nan if value is None else float(value)
             )  # JSON has no NaN: the trainer writes null
             latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
-    return {name: [steps[at] for at in sorted(steps)] for name, steps in latest.items()}
+    return {name: sorted(steps.values()) for name, steps in latest.items()}

@@ -1,8 +1,7 @@
-"""The history of pipeline runs: a record each, `runs/<run>.json`, and the events that it is made of.
+"""The history of pipeline runs: a record of each, `runs/<run>.json`, folded from its events.
 
-The events are one append-only file beside the record, with one writer, the pipeline's process. A line is {"time": seconds
-since 1970, "stage": ..., "values": {...}}. A fold over the lines gives the record: `values` update the record itself, or the
-entry of the stage. Whoever shows a run while it goes on reads this file.
+The events are an append-only file next to the record. A line is {"time": seconds since 1970,
+"stage": ..., "values": {...}}; `values` update the record, or the entry of the stage.
 """
 
 import contextlib
@@ -37,10 +36,10 @@ from ttrain.store.artifacts import ArtifactStore
 log = logging.getLogger("ttrain")
 
 RecordedRun = JsonObject  # the record of a run
+MetricRow = JsonObject  # "step", "metrics", "time" and others
 
-CLEANING = Path(
-    "runs", "cleaning.lock"
-)  # under the home: held while what is no longer needed is listed and moved away
+# Under the home: held while what is no longer needed is listed and removed
+CLEANING = Path("runs", "cleaning.lock")
 
 # What every record has; one that lacks any of them is of another version.
 REQUIRED = {"run", "pipeline", "outcome", "started_unix", "process", "stages"}
@@ -52,24 +51,23 @@ NOTHING_NEW = "nothing-new"  # outcome of a run, and of its stage, that found no
 
 NAME_TIME = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{5}$")  # in the name of a run
 
-SHORT_NAME = "run_name"  # in the record of a run that its user named: what its name begins with, instead of the pipeline
+# In the record of a run that its user named: the beginning of its name, instead of the pipeline
+SHORT_NAME = "run_name"
 
 ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is taken for ended
 
+LOG_POLL_SECONDS = 0.3
 
-TIMED = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? "
-)  # how a line of a stage's log begins
+# How a line of a stage's log begins
+TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
 
 
 class RunRecord:
-    """What one run writes about itself: `events.jsonl`, to which each event is appended, its record, which is what a fold
-    over the events gives, and its log. The record is a file of its own only at the beginning, to claim the name, and at the
-    end.
+    """What one run writes about itself: its events, its record, its log.
 
-    One process writes, from several threads, others read (`read`, `log_lines`). A disk that is full costs the note or the
-    line, not the run. The record is made under the lock that cleaning holds, so that cleaning removes nothing which this run
-    may need.
+    The record is written at the beginning, to claim the name, and at the end. One process writes,
+    others read (`read`, `log_lines`). A full disk costs the note, not the run. The record is made
+    under the lock that cleaning holds, so cleaning removes nothing that this run may need.
     """
 
     def __init__(
@@ -80,8 +78,9 @@ class RunRecord:
         settings: JsonObject,
         facts: JsonObject = MappingProxyType({}),
     ) -> None:
-        """`facts`: what else the record has from the beginning, such as the user's labels."""
-        self._lock, self._warned = threading.Lock(), False
+        """`facts`: further values of the record, such as the user's labels."""
+        self._lock = threading.Lock()
+        self._warned = False
         self._began = time.monotonic()
         pending = [{"name": name, "outcome": "pending"} for name in stages]
         private_directory(home / "runs")
@@ -91,13 +90,15 @@ class RunRecord:
         self.path = home / "runs" / f"{self.run}.json"
 
     def stage(self, name: str, **values: Any) -> None:
-        """Note what happened to a stage: outcome, seconds, key, path, log, metric, error, progress."""
+        """Record what happened to a stage: outcome, seconds, key, path, log, metric, error,
+        progress.
+        """
         self._append(values, name)
 
     def log(self, stage: str, line: str) -> None:
-        """Append a line of a stage to the log, with the time that it begins with, or else the current one.
+        """Append a line of a stage to the log, with the time at its beginning or the current one.
 
-        Control characters in it are shown as Python would, so that it stays one line; a line without text is left out.
+        Control characters are escaped, so that it stays one line.
         """
         if not line.strip():
             return
@@ -113,18 +114,16 @@ class RunRecord:
             )
 
     def note(self, **values: Any) -> None:
-        """Note something about the run, also after its end: where it is tracked, what a night decided about it."""
+        """Record values about the run, also after its end."""
         self._append(values)
         if self._data["outcome"] != "running":
             self._attempt(lambda: write_json(self.path, self.snapshot(), PRIVATE_FILE))
 
     def snapshot(self) -> JsonDict:
-        """A copy of the record as it is now."""
         with self._lock:
             return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
-        """Note the end of the run, and write its record."""
         seconds = round(time.monotonic() - self._began, 2)
         self.note(outcome=outcome, seconds=seconds, metrics=dict(metrics))
 
@@ -154,7 +153,6 @@ def _append_to(path: Path, data: bytes) -> None:
 
 
 def _new(pipeline: str, stages: Sequence[JsonObject], settings: JsonObject) -> JsonDict:
-    """The record of a run that begins."""
     now = datetime.now(UTC)
     return {
         "pipeline": pipeline,
@@ -170,7 +168,6 @@ def _new(pipeline: str, stages: Sequence[JsonObject], settings: JsonObject) -> J
 
 
 def _create(home: Path, data: JsonDict) -> JsonDict:
-    """Write a new record, under a name that no other run has."""
     directory = private_directory(home / "runs")
     while True:
         data["run"] = new_name(str(data.get(SHORT_NAME) or data["pipeline"]))
@@ -186,34 +183,34 @@ def _create(home: Path, data: JsonDict) -> JsonDict:
 
 
 def new_name(prefix: str) -> str:
-    """A name such as "full-20261121-160222-1a2b4": with the time, the last part of it in microseconds."""
+    """A name such as "full-20261121-160222-1a2b4": time, and microseconds in hex."""
     moment = datetime.now(UTC)
     return f"{prefix}-{moment:%Y%m%d-%H%M%S}-{moment.microsecond:05x}"
 
 
 def history(home: Path) -> list[JsonDict]:
-    """All runs, newest first; one that says it is running, but whose process is gone, has crashed."""
+    """All runs, newest first; a running one whose process is gone has crashed."""
     return list(newest_first(home))
 
 
 def newest_first(home: Path) -> Iterator[JsonDict]:
-    """The runs by the time in their names, read one by one: for those who need the newest few of many."""
+    """The runs by the time in their names, read one by one."""
     return filter(None, (read(home, name) for name in names(home)))
 
 
 def names(home: Path) -> list[str]:
-    """The names of all runs of a home, newest first; an empty record, which a kill may leave, is that of no run."""
+    """The names of all runs, newest first, without the empty records that a kill may leave."""
     stems = [path.stem for path in (home / "runs").glob("*.json") if path.stat().st_size]
     return sorted(stems, key=time_in_name, reverse=True)
 
 
 def short_name(name: str) -> str:
-    """What comes before the time in the name of a run: the pipeline, or what its user called it."""
+    """The part of a run's name before the time: the pipeline, or the name that its user gave."""
     return NAME_TIME.sub("", name)
 
 
 def is_generated(short: str) -> bool:
-    """Whether runs that nobody named have this short name: that of a pipeline, or of a stage that ran alone."""
+    """Whether unnamed runs have this short name."""
     return short in ("full", NIGHTLY) or short.startswith("stage-")
 
 
@@ -223,7 +220,7 @@ def time_in_name(name: str) -> tuple[str, ...]:
 
 
 def read(home: Path, name: str) -> JsonDict | None:
-    """The record of the run with this name, as `history` lists it; None where there is none."""
+    """The record of the run with this name, as `history` lists it; None if there is none."""
     path = home / "runs" / f"{name}.json"
     with contextlib.suppress(OSError):
         run = read_object(path)
@@ -235,12 +232,10 @@ def read(home: Path, name: str) -> JsonDict | None:
 
 
 def events_of(record: Path) -> Path:
-    """The events beside the record of a run: `full-20261121-160222-1a2b4.events.jsonl`."""
     return record.with_suffix(".events.jsonl")
 
 
 def _apply(record: JsonDict, values: JsonObject, stage: str | None) -> None:
-    """Update the record, or the entry of its stage."""
     if stage is None:
         record.update(values)
         return
@@ -251,7 +246,6 @@ def _apply(record: JsonDict, values: JsonObject, stage: str | None) -> None:
 
 
 def _fold(record: JsonDict, events: Path) -> None:
-    """Update the record, as it was written at the beginning, by its events."""
     with contextlib.suppress(FileNotFoundError), events.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(
@@ -262,7 +256,6 @@ def _fold(record: JsonDict, events: Path) -> None:
 
 
 def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
-    """The record as it is now: a run whose process is gone has crashed, and a copied home has its artifacts here."""
     for stage in run["stages"]:
         for name in ("path", "log"):
             prefix, store, artifact = str(stage.get(name) or "").rpartition("/store/")
@@ -277,7 +270,6 @@ def _as_it_is_now(home: Path, run: JsonDict) -> JsonDict:
 
 
 def _seems_alive(home: Path, run: RecordedRun) -> bool:
-    """Whether a run's process runs; one of another machine, which shares this home, is assumed to for some days."""
     if run["process"].get("host", platform.node()) == platform.node():
         return is_alive(run["process"])
     path = home / "runs" / f"{run['run']}.json"
@@ -286,17 +278,15 @@ def _seems_alive(home: Path, run: RecordedRun) -> bool:
 
 
 def keys_of(run: RecordedRun) -> dict[str, str | None]:
-    """The artifact key of each stage of a recorded run; None of one that had none yet."""
     return {stage["name"]: stage.get("key") for stage in run["stages"]}
 
 
 def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]:
-    """The runs of exactly these artifacts, newest first."""
     return (run for run in newest_first(home) if keys_of(run) == keys)
 
 
 def newest_finished(home: Path, name: str) -> JsonDict | None:
-    """The newest finished run of a whole pipeline whose setting `name` is this: with it a user compares."""
+    """The newest finished run of the user's whole pipeline with this setting `name`."""
     for run in newest_first(home):
         is_whole = is_own(run) and not run["pipeline"].startswith("stage-")
         if is_whole and is_finished(run) and run["settings"].get("name") == name:
@@ -305,7 +295,7 @@ def newest_finished(home: Path, name: str) -> JsonDict | None:
 
 
 def is_own(run: RecordedRun) -> bool:
-    """Whether a user typed its settings: it is no night and no trial of a sweep."""
+    """Whether a user chose its settings: neither a night nor a trial of a sweep."""
     return run["pipeline"] != NIGHTLY and "sweep" not in run
 
 
@@ -320,7 +310,7 @@ def is_cut_short(run: RecordedRun) -> bool:
 
 
 def made_by(run: RecordedRun) -> str | None:
-    """The run that made the artifacts of this one, which it is itself, or names where all were cached."""
+    """The run that made the artifacts of this one: itself, or another if all were cached."""
     return str(run["run"]) if run["outcome"] == "completed" else run.get("equals")
 
 
@@ -331,8 +321,11 @@ def record_cached(
     settings: JsonObject,
     facts: JsonObject,
 ) -> JsonDict:
-    """Record a run that found everything cached; it is listed, but not tracked. Returns the record, which has no name if the
-    home is read-only. `facts`: its metrics, the run that it equals, its labels."""
+    """Record a run that found everything cached; returns the record.
+
+    It has no name if the home is read-only. `facts`: its metrics, the run that it equals, its
+    labels.
+    """
     stage_entries = [
         {
             "name": planned.stage.name,
@@ -358,12 +351,11 @@ def builder(store: ArtifactStore, stage: str, key: str) -> str:
 
 
 def this_process() -> JsonDict:
-    """The identity of this process, for `is_alive`."""
     return {"pid": os.getpid(), "started": process_started(os.getpid()), "host": platform.node()}
 
 
 def is_alive(process: JsonObject) -> bool:
-    """Whether this very process of this machine still runs; a recycled number does not count."""
+    """Whether this very process of this machine still runs; a recycled pid does not count."""
     started = process_started(process["pid"])
     return started is not None and bool(started == process["started"])
 
@@ -374,8 +366,11 @@ def is_gone(process: JsonObject) -> bool:
 
 
 def process_started(pid: int) -> float | None:
-    """When the process began: on Linux in ticks since the machine did, which no change of the clock moves, elsewhere in
-    seconds since the epoch; None where there is no such process."""
+    """When the process began; None if there is no such process.
+
+    On Linux in ticks since boot, which no change of the clock moves, elsewhere in seconds since
+    1970.
+    """
     with contextlib.suppress(OSError, IndexError, ValueError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state == "Z" else float(fields[18])  # a zombie has ended
@@ -387,12 +382,11 @@ def process_started(pid: int) -> float | None:
         return None
 
 
-LOG_POLL_SECONDS = 0.3
-
-
 def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
     """The lines of a run's log; `follow` waits for more of them until the run has ended."""
-    path, unfinished, position = home / "runs" / f"{name}.log", b"", 0
+    path = home / "runs" / f"{name}.log"
+    unfinished = b""
+    position = 0
     while True:
         has_ended = (
             not follow or (read(home, name) or {}).get("outcome") != "running"
@@ -410,11 +404,8 @@ def log_lines(home: Path, name: str, *, follow: bool = False) -> Iterator[str]:
         time.sleep(LOG_POLL_SECONDS)
 
 
-MetricRow = JsonObject  # "step", "metrics", "time" and others
-
-
 def read_rows(path: Path) -> Iterator[MetricRow]:
-    """The rows of a `metrics.jsonl`, without invalid lines."""
+    """The valid rows of a `metrics.jsonl`."""
     with path.open("rb") as lines:
         yield from filter(None, map(parse_row, lines))
 

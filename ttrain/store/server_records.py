@@ -1,8 +1,8 @@
-"""The servers that ttrain started: their records in the home, whether they run, and the token that they ask for.
+"""The servers that ttrain started: their records in the home, and the token that they ask for.
 
-The token stands in `servers/token` of the home, which its owner alone can read; it is the same for all servers of the
-home and stays when they are started again, so that runs in progress and open pages go on. Remove the file, and start the
-servers again, for a new one. No process gets it as an argument, since all accounts of a machine can read those.
+The token is in `servers/token`, which only its owner can read; it survives restarts, so that runs
+in progress and open pages continue. No process gets it as an argument, which all accounts of a
+machine can read.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ TOKEN_BYTES = 32
 class Server:
     """The record of a server that `up` started.
 
-    Its processes share the session that `pid` leads and carry `token`, which is not secret, in their environment. A pid
-    alone may be recycled, a start time moves with the clock, and a child may outlive its parent.
+    Its processes share the session that `pid` leads and have the mark `token`, which is not secret,
+    in their environment: a pid may be recycled, and a child may outlive its parent.
     """
 
     name: str
@@ -41,11 +41,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://{HOST}:{self.port}"
 
     def owns(self, pid: int) -> bool:
-        """Two proofs, since what is owned gets killed: a mistake in one of them would end every process of the user."""
+        """Whether a process is the server's. Two proofs, since what is owned gets killed."""
         try:
             return (
                 os.getsid(pid) == self.pid
@@ -63,8 +62,10 @@ class Server:
         return [process for process in psutil.process_iter() if self.owns(process.pid)]
 
     def is_at(self, url: str) -> bool:
-        """Whether an address is this server's. Not by the name localhost, which may lead to a program of somebody else's: it
-        means ::1 first on most machines, where these servers do not listen."""
+        """Whether an address is this server's, by number.
+
+        The name localhost means ::1 first on most machines, where another program may listen.
+        """
         try:
             address = urlsplit(url)
             return (
@@ -87,7 +88,6 @@ def live_server(home: Path, name: str) -> Server | None:
 
 
 def listens(process: psutil.Process, port: int) -> bool:
-    """Whether the process itself listens on that port, so that clients send their token to no other program."""
     connections = process.net_connections(kind="tcp")
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -109,7 +109,6 @@ def folder_of(home: Path) -> Path:
 
 
 def make_folder(home: Path) -> Path:
-    """The folder of the records, the logs and the token, which no other account can enter."""
     return private_directory(folder_of(home))
 
 
@@ -118,7 +117,7 @@ def token_file(home: Path) -> Path:
 
 
 def make_token(home: Path) -> str:
-    """The token of the home's servers; a new one where there is none, or where others could read it."""
+    """The token of the home's servers; a new one if there is none, or others could read it."""
     token = read_token(home)
     if token is None:
         token = new_token()
@@ -132,7 +131,7 @@ def new_token() -> str:
 
 
 def read_token(home: Path) -> str | None:
-    """The token of the home's servers; None where there is none, or where others could read it."""
+    """The token of the home's servers; None if there is none, or others could read it."""
     with contextlib.suppress(OSError, ValueError), token_file(home).open("rb") as file:
         if not os.fstat(file.fileno()).st_mode & 0o077:
             return file.read(1024).decode("ascii").strip() or None
@@ -140,15 +139,15 @@ def read_token(home: Path) -> str | None:
 
 
 def token_for(home: Path, name: str, url: str) -> str | None:
-    """The token, where the address is that of the home's running server of that name; None for every other address."""
+    """The token, if the address is that of the home's running server of that name."""
     server = live_server(home, name) if url else None
     return read_token(home) if server and server.is_at(url) else None
 
 
 def with_token(home: Path, url: str) -> str:
-    """MLflow's address with the token in the place of a password, where it is that of the home's own server.
+    """MLflow's address with the token as the password, if it is the home's own server.
 
-    Not MLFLOW_TRACKING_TOKEN, which MLflow would send to every host. What a user wrote in the address stays.
+    Not MLFLOW_TRACKING_TOKEN, which MLflow would send to every host. A user's own password stays.
     """
     if not url.startswith("http://") or "@" in url:
         return url
@@ -157,7 +156,7 @@ def with_token(home: Path, url: str) -> str:
 
 
 def page_with_token(home: Path, address: str) -> str:
-    """The address of a server of the home as a browser opens it first, which then keeps a cookie; others as they are."""
+    """The address of a server's page with the token, for which a browser then keeps a cookie."""
     token = next(
         (token for name in ("prefect", "mlflow") if (token := token_for(home, name, address))), None
     )

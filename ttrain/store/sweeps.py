@@ -1,4 +1,4 @@
-"""Experiments on disk: `sweeps/<name>/sweep.json` under the home has the request, the changes and a line for each trial."""
+"""Sweeps on disk: `sweeps/<name>/sweep.json` has the request, the changes and all trials."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def place(self) -> Place:
-        """(change, seed), by which it is told from others."""
+        """(change, seed), the identity of the trial."""
         return self.change, self.seed
 
     @property
@@ -54,11 +54,15 @@ class Trial:
 
 
 class Experiment:
-    """One experiment's record. Several processes, on one machine or on several with one home, may work on it: each change
-    is made under its lock, and a trial belongs to whoever holds the trial's own lock."""
+    """One experiment's record.
+
+    Several processes, also of several machines with one home, may work on it: each change is made
+    under its lock, and a trial belongs to the holder of the trial's own lock.
+    """
 
     def __init__(self, path: Path, data: JsonDict) -> None:
-        self.path, self._data = path, data
+        self.path = path
+        self._data = data
         self.name: str = data["sweep"]
 
     def __getitem__(self, name: str) -> Any:
@@ -66,17 +70,15 @@ class Experiment:
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials, in the order in which they began."""
         return [Trial(**entry) for entry in self["trials"]]
 
     @property
     def outcome(self) -> str:
-        """running, completed, interrupted or failed; crashed where it is recorded as running, but its process is gone."""
+        """running, completed, interrupted, failed, or crashed if its process is gone."""
         word = str(self["outcome"])
         return "crashed" if word == "running" and runs.is_gone(self["process"]) else word
 
     def note(self, **values: Any) -> None:
-        """Record values about the experiment."""
         with self._changing():
             self._data.update(values)
 
@@ -94,20 +96,22 @@ class Experiment:
         return trial
 
     def extend(self, seeds: int) -> None:
-        """Ask for so many seeds; a look at fewer of them counts, since verdicts that are looked at again need more."""
+        """Ask for more seeds. This counts as a look, since repeated looks raise what a verdict
+        needs.
+        """
         with self._changing():
             if seeds > self["seeds"]:
                 self._data.update(seeds=seeds, looks=self["looks"] + 1)
 
     def add(self, draw: Callable[[], JsonDict], number: int) -> None:
-        """Add the change that `draw` returns, unless another process has added the one of this number."""
+        """Add the change that `draw` returns, unless another process has added that number."""
         with self._changing():
             if len(self["changes"]) == number:
                 self["changes"].append(draw())
 
     @contextlib.contextmanager
     def claimed(self, place: Place, outcome: str = RUNNING) -> Iterator[Trial | None]:
-        """Hold a trial, as it is recorded; None where it has another outcome, or another process holds it."""
+        """Hold a trial; None if it has another outcome, or another process holds it."""
         change, seed = place
         with contextlib.ExitStack() as held:
             try:
@@ -120,7 +124,6 @@ class Experiment:
             yield trial if trial.outcome == outcome else None
 
     def reload(self) -> None:
-        """Read what other processes have recorded."""
         self._data = read_object(self.path / FILE) or self._data
 
     @contextlib.contextmanager
@@ -132,8 +135,10 @@ class Experiment:
 
 
 def find_or_begin(home: Path, request: JsonObject) -> Experiment:
-    """The newest experiment with the identity of this request, or a new one. `request`: also its metric, changes and what
-    else is known of it, as JSON."""
+    """The newest experiment with the identity of this request, or a new one.
+
+    `request`: identity, metric, changes and further values, as JSON.
+    """
     with exclusive(home / DIRECTORY / "lock"):
         if same := find_same(home, request["identity"]):
             return same
@@ -149,12 +154,10 @@ def find_or_begin(home: Path, request: JsonObject) -> Experiment:
 
 
 def sweep_file(home: Path, name: str) -> Path:
-    """The record of a sweep."""
     return home / DIRECTORY / name / FILE
 
 
 def list_experiments(home: Path) -> list[Experiment]:
-    """All experiments, the newest first."""
     records = ((path.parent, read_object(path)) for path in (home / DIRECTORY).glob(f"*/{FILE}"))
     experiments = [Experiment(path, data) for path, data in records if "changes" in data]
     return sorted(experiments, key=lambda each: each.name, reverse=True)
@@ -166,7 +169,7 @@ def find_same(home: Path, identity: str) -> Experiment | None:
 
 
 def find_experiment(home: Path, name: str = name_syntax.LATEST) -> Experiment:
-    """The experiment of this name, or the only one whose name begins or ends so, or the latest. Raises UsageError."""
+    """The experiment of this name or part of it, or the latest. Raises UsageError."""
     experiments = {each.name: each for each in list_experiments(home)}
     match = name_syntax.matching(name, list(experiments), "sweep")
     if match is None:

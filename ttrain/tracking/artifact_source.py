@@ -1,6 +1,6 @@
-"""Artifacts by stage and key from a shared MLflow: the files of finished runs, whose tags name both.
+"""Artifacts by stage and key from a shared MLflow: the files of finished runs.
 
-The home's own MLflow is not asked, since it is a view of the home. A server that does not answer
+The home's own MLflow is not queried, since it is a view of the home. A server that does not answer
 is queried once and then no more: the pipeline builds what it cannot fetch.
 """
 
@@ -30,13 +30,14 @@ class MlflowArtifacts:
     """
 
     def __init__(self, home: Path, experiment: str | None = None) -> None:
-        self._mirror, self._experiment = Mirror(home), experiment
+        self._mirror = Mirror(home)
+        self._experiment = experiment
         self._server = without_user(self._mirror.uri)
         self._is_silent = self._mirror.uri == own_uri(home)
         self._found: dict[tuple[str, str], tuple[str, Manifest] | None] = {}
 
     def manifest(self, stage: str, key: str) -> JsonObject | None:
-        """The manifest of a whole artifact in MLflow; None if it has none, or does not answer."""
+        """The manifest of a complete artifact in MLflow; None if there is none, or no answer."""
         found = self._find(stage, key)
         return found[1] if found else None
 
@@ -54,11 +55,11 @@ class MlflowArtifacts:
                 )
         except Exception as error:
             raise ArtifactError(
-                f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: {first_line(error)}"
+                f"{name} of {stage} {key[:12]} cannot be fetched from MLflow at {self._server}: "
+                f"{first_line(error)}"
             ) from None
 
     def _find(self, stage: str, key: str) -> tuple[str, Manifest] | None:
-        """(run in MLflow, manifest) of the newest whole artifact of that key."""
         if (stage, key) not in self._found:
             manifests = (
                 (run_id, self._whole(run_id, stage)) for run_id in self._finished(stage, key)
@@ -69,7 +70,6 @@ class MlflowArtifacts:
         return self._found[stage, key]
 
     def _whole(self, run_id: str, stage: str) -> Manifest | None:
-        """The manifest of a run's artifact, if MLflow has all its public files."""
         try:
             with temporary_directory("tracking") as folder:
                 path = self._mirror.client.download_artifacts(
@@ -87,12 +87,15 @@ class MlflowArtifacts:
         return manifest if is_whole else None
 
     def _finished(self, stage: str, key: str) -> list[str]:
-        """The finished runs of that stage and key, newest first; none if MLflow is silent."""
         if self._is_silent:
             return []
-        query = f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' AND attributes.status = 'FINISHED'"
+        query = (
+            f"tags.`ttrain.key` = '{key}' AND tags.`ttrain.stage` = '{stage}' "
+            "AND attributes.status = 'FINISHED'"
+        )
         try:
-            client, name = self._mirror.client, self._experiment
+            client = self._mirror.client
+            name = self._experiment
             known = [client.get_experiment_by_name(name)] if name else client.search_experiments()
             experiments = [one.experiment_id for one in known if one]
             newest = ["attributes.end_time DESC"]
@@ -107,7 +110,7 @@ class MlflowArtifacts:
 
 
 def store_of(home: Path, settings: Settings) -> ArtifactStore:
-    """The store of a home; if tracking is enabled, missing artifacts are looked up in MLflow."""
+    """The store of a home, with missing artifacts from MLflow if tracking is enabled."""
     tracking = settings.tracking
     return ArtifactStore(
         home, MlflowArtifacts(home, tracking.experiment) if tracking.enabled else None

@@ -1,7 +1,7 @@
-"""MLflow's client as ttrain opens it: which MLflow, the home's own database, and the names and texts that it accepts.
+"""MLflow's client: which MLflow, the home's own database, and the names that it accepts.
 
-MLflow is a view of the home. Its own database in the home is made by MLflow itself; one that it refuses to open (damaged,
-of another version, not a database) is renamed aside and made anew, and the pushes fill it again.
+If MLflow refuses to open the home's database (damaged, of another version), it is renamed aside and
+made again; the pushes fill it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ttrain.store.server_records import with_token
 
 log = logging.getLogger("ttrain")
 
-# Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s and more when the server is dead.
+# Set unless the user did. MLflow's own 7 retries of 120 s block for 246 s if the server is dead.
 ENVIRONMENT = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -36,12 +36,13 @@ ENVIRONMENT = {
 KEY_CHARACTERS = 250  # of a name, by MLflow's rule
 LOCK_SECONDS = 30
 NO_ANSWER = re.compile(
-    "failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)|Read timed out"
+    "failed with (timeout )?exception|Max retries exceeded|Connection (refused|aborted)"
+    "|Read timed out"
 )
 NO_FAULT_OF_THE_FILE = re.compile(
     "locked|unable to open|readonly|disk (I/O|is full)|no space|permission denied", re.IGNORECASE
 )
-# Columns of MLflow's database that hold locations on disk (3.17): a home that was moved or copied writes into itself
+# Columns of MLflow's database that hold locations on disk (3.17)
 LOCATIONS = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -51,9 +52,9 @@ LOCATIONS = (
 
 
 def tracking_uri(home: Path) -> str:
-    """MLFLOW_TRACKING_URI if set and not empty, else the SQLite file under this home.
+    """MLFLOW_TRACKING_URI, or the SQLite file under this home.
 
-    The URI of the home's own server has the token as its password, so write it only through `without_user`.
+    It may contain the home's token as its password: print it only through `without_user`.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     return with_token(home, uri) if uri else own_uri(home)
@@ -73,16 +74,17 @@ def artifacts_of(home: Path) -> str:
 
 
 def silence() -> None:
-    """Keep logs of MLflow and its libraries off the terminal; what matters comes through ttrain's own logger."""
+    """Keep logs of MLflow and its libraries off the terminal."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in ("mlflow", "alembic", "sqlalchemy"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [logging.NullHandler()], False
+        logger.handlers = [logging.NullHandler()]
+        logger.propagate = False
 
 
 def open_client(uri: str, home: Path) -> Any:
-    """MLflow's client; makes the home's own database where there is none. Raises MLflow's errors."""
+    """MLflow's client; creates the home's own database if needed. Raises MLflow's errors."""
     silence()
     if uri != own_uri(home):
         return import_module("mlflow").MlflowClient(uri, uri)
@@ -99,7 +101,10 @@ def open_client(uri: str, home: Path) -> Any:
             if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
             aside = set_aside(database)
-            message = "MLflow's database could not be used (%s): it is kept as %s, and made anew from the home"
+            message = (
+                "MLflow's database could not be used (%s): it is kept as %s, "
+                "and made anew from the home"
+            )
             log.warning(message, first_line(error), aside)
             client = _open_own(uri, is_new=True)
         _move_into(home, client)
@@ -110,8 +115,8 @@ _made = Counter[str]()  # by URI of a database: how often this process made it
 
 
 def _open_own(uri: str, *, is_new: bool) -> Any:
-    """Open the home's own database. MLflow keeps its connections by address, also those to a file that was replaced:
-    so a new file has another address, which differs in the seconds for which SQLite waits for a lock."""
+    # MLflow keeps its connections by address, also those to a file that was replaced. So a new file
+    # has another address, which differs in the seconds for which SQLite waits for a lock.
     _made[uri] += is_new
     address = f"{uri}?timeout={LOCK_SECONDS + _made[uri]}"
     client = import_module("mlflow").MlflowClient(address, address)
@@ -123,7 +128,8 @@ def _open_own(uri: str, *, is_new: bool) -> Any:
 
 
 def _move_into(home: Path, client: Any) -> None:
-    """Rewrite the locations of a home that was moved or copied: MLflow stores absolute ones and cannot change them."""
+    # MLflow stores absolute locations and cannot change them: those of a home that was moved or
+    # copied are rewritten in its database
     place = artifacts_of(home)
     theirs = {experiment.artifact_location for experiment in client.search_experiments()}
     for old in (
@@ -142,12 +148,13 @@ def _move_into(home: Path, client: Any) -> None:
 
 
 def server_app(home: Path) -> Any:
-    """MLflow's server application over the home's own database and files, as `mlflow server` runs it, for uvicorn.
+    """MLflow's server application over the home's own database, for uvicorn.
 
-    Used instead of that command, which imports all of MLflow once more before it starts this. Raises MLflow's errors.
+    `mlflow server` would import all of MLflow twice. Raises MLflow's errors.
     """
     names: Any = import_module("mlflow.server.constants")
-    uri, artifacts = own_uri(home), artifacts_of(home)
+    uri = own_uri(home)
+    artifacts = artifacts_of(home)
     os.environ[names.BACKEND_STORE_URI_ENV_VAR] = uri
     os.environ[names.ARTIFACT_ROOT_ENV_VAR] = os.environ[names.ARTIFACTS_DESTINATION_ENV_VAR] = (
         artifacts
@@ -158,7 +165,7 @@ def server_app(home: Path) -> Any:
 
 
 def cannot_be_asked(uri: str, error: Exception) -> str:
-    """One line: which MLflow, what it answered, what helps."""
+    """One line: which MLflow, its answer, a fix."""
     cause = " does not answer" if NO_ANSWER.search(str(error)) else f": {first_line(error)}"
     fix = "; start it, or set MLFLOW_TRACKING_URI to another one" if uri.startswith("http") else ""
     if "error code 401 " in cause or "error code 403 " in cause:
@@ -190,5 +197,5 @@ def clean(key: str) -> str:
 
 
 def plain(value: object) -> str:
-    """A text that databases and JSON accept: without NUL and without lone surrogates."""
+    """A text that databases and JSON accept: without NUL and lone surrogates."""
     return str(value).replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -1,8 +1,8 @@
 """The data sets that a run reads, as MLflow lists them: name, digest, context, counts, location.
 
-MLflow keeps one record of a data set for each name and digest of an experiment, so a digest covers all that the record
-says: the bytes of the files, how they are read, and the counts of documents and bytes. The number of tokens depends on
-the tokenizer too, and is a tag of the link between run and data set.
+MLflow keeps one record for each name and digest of an experiment, so a digest covers all that the
+record has. The number of tokens also depends on the tokenizer, and is a tag of the link between run
+and data set.
 """
 
 import json
@@ -34,7 +34,6 @@ class DataInput:
     tags: Mapping[str, str]
 
     def entity(self) -> Any:
-        """The data set as MLflow's client takes it."""
         mlflow = import_module("mlflow.entities")
         dataset = mlflow.Dataset(
             self.name, self.digest, "ttrain", self.source, profile=self.profile
@@ -43,11 +42,11 @@ class DataInput:
 
 
 def data_of(artifact: Artifact) -> list[DataInput]:
-    """The data sets behind a set of shards (its training part, and what is held out), a tokenizer;
-    else none."""
+    """The data sets of shards (training and held-out part) or of a tokenizer; else none."""
     files = files_of(artifact, "train")
     if artifact.stage.startswith(SHARDS):
-        name, made = artifact.stage.removeprefix(SHARDS), ShardsResult.of(artifact.result)
+        name = artifact.stage.removeprefix(SHARDS)
+        made = ShardsResult.of(artifact.result)
         # Held-out rows are taken from the training files, unless there are held-out files.
         others = files_of(artifact, "heldout") or files
         parts = [
@@ -74,7 +73,7 @@ def data_of(artifact: Artifact) -> list[DataInput]:
 
 
 def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
-    """The data sets that a stage reads through its input artifacts: its training data, or else its validation data."""
+    """The data sets that a stage reads: its training data, or else its validation data."""
     shards = [artifact for artifact in inputs.values() if artifact.stage.startswith(SHARDS)]
     context = TRAINING if trains else VALIDATION
     return [
@@ -85,7 +84,6 @@ def read_by(inputs: Artifacts, *, trains: bool) -> list[DataInput]:
 def _data(
     artifact: Artifact, name: str, context: str, totals: JsonObject, files: list[JsonDict]
 ) -> DataInput:
-    """`totals`: rows, bytes and, where they are known, tokens."""
     settings = artifact.manifest["ingredients"].get("settings", {})
     source = artifact.manifest["inputs"].get("source", {})
     counts = (
@@ -93,11 +91,11 @@ def _data(
         if totals["rows"] is not None
         else {}
     )
+    contents = []
+    for file in files:
+        contents.append({key: file[key] for key in file if key not in ("name", "location")})
     stands_for = {
-        "files": [
-            {key: value for key, value in file.items() if key not in ("name", "location")}
-            for file in files
-        ],
+        "files": contents,
         "source": source.get("content"),
         "reading": {key: value for key, value in settings.items() if key.startswith("reading.")},
         "counts": counts,
@@ -113,7 +111,7 @@ def _data(
 
 
 def files_of(artifact: Artifact, role: str) -> list[JsonDict]:
-    """Name, sha256, weight and location of the user's own files that an artifact was made from, of one role."""
+    """Name, sha256, weight and location of the user's files that an artifact was made from."""
     files = artifact.manifest["ingredients"].get("files", {}).get(role, [])
     locations = artifact.provenance.get("files", {}).get(role, [])
     if len(locations) != len(files):

@@ -1,7 +1,6 @@
-"""TensorBoard, Weights & Biases and SwanLab, each as a callback in the process of a training.
+"""TensorBoard, Weights & Biases and SwanLab, as callbacks of a training.
 
-`metrics.jsonl` stays the record: a logger that raises costs one warning and logs nothing more.
-One that hangs holds up the training.
+A logger that raises costs one warning and logs nothing more, since `metrics.jsonl` has everything.
 """
 
 import logging
@@ -21,15 +20,17 @@ log = logging.getLogger("ttrain")
 class Logger(Callback):
     """Logs the metrics of a training in `directory` to one service.
 
-    Trainings find them by their entry points in the group `ttrain.loggers`. A training that
-    continues logs the steps after its checkpoint; each service keeps the values of a step once.
+    Trainings find loggers by the entry points `ttrain.loggers`. A training that continues logs the
+    steps after its checkpoint; each service keeps the values of a step once.
     """
 
     keeps_metrics = True
 
     def __init__(self, name: str, directory: Path, description: JsonObject) -> None:
         """`description`: project, group, job_type, name and config, as the services take them."""
-        self._name, self._directory, self._description = name, directory, description
+        self._name = name
+        self._directory = directory
+        self._description = description
         self._is_broken = False
         self._last_step = -1
 
@@ -67,14 +68,14 @@ class Logger(Callback):
         except Exception as error:  # whatever the service raises
             self._is_broken = True
             log.warning(
-                "the logger %s raised %r and logs nothing more; training continues, and %s has all metrics",
+                "the logger %s raised %r and logs nothing more; training continues, "
+                "and %s has all metrics",
                 self._name,
                 error,
                 self._directory / "metrics.jsonl",
             )
 
     def _run_options(self, project_variable: str) -> JsonDict:
-        """Arguments that begin a service's run, with the id of earlier attempts in this directory."""
         id_file = self._directory / self._name / "id.txt"
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ class TensorBoard(Logger):
 
 @final
 class Wandb(Logger):
-    """A run of Weights & Biases, with its files in `wandb/`; WANDB_MODE and the like count."""
+    """A run of Weights & Biases, with its files in `wandb/`; WANDB_MODE and others apply."""
 
     def open(self, step: int) -> None:
         import wandb
@@ -136,7 +137,7 @@ class Wandb(Logger):
 
 @final
 class SwanLab(Logger):
-    """An experiment of SwanLab, with its files in `swanlab/`; SWANLAB_MODE and the like count."""
+    """An experiment of SwanLab, with its files in `swanlab/`; SWANLAB_MODE and others apply."""
 
     def open(self, step: int) -> None:
         import swanlab

@@ -1,8 +1,7 @@
-"""Bring MLflow up to date with what the home has: `Mirror.push` writes what differs.
+"""Bring MLflow up to date with the home: `Mirror.push` writes what differs.
 
-It may be called any number of times, from any process. A run is found by the tag `ttrain.id`,
-else created. Parameters, tags, metrics, points after the last step that MLflow has, files that it
-lacks, data sets, end states: each is compared first, so nothing is sent in order or repaired.
+It may be called any number of times, from any process. A run is found by the tag `ttrain.id`, else
+created; everything is compared first, so nothing has to be sent in order.
 """
 
 from __future__ import annotations
@@ -72,14 +71,19 @@ class TrackedRun:
 
 
 class Bound:
-    """A run in MLflow, and what it has by the knowledge of this process."""
+    """A run in MLflow, with what this process knows that it has."""
 
     def __init__(self, entity: Any) -> None:
-        info, data = entity.info, entity.data
-        self.run_id, self.experiment_id = str(info.run_id), str(info.experiment_id)
-        self.artifact_uri, self.status = str(info.artifact_uri), str(info.status)
+        info = entity.info
+        data = entity.data
+        self.run_id = str(info.run_id)
+        self.experiment_id = str(info.experiment_id)
+        self.artifact_uri = str(info.artifact_uri)
+        self.status = str(info.status)
         self.is_deleted = bool(info.lifecycle_stage == "deleted")
-        self.tags, self.params, self.values = dict(data.tags), dict(data.params), dict(data.metrics)
+        self.tags = dict(data.tags)
+        self.params = dict(data.params)
+        self.values = dict(data.metrics)
         self.steps: dict[str, int] = {
             metric.key: metric.step for metric in data.to_proto().metrics
         }  # the last ones
@@ -89,7 +93,7 @@ class Bound:
 
     @property
     def page(self) -> str:
-        """Address of the run's page, to append to that of any server that shows this MLflow."""
+        """Address of the run's page, relative to a server that shows this MLflow."""
         return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
 
@@ -107,11 +111,10 @@ class Mirror:
 
     @cached_property
     def client(self) -> Any:
-        """MLflow's client, opened at its first use."""
         return open_client(self.uri, self.home)
 
     def forget(self) -> None:
-        """Ask MLflow anew what it has: after an error nobody knows what arrived."""
+        """Forget what MLflow has: after an error nobody knows what arrived."""
         self.__dict__.pop("client", None)
         self.bound: dict[str, Bound] = {}  # by id
         self._offsets: dict[Path, int] = {}  # bytes of each curve that were read
@@ -120,7 +123,7 @@ class Mirror:
     def push(self, run: TrackedRun, parent: Bound | None = None) -> Bound | None:
         """Write what MLflow lacks of a run and of its stages.
 
-        None if somebody deleted the run in MLflow, or if a later run of the pipeline goes on with it.
+        Returns None if it was deleted in MLflow, or a later run continues it.
         """
         parent = parent or (self.find(run.experiment, run.parent) if run.parent else None)
         bound = self.find(run.experiment, run.id) or self._create(run)
@@ -139,7 +142,7 @@ class Mirror:
         return bound
 
     def find(self, experiment: str, identity: str) -> Bound | None:
-        """The run with this id. Twins, which two machines with one home can make, are deleted."""
+        """The run with this id. Duplicates, as two machines may make them, are deleted."""
         if identity not in self.bound:
             found = self.search([self.experiment_id(experiment)], f"tags.`{ID}` = '{identity}'")
             bounds = sorted(map(Bound, found), key=lambda one: (one.is_deleted, one.run_id))
@@ -150,7 +153,6 @@ class Mirror:
         return self.bound.get(identity)
 
     def search(self, experiments: Sequence[str], query: str) -> list[Any]:
-        """The runs that match a query, also deleted ones."""
         everything = self._entities.ViewType.ALL
         return list(self.client.search_runs(experiments, query, everything, MOST_RUNS))
 
@@ -170,7 +172,8 @@ class Mirror:
 
     def _create(self, run: TrackedRun) -> Bound:
         tags = {ID: run.id, **_clean_tags(run.tags)}
-        experiment, started = self.experiment_id(run.experiment), int(1000 * run.started)
+        experiment = self.experiment_id(run.experiment)
+        started = int(1000 * run.started)
         created = self.client.create_run(
             experiment, started, tags, plain(run.name)[:NAME_CHARACTERS]
         )
@@ -204,27 +207,19 @@ class Mirror:
         self.place_files(run.files, bound)
 
     def tag(self, bound: Bound, tags: Mapping[str, str]) -> None:
-        """Set the tags that differ."""
         wanted = _clean_tags(tags)
         self._log(bound, "tags", self._entities.RunTag, wanted.items() - bound.tags.items())
         bound.tags |= wanted
 
     def _log(self, bound: Bound, kind: str, entity: Any, values: Iterable[Any]) -> None:
-        """Log tags, parameters or points in batches.
-
-        A batch whose answer was lost is sent again unchanged: MLflow's key of a point is its step,
-        time and value, so it is stored once.
-        """
-        entities, size = [entity(*value) for value in values], BATCH[kind]
+        entities = [entity(*value) for value in values]
+        size = BATCH[kind]
         for first in range(0, len(entities), size):
             self.client.log_batch(bound.run_id, **{kind: entities[first : first + size]})
 
     def _new_rows(self, path: Path) -> list[MetricRow]:
-        """The rows that a training appended since the last call; all if it cut the file back.
-
-        When its stage has ended, the whole file is read once more, at its new path.
-        """
-        start, lines = self._offsets.get(path, 0), b""
+        start = self._offsets.get(path, 0)
+        lines = b""
         with (
             contextlib.suppress(OSError),
             path.open("rb") as file,
@@ -237,8 +232,9 @@ class Mirror:
         return [row for line in lines.splitlines() if (row := parse_row(line)) is not None]
 
     def place_files(self, files: Files, bound: Bound) -> None:
-        """Place the files that the run lacks: on this machine's disks as links, else by uploads."""
-        root, sizes = local_path(bound.artifact_uri), bound.sizes
+        """Place the files that the run lacks: as links on this machine's disks, else by uploads."""
+        root = local_path(bound.artifact_uri)
+        sizes = bound.sizes
         if sizes is None and files:
             sizes = bound.sizes = dict(self.sizes(bound.run_id))
         for target, source in files.items():
@@ -267,18 +263,14 @@ class Mirror:
 
 
 def prepare(home: Path) -> None:
-    """Make or open the home's own database before a server does, which would refuse a damaged one."""
+    """Open the home's own database before a server does, which would refuse a damaged one."""
     open_client(own_uri(home), home)
 
 
 def _new_points(rows: Iterable[MetricRow], last: dict[str, int]) -> Iterator[MetricPoint]:
-    """The points after the last step of their metric; of several rows of a step the first counts.
-
-    `tokens` is one of them, so that curves can be compared by it. A value that was not finite, null
-    in JSON Lines, is NaN: the curve has a gap there.
-    """
     for row in rows:
-        step, milliseconds = row["step"], int(1000 * (row.get("time") or time.time()))
+        step = row["step"]
+        milliseconds = int(1000 * (row.get("time") or time.time()))
         tokens = {} if row.get("tokens") is None else {"tokens": row["tokens"]}
         for metric, value in {**tokens, **row["metrics"]}.items():
             key = clean(metric)
@@ -289,5 +281,4 @@ def _new_points(rows: Iterable[MetricRow], last: dict[str, int]) -> Iterator[Met
 
 
 def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Tags as MLflow accepts them, without secrets."""
     return {clean(key): plain(value) for key, value in masked(tags).items()}

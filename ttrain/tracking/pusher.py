@@ -1,8 +1,4 @@
-"""Push runs of a home to MLflow: `push` for some, and `Pusher` from a thread of a run that goes on.
-
-The pipeline's result does not depend on MLflow, so a failure is one warning; the home has
-everything, and the next run or `ttrain track push` brings what is missing.
-"""
+"""Push runs of a home to MLflow; a failure is one warning, and the next push brings the rest."""
 
 import logging
 import threading
@@ -33,7 +29,7 @@ RETRY_SECONDS = 30.0  # between two tries of it
 
 @dataclass(frozen=True)
 class Pushed:
-    """What became of the push of a run: `why` says what failed, or is empty."""
+    """Result of the push of a run; `why` is the error, or empty."""
 
     run: str
     run_id: str | None = None
@@ -48,12 +44,12 @@ def push(
 ) -> list[Pushed]:
     """Push these runs, or all that changed since their last push, oldest first.
 
-    One that fails ends nothing but itself. MLflow is opened again after it, where a database that
-    was damaged is renamed aside, and made anew.
+    A failure does not stop the others. After it MLflow is opened again.
     """
     if not runs.names(home):
         return []  # and no database is made
-    mirror, done = mirror or Mirror(home), list[Pushed]()
+    mirror = mirror or Mirror(home)
+    done = list[Pushed]()
     try:
         names = waiting(mirror) if names is None else names
     except Exception as error:  # MLflow may raise anything
@@ -61,8 +57,8 @@ def push(
     for name in names:
         on_run(name)
         try:
-            # One at a time in a home, also of the threads of a process: SQLite has one writer (mlflow #20014), and two
-            # that see that a run is missing would both create it.
+            # One at a time in a home, also among threads: SQLite has one writer (mlflow #20014),
+            # and two that see that a run is missing would both create it.
             with exclusive(home / "mlflow" / "push.lock"):
                 bound = push_run(mirror, name)
             done.append(Pushed(name, bound.run_id if bound else None))
@@ -72,7 +68,6 @@ def push(
 
 
 def _why(mirror: Mirror, error: Exception) -> str:
-    """What failed, on one line."""
     log.debug("from MLflow", exc_info=error)
     mirror.forget()
     return cannot_be_asked(mirror.uri, error)
@@ -81,7 +76,7 @@ def _why(mirror: Mirror, error: Exception) -> str:
 def waiting(mirror: Mirror) -> list[str]:
     """The sweeps and runs that MLflow lacks as they are now, oldest first.
 
-    But for those in progress, and those that an earlier command pushed to another MLflow.
+    Without those in progress, and those that were pushed to another MLflow.
     """
     home = mirror.home
     experiments = [one.experiment_id for one in mirror.client.search_experiments()]
@@ -94,7 +89,8 @@ def waiting(mirror: Mirror) -> list[str]:
         record = None if pushed.get(name) == state else runs.read(home, name)
         if record is None or record["outcome"] == "running" or not is_tracked(record):
             continue
-        theirs, noted = pushed.get(id_of(record), name), record.get("tracking") or {}
+        theirs = pushed.get(id_of(record), name)
+        noted = record.get("tracking") or {}
         is_elsewhere = noted.get("run_id") and not (noted.get("url") or "").startswith(server)
         # a later run may go on with it
         is_later = runs.time_in_name(theirs.split(" ")[0]) > runs.time_in_name(name)
@@ -104,7 +100,7 @@ def waiting(mirror: Mirror) -> list[str]:
 
 
 def state_of(home: Path, name: str) -> str:
-    """The name of a run or sweep, with what differs once the home has noted anything more of it."""
+    """The name of a run or sweep, with a number that changes with its record."""
     if (kept := sweep_file(home, name)).exists():
         return f"{name} {kept.stat().st_mtime_ns}"
     record = home / "runs" / f"{name}.json"  # its events only grow
@@ -113,11 +109,9 @@ def state_of(home: Path, name: str) -> str:
 
 
 def push_run(mirror: Mirror, name: str) -> Bound | None:
-    """Push one run of the home with its stages, registered versions and aliases, or a sweep.
-
-    Raises MLflow's errors.
-    """
-    home, state = mirror.home, state_of(mirror.home, name)
+    """Push a sweep, or a run with its stages, versions and aliases. Raises MLflow's errors."""
+    home = mirror.home
+    state = state_of(mirror.home, name)
     record = runs.read(home, name)
     content = RunContent(home, record, mirror.is_local) if record else None
     run = content.tracked() if content else tracked_sweep(home, name)
@@ -134,29 +128,28 @@ def push_run(mirror: Mirror, name: str) -> Bound | None:
 
 
 class Pusher:
-    """Pushes a run, or a sweep, every few seconds from a thread of its own, and once at the end.
+    """Pushes a run, or a sweep, every few seconds from its own thread, and once at the end.
 
-    After its first push also what earlier runs left. `note(tracking=...)` is told where MLflow has it.
+    After its first push also earlier runs. Calls `note(tracking=...)` with the place in MLflow.
     """
 
     def __init__(
         self, home: Path, run: str, note: Callable[..., object] = lambda **values: None
     ) -> None:
-        self.home, self.run, self.note = home, run, note
+        self.home = home
+        self.run = run
+        self.note = note
         self.error = ""
-        self._mirror, self._stop = Mirror(home), threading.Event()
+        self._mirror = Mirror(home)
+        self._stop = threading.Event()
         self._is_noted = self._has_warned = False
         self._thread = threading.Thread(target=self._loop, name="tracking", daemon=True)
 
     def start(self) -> None:
-        """Begin to push."""
         self._thread.start()
 
     def finish(self) -> bool:
-        """Push for the last time, while MLflow answers. Returns whether it has everything.
-
-        Each request to a silent server ends by itself (MLFLOW_HTTP_REQUEST_TIMEOUT).
-        """
+        """Push for the last time, while MLflow answers. Returns whether it has everything."""
         asked = time.monotonic()
         self._stop.set()
         while self._thread.is_alive():
@@ -166,11 +159,9 @@ class Pusher:
         return not self.error
 
     def page(self, stage: str | None = None) -> str | None:
-        """URL of the run in MLflow, or of a stage's, after a push; None if no server displays it."""
-        uri, server = (
-            without_user(self._mirror.uri),
-            server_records.live_server(self.home, "mlflow"),
-        )
+        """URL of the run, or of a stage, in MLflow after a push; None if no server displays it."""
+        uri = without_user(self._mirror.uri)
+        server = server_records.live_server(self.home, "mlflow")
         address = uri.rstrip("/") if uri.startswith("http") else server and server.url
         if address is None:
             return None
@@ -189,12 +180,13 @@ class Pusher:
             self._stop.wait(RETRY_SECONDS if self.error else INTERVAL_SECONDS)
 
     def push(self) -> None:
-        """Push what the run has noted since the last time."""
+        """Push what the run has recorded since the last time."""
         self.error = "".join(one.why for one in push(self.home, [self.run], mirror=self._mirror))
         if self.error and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%s; the run goes on, and `ttrain track push` or the next run brings MLflow up to date",
+                "%s; the run goes on, and `ttrain track push` or the next run brings MLflow "
+                "up to date",
                 self.error,
             )
         record = runs.read(self.home, self.run) or {"run": self.run}
@@ -209,16 +201,16 @@ class Pusher:
 
 
 def track(execution: PipelineRun) -> None:
-    """Push a run that begins, until its end, if its settings say so."""
     if not execution.settings.tracking.enabled or execution.settings.runtime.node_rank:
         return
     pusher = Pusher(execution.store.root, execution.record.run, execution.record.note)
-    execution.end_tracking, execution.page = pusher.finish, pusher.page
+    execution.end_tracking = pusher.finish
+    execution.page = pusher.page
     pusher.start()
 
 
 def push_noted(home: Path, run: str) -> None:
-    """Push a run that something was noted about after its end, such as a decision, with aliases."""
+    """Push a run that was changed after its end, such as by a decision."""
     for pushed in push(home, [run]) if is_tracked(runs.read(home, run)) else ():
         if pushed.why:
             log.warning("%s; `ttrain track push` brings MLflow up to date", pushed.why)

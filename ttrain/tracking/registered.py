@@ -1,9 +1,8 @@
 """MLflow's registered models as a view of the home's registry; a champion chosen there comes back.
 
-A version here and one in MLflow are the same if they have the same identity, the digest of the keys
-and contents of their models. Their numbers are equal where nobody registered or deleted others
-there. A tag of the registered model has the champion that was pushed last, by which one that
-somebody moved on MLflow's page is seen.
+Versions here and in MLflow are the same if they have the same identity, a digest of the keys and
+contents of their models. A tag of the registered model has the champion that was pushed last, which
+shows whether somebody moved the alias on MLflow's page.
 """
 
 import logging
@@ -23,13 +22,14 @@ from ttrain.tracking.tracked_runs import RunContent, id_of
 
 log = logging.getLogger("ttrain")
 
-PUSHED_CHAMPION = "ttrain.champion"  # tag of a registered model: its champion's version at the last push, of each home
+# Tag of a registered model: its champion's version at the last push, of each home
+PUSHED_CHAMPION = "ttrain.champion"
 CHARACTERS = 4900  # of the description of a version, by MLflow's limit
 MOST_VERSIONS = 10_000  # that MLflow gives in one answer
 ABOUT = (  # the description of every registered model
-    "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was promoted, "
-    "`challenger` the newest other one. `ttrain models list` shows them, `ttrain models promote` "
-    "moves the alias, with `--previous` back."
+    "Of the pipeline `{name}`, a version for each that a run made. `champion` is what was "
+    "promoted, `challenger` the newest other one. `ttrain models list` shows them, "
+    "`ttrain models promote` moves the alias, with `--previous` back."
 )
 
 
@@ -63,18 +63,14 @@ def _place(
     bound: Bound,
     numbers: Mapping[str, str],
 ) -> tuple[str, str]:
-    """(location of the files of a new version, the run in MLflow that has them).
-
-    A set opens as the last of its models, and is referenced, not copied. The files of a model are
-    with the run of its stage, or else go to the pipeline's.
-    """
     if isinstance(version, ModelSet):
         last = version.last
         of_last = (
             f"models:/{last.name}/{numbers[last.name]}" if last and last.name in numbers else ""
         )
         return of_last or bound.artifact_uri, bound.run_id
-    stage, holder = version.stage, bound
+    stage = version.stage
+    holder = bound
     if stage in content.made and (of_stage := mirror.bound.get(id_of(content.record, stage))):
         holder = of_stage
     else:
@@ -99,9 +95,9 @@ def _create(
 
 
 def _description(content: RunContent, version: Version | ModelSet) -> str:
-    """The metric of its last model that is judged, and the run's note; then what it is."""
     members = version.members if isinstance(version, ModelSet) else {version.stage: version}
-    metric, metrics = "", content.record["metrics"]
+    metric = ""
+    metrics = content.record["metrics"]
     for stage, judged in PRIMARY_METRICS.items():
         if stage in members and judged.of_run in metrics:
             metric = f"{judged.label} **{metrics[judged.of_run]:.3f}**"
@@ -112,7 +108,8 @@ def _description(content: RunContent, version: Version | ModelSet) -> str:
     parts = [
         ". ".join(filter(None, (metric, note))),
         "\n".join((f"Of the run `{version.run}`:", *models)),
-        f"What it was made of: `ttrain lineage {version}`; the same again: `ttrain reproduce {version}`.",
+        f"What it was made of: `ttrain lineage {version}`; "
+        f"the same again: `ttrain reproduce {version}`.",
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -125,7 +122,8 @@ def push_aliases(mirror: Mirror, name: str) -> None:
         for version in of_set:
             wanted[version.name] |= dict.fromkeys(model_set.aliases, identity_of(version))
     for model, identities in wanted.items():
-        theirs, versions = _aliases(mirror, model), _versions(mirror, model)
+        theirs = _aliases(mirror, model)
+        versions = _versions(mirror, model)
         ours = {
             alias: str(versions[one].version)
             for alias, one in identities.items()
@@ -140,16 +138,18 @@ def push_aliases(mirror: Mirror, name: str) -> None:
 
 
 def _pushed_tag(mirror: Mirror) -> str:
-    """Of this home: several may share an MLflow, and a champion that another one promoted is taken over."""
+    # Of this home: several may share an MLflow, and another one's champion is taken over
     return f"{PUSHED_CHAMPION}.{digest_of(str(mirror.home))[:8]}"
 
 
 def take_over_champions(home: Path) -> Registry:
-    """Make the sets champion here whose alias somebody moved on MLflow's page.
+    """Make the sets champion whose alias somebody moved on MLflow's page.
 
-    Returns the registry, as it is then. If MLflow does not answer, the home's own champions stay.
+    Returns the registry after that. If MLflow does not answer, the home's champions stay.
     """
-    uri, registry, seen = tracking_uri(home), Registry(home), seen_file(home)
+    uri = tracking_uri(home)
+    registry = Registry(home)
+    seen = seen_file(home)
     names = registry.read()["sets"]
     changed, known = (
         path.stat().st_mtime_ns if path.exists() else 0 for path in (database_of(home), seen)
@@ -169,18 +169,16 @@ def take_over_champions(home: Path) -> Registry:
 
 
 def take_over_champion(mirror: Mirror, name: str) -> None:
-    """Take over the champion that MLflow has of a pipeline, if it is another than was pushed last.
+    """Take over MLflow's champion of a pipeline, if it is not the one pushed last.
 
-    An alias that was removed there does not count.
+    A removed alias does not count.
     """
     for model in mirror.client.search_registered_models(f"name = '{name}'"):
         number = model.aliases.get(CHAMPION)
         if number is None or str(number) == model.tags.get(_pushed_tag(mirror)):
             continue
-        identity, registry = (
-            mirror.client.get_model_version(name, number).tags.get(ID),
-            Registry(mirror.home),
-        )
+        identity = mirror.client.get_model_version(name, number).tags.get(ID)
+        registry = Registry(mirror.home)
         for one in registry.sets(name):
             if identity_of(one) == identity:
                 log.warning(
@@ -191,7 +189,6 @@ def take_over_champion(mirror: Mirror, name: str) -> None:
 
 
 def _versions(mirror: Mirror, name: str) -> dict[str, Any]:
-    """The versions of a registered model by identity, the first one of each."""
     versions = mirror.client.search_model_versions(f"name = '{name}'", max_results=MOST_VERSIONS)
     ordered = sorted(versions, key=lambda version: int(version.version), reverse=True)
     return {version.tags[ID]: version for version in ordered if ID in version.tags}
@@ -203,5 +200,5 @@ def _aliases(mirror: Mirror, name: str) -> dict[str, str]:
 
 
 def seen_file(home: Path) -> Path:
-    """The file whose time is that at which the home knew all that its own database has."""
+    """The file whose mtime is that of the last comparison with the home's own database."""
     return home / "mlflow" / "seen"

@@ -1,4 +1,4 @@
-"""Summary of a pipeline's tracked run: curves by tokens, changed settings, a description, its page."""
+"""Summary of a tracked run: curves by tokens, changed settings, a description, its page."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,9 @@ from ttrain.store.runs import RecordedRun
 
 log = logging.getLogger("ttrain")
 
-# MLflow takes what stands before the slash as a section of the run's page, which it sorts by character code: with a capital
-# it comes before `eval`. The rest is the title of the chart; where runs are compared, the whole is, of which 27 letters fit.
+# Before the slash is a section of the run's page, which MLflow sorts by character code: with a
+# capital it comes before `eval`. The rest is the title of the chart; where runs are compared, the
+# title is the complete name, of which 27 letters fit.
 SECTION = "Curves"
 
 QUICK = "validation_loss_quick"
@@ -32,8 +33,8 @@ EARLIER_RUNS = 20  # of which the most common settings are usual
 def curves(stage: str, rows: Iterable[JsonObject]) -> Iterator[JsonDict]:
     """Rows for the pipeline's run from those of a stage's `metrics.jsonl`: losses by tokens.
 
-    So runs with different step sizes align on the step axis of MLflow's charts. Quick validations,
-    of a few rows, are the curve where there are any; the last of them is of all rows.
+    So runs with different step sizes align in MLflow's charts. Quick validations, of a few rows,
+    are the curve if there are any; the last of them is of all rows.
     """
     rows = [row for row in rows if row.get("tokens") is not None]
     validation = QUICK if any(QUICK in row["metrics"] for row in rows) else "validation_loss"
@@ -58,8 +59,8 @@ def description(
 ) -> str:
     """Describe a run and its results in markdown.
 
-    It begins with the note, what is unusual, and the metric: a table of runs shows no more.
-    `run` is its record, `measured` the table of its evaluation.
+    The note, the unusual settings and the metric come first: a table of runs shows no more.
+    `measured`: the table of its evaluation.
     """
     bits = metrics.get(BITS_PER_BYTE.of_run)
     stages = [tuple(map(_cell, summary.status_row(stage)[:4])) for stage in run["stages"]]
@@ -69,8 +70,9 @@ def description(
         f"**{run['outcome']}**: {_cell(run['error'])}" if run.get("error") else "",
         summary.markdown(measured, ("evaluation", "", "")) if measured else "",
         summary.markdown(stages, ("stage", "outcome", "time", "figures")),
-        f"`settings.yaml` among the artifacts has all settings; the same again: `ttrain pipeline run "
-        f"{run['pipeline']} -c settings.yaml`. In the terminal: `ttrain report {run['run']}`.",
+        "`settings.yaml` among the artifacts has all settings; the same again: "
+        f"`ttrain pipeline run {run['pipeline']} -c settings.yaml`. "
+        f"In the terminal: `ttrain report {run['run']}`.",
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -78,10 +80,10 @@ def description(
 def difference(home: Path, run: RecordedRun) -> str:
     """How the settings of a run differ from the usual ones of its `name`.
 
-    The usual value of a setting is the most common one of the earlier runs, the oldest of them
-    if several are: what one experiment changed is not usual for the next one.
+    Usual is the most common value in the earlier runs, the oldest if several are.
     """
-    name, time = run["settings"].get("name"), runs.time_in_name(run["run"])
+    name = run["settings"].get("name")
+    time = runs.time_in_name(run["run"])
     older = (
         dict(flatten(record["settings"]))
         for record in runs.newest_first(home)
@@ -104,17 +106,16 @@ def difference(home: Path, run: RecordedRun) -> str:
 
 
 def note(text: str) -> str:
-    """A user's note in markdown, as lines of text."""
+    """A user's note in markdown, line by line."""
     return "  \n".join(text.replace("<", "&lt;").split("\n"))
 
 
 def _cell(text: str) -> str:
-    """Escape a text as one line of markdown."""
     return " ".join(text.split()).replace("<", "&lt;")[:300]
 
 
 def page_of(home: Path, name: str) -> str:
-    """The page of a run as a text; "" if it cannot be made, which ends nothing."""
+    """The page of a run; "" with a warning if it cannot be made."""
     from ttrain.reports.report import report_of
     from ttrain.store.run_views import read_run
 

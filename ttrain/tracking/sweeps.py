@@ -1,7 +1,4 @@
-"""A sweep as a tracker shows it: a run with a run below it for each setting, and below these the trials.
-
-Everything is read from the sweep's record in the home.
-"""
+"""A sweep as MLflow shows it: a run, below it a run for each setting, below these the trials."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -19,19 +16,18 @@ COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
 
 
 def tracked_names(home: Path) -> list[str]:
-    """The sweeps that trackers show, oldest first."""
+    """The sweeps that are tracked, oldest first."""
     return sorted(record.name for record in list_experiments(home) if record["experiment"])
 
 
 def tracked_sweep(home: Path, name: str) -> TrackedRun:
-    """A sweep with its settings; killed if the process that worked on it is gone."""
+    """A sweep with its settings; killed if its process is gone."""
     file = sweep_file(home, name)
     record = Experiment(file.parent, read_object(file))
-    status, settings = status_of(record.outcome), record["settings"]
-    metric, started = (
-        record["measure"]["metric"],
-        datetime.fromisoformat(record["started"]).timestamp(),
-    )
+    status = status_of(record.outcome)
+    settings = record["settings"]
+    metric = record["measure"]["metric"]
+    started = datetime.fromisoformat(record["started"]).timestamp()
     whole = TrackedRun(name, name, record["experiment"], started, status)
     rows = [
         (one["setting"], len(one["seeds"]), one["mean"], one["difference"], one["verdict"])
@@ -60,7 +56,6 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
 
 
 def _metrics(setting: JsonObject, metric: str) -> JsonDict:
-    """The metrics of a setting, by which MLflow's table compares settings."""
     values = {
         metric: setting["mean"],
         "sweep/seeds": len(setting["seeds"]),

@@ -1,7 +1,6 @@
-"""What a tracker shows of a run of the home: its record, artifacts, curves, decision, and stages.
+"""What MLflow shows of a run of the home: its record, artifacts, curves, decision, and stages.
 
-Everything is read from the home, so that a run can be pushed while it goes on, after it, and again
-to an empty MLflow.
+Everything is read from the home, so a run can be pushed at any time, also to an empty MLflow.
 """
 
 import json
@@ -56,12 +55,12 @@ LOGGED_TABLES = "mlflow.loggedArtifacts"  # tag by which MLflow's pages show a J
 
 
 def status_of(outcome: str) -> str:
-    """MLflow's status of a run or a stage that ended with this outcome, or runs."""
+    """MLflow's status of a run or stage with this outcome."""
     return STATUS.get(outcome, KILLED)
 
 
 def id_of(record: JsonObject, stage: str | None = None) -> str:
-    """The id in trackers of a run, or of the interrupted one that it goes on with; or of a stage."""
+    """MLflow's id of a stage, or of a run, or of the interrupted run that it continues."""
     if stage is None:
         return str(record.get("continues") or record["run"])
     entry = next(entry for entry in record["stages"] if entry["name"] == stage)
@@ -69,20 +68,18 @@ def id_of(record: JsonObject, stage: str | None = None) -> str:
 
 
 def is_tracked(record: JsonObject | None) -> bool:
-    """Whether trackers show a run: not one that found everything cached, or that must not be."""
+    """Whether a run is tracked: not if everything was cached, or tracking is disabled."""
     tracking = (record or {}).get("settings", {}).get("tracking", {})
     return bool(record and record["outcome"] != "cached" and tracking.get("enabled", True))
 
 
 def setting_id(sweep: str, change: int) -> str:
-    """The id in trackers of a setting of a sweep, by the number of its change."""
+    """MLflow's id of a setting of a sweep, by the number of its change."""
     return f"{sweep}/{change}"
 
 
 @dataclass
 class RunContent:
-    """A run of the home as a tracker shows it."""
-
     home: Path
     record: JsonDict
     is_local: bool = (
@@ -91,12 +88,11 @@ class RunContent:
 
     @cached_property
     def store(self) -> ArtifactStore:
-        """The artifacts of the home."""
         return ArtifactStore(self.home)
 
     @cached_property
     def artifacts(self) -> dict[str, Artifact]:
-        """The artifacts of the run's finished stages: not one that a later run finished."""
+        """The artifacts of the run's finished stages, without those that a later run finished."""
         found = {}
         for entry in self.record["stages"]:
             artifact = self.store.find(entry["name"], entry["key"]) if entry.get("key") else None
@@ -108,7 +104,6 @@ class RunContent:
 
     @cached_property
     def made(self) -> dict[str, Artifact]:
-        """Those that this run made itself."""
         cached = {entry["name"] for entry in self.record["stages"] if entry["outcome"] == "cached"}
         return {name: one for name, one in self.artifacts.items() if name not in cached}
 
@@ -130,7 +125,8 @@ class RunContent:
 
     def tracked(self) -> TrackedRun:
         """The run, with the stages that it began itself."""
-        record, settings = self.record, dict(flatten(self.record["settings"]))
+        record = self.record
+        settings = dict(flatten(self.record["settings"]))
         sweep = record.get("sweep")
         decided = decision_metrics(record["decision"]) if record.get("decision") else {}
         run = TrackedRun(
@@ -158,7 +154,7 @@ class RunContent:
         return run
 
     def model_files(self, stage: str) -> Files:
-        """The files of an artifact, and what lets MLflow open it."""
+        """The files of an artifact, and those by which MLflow opens it."""
         artifact = self.artifacts[stage]
         paths = (path for path in sorted(artifact.path.rglob("*")) if path.is_file())
         files: Files = {
@@ -173,7 +169,8 @@ class RunContent:
         return files | {f"{stage}/{directory}/{name}": source for name, source in more.items()}
 
     def _tags(self, settings: JsonObject) -> dict[str, str]:
-        record, sweep = self.record, self.record.get("sweep") or {}
+        record = self.record
+        sweep = self.record.get("sweep") or {}
         flow_run = record.get("prefect") or {}
         tags = {
             **{f"rule.{name}": value for name, value in facts.set_by_rule(settings).items()},
@@ -196,8 +193,8 @@ class RunContent:
         return {name: str(value) for name, value in tags.items() if value is not None}
 
     def _add_end(self, run: TrackedRun) -> None:
-        """Add what is known only at the end: description, evaluation, curves by tokens, page, log."""
-        record, rows = self.record, self.record.get("evaluation") or []
+        record = self.record
+        rows = self.record.get("evaluation") or []
         settings = _without_masks(masked(record["settings"]))
         run.files["settings.yaml"] = yaml.safe_dump(settings, sort_keys=False)
         if page := run_summary.page_of(self.home, record["run"]):
@@ -225,8 +222,9 @@ class RunContent:
             run.files[log_file.name] = log_file
 
     def _stage(self, entry: JsonObject) -> TrackedRun:
-        """One stage that the run began."""
-        record, name, artifact = self.record, entry["name"], self.made.get(entry["name"])
+        record = self.record
+        name = entry["name"]
+        artifact = self.made.get(entry["name"])
         work = self.store.work(name, entry.get("key") or "")
         output = artifact.path if artifact else work / "output"
         manifest: JsonObject = artifact.manifest if artifact else {}
@@ -276,7 +274,6 @@ class RunContent:
 
 
 def _without_masks(settings: JsonObject) -> JsonDict:
-    """Settings without those that are secret, so that none becomes its mask."""
     shown = {name: value for name, value in settings.items() if value != HIDDEN}
     return {
         name: _without_masks(value) if isinstance(value, dict) else value
@@ -285,8 +282,8 @@ def _without_masks(settings: JsonObject) -> JsonDict:
 
 
 def _result_params(artifact: Artifact) -> dict[str, object]:
-    """What each optimizer group holds, and the numbers of a result, as parameters:
-    {"result.rows.fill": 0.98}. As metrics each would be a chart of one point before the curves."""
+    # As parameters, such as {"result.rows.fill": 0.98}: as a metric, each number of a result would
+    # be a chart of one point before the curves
     groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {
         f"optim.groups.{number}.{name}": value
@@ -306,7 +303,8 @@ def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> Files:
     An adapter gets the files of its base; without them MLflow cannot open it, and gets nothing.
     """
     place = whole = artifact.path / directory
-    is_adapter, files = directory == ADAPTER, Files()
+    is_adapter = directory == ADAPTER
+    files = Files()
     if is_adapter:
         below = artifact.manifest["inputs"].get("base", {})
         whole = store.path(below.get("stage", ""), below.get("key", "")) / MODEL

@@ -1,9 +1,7 @@
-"""How MLflow's pages show the runs: a saved view of its table for each `name`, and addresses.
+"""Saved views of MLflow's table of runs, one for each `name`, and addresses of its pages.
 
-MLflow's table shows no metric until somebody chooses some of hundreds. So the experiment carries
-views as MLflow saves those of its users: a tag `mlflow.sharedViewState.<id>` with a title and the
-page's state as JSON (`selectedColumns` and so on in its browser code, 3.17). The page lists them
-under "Views", and each has an address.
+MLflow's table shows no metric until somebody chooses some of hundreds. A view is a tag of the
+experiment, `mlflow.sharedViewState.<id>`, with the page's state as JSON (MLflow 3.17).
 """
 
 import json
@@ -31,12 +29,12 @@ SHOWN_SETTING = re.compile(r"[^\[{(/\\]{0,24}")  # what fits into a column
 
 
 def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[str, str]:
-    """Addresses of MLflow's pages, to append to that of a server: the `table` of the runs of a name,
-    their `curves`, and the `url` of these runs, or stages of runs, compared if several.
+    """Relative addresses of MLflow's pages: `table` and `curves` of a name, `url` of these runs.
 
-    Raises UsageError for one that MLflow lacks.
+    Several runs, or stages of runs, are compared. Raises UsageError for one that MLflow lacks.
     """
-    mirror, found = Mirror(home), list[Bound]()
+    mirror = Mirror(home)
+    found = list[Bound]()
     records = [runs.read(home, name) or {} for name, _ in chosen]
     shown = next(filter(is_tracked, [*records, *runs.newest_first(home)]), None)
     if shown is None:
@@ -128,14 +126,13 @@ def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
 def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     """The settings that differ between runs, those that shape the models first.
 
-    A run has its default settings as no parameters, so a missing value is a value. Paths, lists
-    and long texts are left to the description.
+    A default setting is a missing parameter. Paths, lists and long texts are left to the
+    description.
     """
     names = sorted({name for run in runs for name in run}, key=by_weight)
-    values = {name: {run.get(name, "") for run in runs} for name in names}
-    varied = (
-        name
-        for name in names
-        if len(values[name]) > 1 and all(map(SHOWN_SETTING.fullmatch, values[name]))
-    )
-    return list(islice(varied, MOST_SETTINGS))
+
+    def is_shown(name: str) -> bool:
+        values = {run.get(name, "") for run in runs}
+        return len(values) > 1 and all(map(SHOWN_SETTING.fullmatch, values))
+
+    return list(islice(filter(is_shown, names), MOST_SETTINGS))
