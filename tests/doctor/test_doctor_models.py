@@ -21,12 +21,13 @@ from ttrain.config import Lora, Optim
 from ttrain.config.model import MultiToken
 from ttrain.data.order import ShuffledOrder
 from ttrain.doctor import model
-from ttrain.doctor.parts import Learner, select_rows, trainer_of, unevenly_masked
+from ttrain.doctor.parts import Learner, trainer_of
 from ttrain.model import adapters, factory, multi_token
 from ttrain.store.model_files import ADAPTER
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks
+from ttrain.train.memory_rows import select_rows, unevenly_masked
 from ttrain.train.training_options import Cadence
 
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}

@@ -9,6 +9,7 @@ from ttrain.config.loading import load
 from ttrain.data.packing import IGNORE
 from ttrain.doctor import timing
 from ttrain.train import timing as steps
+from ttrain.train.memory_rows import made_up_rows
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "lora"])
@@ -24,7 +25,7 @@ def test_a_training_is_measured_where_nothing_is_there_yet(
 
 
 def test_of_made_up_chats_the_second_half_of_each_record_counts() -> None:
-    batch = steps.MadeUpRows(8, 100, "chats").batch([5])
+    batch = made_up_rows(3, 8, 100, "chats").batch([2])
     assert np.array_equal(batch.segments_BT[0], [0, 0, 0, 0, 1, 1, 1, 1])
     assert np.array_equal(batch.positions_BT[0], [0, 1, 2, 3, 0, 1, 2, 3])
     counts = batch.labels_BT[0] != IGNORE

@@ -19,6 +19,7 @@ from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
 from ttrain.tasks import PRETRAIN
+from ttrain.train import rates
 from ttrain.train.measured_steps import Measured
 
 RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
@@ -26,8 +27,8 @@ RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds
 
 @pytest.fixture(autouse=True)
 def cpu_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimates, "GPU_FILES", ())
-    monkeypatch.setattr(estimates.sys, "platform", "linux")
+    monkeypatch.setattr(rates, "GPU_FILES", ())
+    monkeypatch.setattr(rates.sys, "platform", "linux")
 
 
 def estimated(house: House, stage: str, *overrides: str) -> StageEstimate:

@@ -21,9 +21,9 @@ from ttrain.config.training import Dpo
 from ttrain.data.pair_rows import PairBatch, PairRows
 from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
 from ttrain.data.shards import Column, ShardSet, offsets_of, write_index, write_shard
-from ttrain.doctor.parts import InMemoryRows
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import NextTokenLoss
+from ttrain.train.memory_rows import InMemoryRows
 from ttrain.train.preference_tuning import PreferenceTuning, score_answers
 from ttrain.train.training_options import Cadence
 

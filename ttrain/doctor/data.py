@@ -79,10 +79,10 @@ def round_trip(data: Data) -> Finding:
     lost = [pair for pair in zip(expected, returned, strict=True) if pair[0] != pair[1]]
     if lost:
         characters = itertools.zip_longest(*lost[0], fillvalue="")
-        first = next(sent or got for sent, got in characters if sent != got)
+        changed = next(sent or got for sent, got in characters if sent != got)
         return Finding(
             False,
-            f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(first):04X}",
+            f"{len(lost)} of {len(texts)} texts come back changed, first U+{ord(changed):04X}",
             "train the tokenizer with ttrain, or take one with all bytes (tokenizer.existing)",
         )
     for name in sorted({*encoder.tokens.values(), "<|im_start|>", "<|endoftext|>", "<s>"}):

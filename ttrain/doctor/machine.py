@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ttrain.core.text import format_size
 from ttrain.data.order import ShuffledOrder
-from ttrain.doctor.parts import Finding, Learner, select_rows, trainer_of
+from ttrain.doctor.parts import Finding, Learner, trainer_of
+from ttrain.train.memory_rows import select_rows
 from ttrain.train.monitor import peak_memory
 from ttrain.train.resource_limits import available_bytes
 

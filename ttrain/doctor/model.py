@@ -20,17 +20,15 @@ from ttrain.doctor.parts import (
     DROPOUT,
     NEVER,
     Finding,
-    InMemoryRows,
     Learner,
     LossRecorder,
-    select_rows,
     silence,
     trainer_of,
-    unevenly_masked,
 )
 from ttrain.train.checkpoint import Checkpoints, read
 from ttrain.train.checkpoint_format import list_checkpoints
 from ttrain.train.distributed import Ranks, full_tensor
+from ttrain.train.memory_rows import InMemoryRows, select_rows, unevenly_masked
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer

@@ -4,32 +4,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from ttrain.config import Runtime, Training
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
-from ttrain.data.packing import IGNORE, Batch, Rows
-from ttrain.data.pair_rows import PairBatch, finished_pairs
+from ttrain.data.packing import Rows
+from ttrain.data.pair_rows import PairBatch
 from ttrain.tasks.common.training import TrainableModel
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
+from ttrain.train.memory_rows import InMemoryRows, select_rows
 from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.preference_tuning import score_answers
 from ttrain.train.task import TrainingTask
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed, TrainerOptions
 
-# Of a row, in the checks that need no more: several blocks of the attention on CPUs, of 32 and 64.
-POSITIONS = 192
 PAIR_ROWS = 8  # that are scored
 NEVER = 1 << 30  # steps between events that must not happen
 DROPOUT = ("p", "attention_dropout")  # probabilities, of modules
@@ -79,31 +77,6 @@ class Learner:
         return task, task.build_model().to(self.precision.device).eval()
 
 
-class InMemoryRows:
-    """A few of the user's rows. `references`: log-probabilities by the numbers of answers."""
-
-    def __init__(self, whole: Batch, references: npt.NDArray[np.float64] | None = None) -> None:
-        self.whole = whole
-        self.references = references
-        self.row_length = whole.input_ids_BT.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.whole.input_ids_BT)
-
-    def batch(self, rows: Collection[int]) -> Batch:
-        """A batch of the rows with these numbers."""
-        names = [array.name for array in fields(self.whole) if array.name.endswith("_BT")]
-        numbers = np.asarray(rows, np.int64)
-        batch = replace(self.whole, **{name: getattr(self.whole, name)[numbers] for name in names})
-        if not isinstance(batch, PairBatch):
-            return batch
-        answer_ids = np.append(batch.answer_ids_A, -1)  # -1: no answer
-        pairs = finished_pairs(replace(batch, answers_BT=answer_ids[batch.answers_BT]))
-        if self.references is None:
-            return pairs
-        return replace(pairs, references_A=self.references[pairs.answer_ids_A])
-
-
 def with_references(learner: Learner) -> Learner:
     """The learner with a few of its pairs, scored by the model before its first step."""
     sample = select_rows(learner.rows, PAIR_ROWS)
@@ -115,36 +88,6 @@ def with_references(learner: Learner) -> Learner:
             batch = cast("PairBatch", sample.batch([number]))
             references[batch.answer_ids_A] = score_answers(scored, batch, device)[0].cpu().numpy()
     return replace(learner, rows=InMemoryRows(sample.whole, references))
-
-
-def select_rows(
-    rows: Rows | InMemoryRows,
-    count: int,
-    positions: int | None = POSITIONS,
-) -> InMemoryRows:
-    """`count` of the rows, evenly spread, cut to `positions` around their first target."""
-    step = max(1, len(rows) // count)
-    batch = rows.batch([number * step % len(rows) for number in range(count)])
-    if not batch.divisible:
-        return InMemoryRows(batch, getattr(rows, "references", None))
-    width = batch.input_ids_BT.shape[1]
-    length = min(positions or width, width)
-    firsts_B = (batch.labels_BT != IGNORE).argmax(axis=1)
-    starts_B = np.clip(firsts_B - length // 2, 0, width - length)
-    places_BT = starts_B[:, None] + np.arange(length)
-    whole = (getattr(batch, array.name) for array in fields(batch))
-    arrays = [np.take_along_axis(array, places_BT, axis=1) for array in whole]
-    return InMemoryRows(Batch(*arrays))
-
-
-def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
-    """The rows with all, 1/2, 1/4, 1/8 of their targets: the mean of means is then not the mean."""
-    if not rows.whole.divisible:
-        return rows  # whose loss counts pairs, of which rows have different numbers
-    labels_BT = rows.whole.labels_BT.copy()
-    for row, labels in enumerate(labels_BT):
-        labels[np.delete(np.flatnonzero(labels != IGNORE), np.s_[:: 1 << row % 4])] = IGNORE
-    return InMemoryRows(replace(rows.whole, labels_BT=labels_BT))
 
 
 def silence(model: nn.Module, *names: str) -> None:

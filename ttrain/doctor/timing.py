@@ -14,7 +14,8 @@ from ttrain.tasks import EXISTING_MODEL, STAGES
 from ttrain.tasks.common import training
 from ttrain.train import precision
 from ttrain.train.measured_steps import Measured
-from ttrain.train.timing import MadeUpRows, measure
+from ttrain.train.memory_rows import made_up_rows
+from ttrain.train.timing import ROWS, measure
 
 
 def measure_stage(
@@ -39,6 +40,6 @@ def measure_stage(
     paths, _ = paths_of(stage, settings, artifacts, directory)
     model = subject(stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths)
     task = training.task_of(config, model.model, settings.runtime)
-    rows = MadeUpRows(config.row_length, len(Encoder(paths["tokenizer"])), kind)
+    rows = made_up_rows(ROWS, config.row_length, len(Encoder(paths["tokenizer"])), kind)
     computed_in = precision.resolve_precision(config.precision, device)
     return measure(task, rows, model, computed_in, settings.runtime)

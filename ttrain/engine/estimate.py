@@ -6,15 +6,12 @@ training, else the quickstart's, scaled by the FLOPs of a token. Unknown times a
 """
 
 import math
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from ttrain.config import PythonDocs, Settings, Training, rules
 from ttrain.config.data import dataset_read
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
-from ttrain.core.files import JsonDict, JsonObject
-from ttrain.core.machine import cpu_flags, usable_cores
+from ttrain.core.files import JsonDict
 from ttrain.core.text import format_duration
 from ttrain.data import locations
 from ttrain.engine.graph import Plan, Planned
@@ -25,20 +22,14 @@ from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import EVALUATE, SHARDS
 from ttrain.train.measured_steps import Measure, remembered
+from ttrain.train.rates import QUICKSTART_FLOPS, flops_per_token, quickstart_rate, speed_up
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
 # Repeated tokens are worth as much as new ones for about four passes, and little after forty
 # (arXiv:2305.16264).
 LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
 
-# The quickstart on two cores, as README says: what its trainings compute in a second with bf16 and
-# without it, and the seconds of its other stages, and the tokens of its data.
-CPU_FLOPS = {True: 1.4e11, False: 0.4e11}
-QUICKSTART_FLOPS = 8e6  # of a token
-# A larger model uses more of a CPU: 0.7, 1.0 and 1.8e11 FLOP/s of a core were measured at 1, 10 and
-# 25 M parameters.
-EFFICIENCY = 0.2  # so FLOP/s grow by this power of a token's FLOPs, at least
-MOST_CORES = 8  # to which the speed of so small models grows
+# The quickstart, as README says: the seconds of stages that do not train, and the tokens of its data.
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
 QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
 QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
@@ -50,8 +41,6 @@ BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
 PLAIN = (".jsonl", ".json", ".txt", ".md")  # of others, packed, the size does not tell the text's
 
 QUICK_SHARE = 0.02  # of a training, which its quick validations take
-
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 @dataclass(frozen=True)
@@ -180,15 +169,14 @@ class _Estimator:
         seconds, flops = EVALUATION_SECONDS, QUICKSTART_FLOPS
         if earlier:
             seconds = float(earlier.manifest["seconds"])
-            flops = _flops_per_token(
+            flops = flops_per_token(
                 earlier.provenance["settings"], self.settings.evaluate.row_length
             )
-        elif not self._is_quickstart("pretrain"):
+        elif self.settings.existing_model or not self._is_quickstart("pretrain"):
             return None
-        if self.settings.existing_model:
-            return seconds if earlier else None
-        passes = max(0.0, seconds - START_SECONDS)
-        return START_SECONDS + passes / self._speed_up(flops, self.settings.evaluate.row_length)
+        row_length = self.settings.evaluate.row_length
+        faster = speed_up(self.settings, flops, row_length)
+        return START_SECONDS + max(0.0, seconds - START_SECONDS) / faster
 
     def _training(self, planned: Planned) -> StageEstimate:
         section: Training = getattr(self.settings, planned.name)
@@ -209,8 +197,7 @@ class _Estimator:
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
         """Of a training on so many tokens, by what was measured for it, or by the rate of another one."""
-        home, settings = self.store.root, self.settings
-        if measured := remembered(home, stage, section, settings, self.measure):
+        if measured := remembered(self.store.root, stage, section, self.settings, self.measure):
             self.rate = "what was measured here"
             steps = (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens
             return START_SECONDS + steps + measured.row * section.validation_rows
@@ -226,26 +213,9 @@ class _Estimator:
             if artifact and rate:
                 self.rate = f"the rate of the run {artifact.provenance['run']}"
                 settings = artifact.provenance["settings"]
-                before = _flops_per_token(settings, settings[name]["row_length"])
-                return rate * self._speed_up(before, row_length) if is_new else rate
-        return self._quickstart_rate(row_length)
-
-    def _speed_up(self, flops_before: float, row_length: int) -> float:
-        settings = self.settings.model_dump(mode="json", include={"model", "tokenizer"})
-        return math.pow(flops_before / _flops_per_token(settings, row_length), 1 - EFFICIENCY)
-
-    def _quickstart_rate(self, row_length: int) -> float | None:
-        # None for an existing model, and where a GPU may be used.
-        runtime = self.settings.runtime
-        may_use_gpu = sys.platform == "darwin" or any(Path(file).exists() for file in GPU_FILES)
-        is_cpu = runtime.device == "cpu" or (runtime.device == "auto" and not may_use_gpu)
-        if not is_cpu or self.settings.existing_model:
-            return None
-        has_bf16 = not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
-        tokens_per_second = (
-            CPU_FLOPS[has_bf16] / QUICKSTART_FLOPS * min(usable_cores(), MOST_CORES) / 2
-        )
-        return tokens_per_second * self._speed_up(QUICKSTART_FLOPS, row_length)
+                before = flops_per_token(settings, settings[name]["row_length"])
+                return rate * speed_up(self.settings, before, row_length) if is_new else rate
+        return quickstart_rate(self.settings, row_length)
 
     def _made_here(self, stage: str) -> Artifact | None:
         runtime = self.settings.runtime
@@ -288,10 +258,3 @@ class _Estimator:
         if any(file.weight is not None or not file.location.endswith(PLAIN) for file in files):
             return None
         return sum(locations.local_path(file.location).stat().st_size for file in files)
-
-
-def _flops_per_token(settings: JsonObject, row_length: int) -> float:
-    # Forward and backward of a dense model (arXiv:2204.02311, appendix B).
-    model, vocabulary = settings["model"], settings["tokenizer"]["vocab_size"]
-    weights = rules.layer_parameters(model) + vocabulary * model["hidden_size"]
-    return float(6.0 * weights + 12.0 * model["layers"] * model["hidden_size"] * row_length)

@@ -192,8 +192,8 @@ class PipelineRun(StopRequest):
         else:
             self.record.log(stage.name, data["line"])
             logged(data["line"])
-            is_warning = data["line"].startswith("guard ")  # of a training's guard, as it happens
-            if is_warning or self.settings.runtime.log_level == "debug":
+            # A training's guard warns while it happens.
+            if data["line"].startswith("guard ") or self.settings.runtime.log_level == "debug":
                 self.display(stage.name, "message", {"text": data["line"]})
 
     def _message(self, stage: Stage, text: str) -> None:

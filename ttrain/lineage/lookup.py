@@ -91,8 +91,8 @@ def find(
         return _registered(home, model)
     if directory:
         places = (directory.resolve(), *directory.resolve().parents)
-        if artifact := next(filter(None, map(store.at, places)), None):
-            identity = (artifact.stage, artifact.key)
+        if owner := next(filter(None, map(store.at, places)), None):
+            identity = (owner.stage, owner.key)
             return Named("key", "/".join(identity), (identity,), directory=directory)
         return Named("directory", str(directory), directory=directory)
     if key := _of_key(store, text):

@@ -2,25 +2,22 @@
 
 import statistics
 import time
-from collections.abc import Collection
-
-import numpy as np
 
 from ttrain.config import Runtime
 from ttrain.data.loader import Loader
 from ttrain.data.order import ShuffledOrder
-from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.train.callbacks import Callback, StepRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.measured_steps import Measured
+from ttrain.train.memory_rows import InMemoryRows
 from ttrain.train.precision import Precision
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed, TrainerOptions, Weights
 
 SECONDS = 2.5  # of measured steps: with all else three stages take less than 20 s
 MOST_MICRO_BATCHES = 8  # of a measured step; a larger one takes as many times as long
-ROWS = 64
+ROWS = 64  # made up
 NEVER = 1 << 30  # steps between events that must not happen
 
 
@@ -38,32 +35,9 @@ class StepTimes(Callback):
         return len(self.seconds) > 2 and sum(self.seconds) > SECONDS
 
 
-class MadeUpRows:
-    """Rows of two records each. Of `chats` the second half of each record counts: the answers."""
-
-    def __init__(self, row_length: int, vocabulary: int, kind: str) -> None:
-        self.ids = np.random.default_rng(1).integers(10, vocabulary, (ROWS, row_length + 1))
-        half = -(-row_length // 2)
-        self.segments, self.positions = np.divmod(np.arange(row_length), half)
-        self.counts = self.positions >= (half // 2 if kind == "chats" else 0)
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def batch(self, rows: Collection[int]) -> Batch:
-        """The rows of these numbers."""
-        ids_BT = self.ids[np.asarray(rows)]
-        labels_BT = np.where(self.counts, ids_BT[:, 1:], IGNORE)
-
-        def repeated(row: Array) -> Array:
-            return np.tile(row, (len(ids_BT), 1))
-
-        return Batch(ids_BT[:, :-1], labels_BT, repeated(self.positions), repeated(self.segments))
-
-
 def measure(
     task: LanguageModeling,
-    rows: MadeUpRows,
+    rows: InMemoryRows,
     weights: Weights,
     precision: Precision,
     runtime: Runtime,
