@@ -34,7 +34,8 @@ from ttrain.store.replicates import values_by_seed
 
 METRIC, LEVEL = "eval/bits_per_byte", 0.05
 SETTINGS = (
-    "data.pretrain=python-docs",  # and no chats, which would be trained on too
+    "data.sft=[]",  # the base model is judged
+    "data.lora=[]",
     "pretrain.tokens=200000",
     "tracking.enabled=false",
     "runtime.threads=1",  # of each of two processes

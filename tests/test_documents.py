@@ -38,7 +38,7 @@ from ttrain.experiments.changes import read_changes
 
 PROGRAMS = """
 # ttrain make python python3 uv git pip llama-cli printf mlflow export createdb prefect srun if exit
-source mkdir
+source mkdir sbatch kubectl
 """
 FILES = ("my.yaml", "mine.yaml", "suite.yaml", "model_config.json")  # of the reader, on the pages
 IDS = {"ids": lambda value: value.name if isinstance(value, Snippet) else ""}

@@ -189,8 +189,8 @@ def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weigh
         stages.append(Planned(graph[name].stage, state, (), artifact=made.get(name)))
     plan = Plan("full", settings, home.store, graph, stages)
     assert not missing_data("pretrain", plan)
-    assert paths_of("pretrain", plan, tmp_path)[0] == home.paths
-    paths, is_trained = paths_of("sft", plan, tmp_path)
+    assert paths_of("pretrain", settings, plan.paths, tmp_path)[0] == home.paths
+    paths, is_trained = paths_of("sft", settings, plan.paths, tmp_path)
     assert not is_trained
     assert (paths["base"] / "model" / "model.safetensors").exists()
     missing = [planned.stage.name for planned in missing_data("lora", plan)]

@@ -31,6 +31,6 @@ def test_status_shows_percent_rate_and_time_left_until_the_run_ends(
     (record,) = json.loads(status("--json"))
     assert record["stages"][1]["progress"]["seconds_left"] == 30.0
     assert record["outcome"] == "running"
-    monkeypatch.setattr(cli_pipeline.time, "sleep", lambda seconds: run.finish("completed", {}))
+    monkeypatch.setattr(cli_pipeline, "sleep", lambda seconds: run.finish("completed", {}))
     watched = status("--watch")
     assert "33 %" in watched and watched.count("completed") >= 2

@@ -110,6 +110,7 @@ def test_lines_are_where_the_numbers_are_with_a_gap_where_there_is_none(pages_ho
 def test_no_text_is_executed_and_nothing_loaded(
     browser: Browser, pages_home: Path, name: str
 ) -> None:
+    browser.errors.clear()
     browser.open((pages_home / name).as_uri())
     browser.evaluate(OPEN_ALL)
     assert escaped(HOSTILE) in browser.evaluate("document.body.innerText")
