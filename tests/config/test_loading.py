@@ -419,3 +419,8 @@ def test_an_existing_model_needs_no_documents() -> None:
     data, trainings = chosen("data.sft=a.jsonl", "sft.start_from=owner/name")
     assert (data, trainings) == ({"sft": ("a.jsonl",)}, ("sft",))
     assert chosen("data.lora=a.jsonl", "lora.start_from=owner/name")[1] == ("lora",)
+
+
+def test_the_schema_that_config_show_prints_is_json() -> None:
+    shown = CliRunner().invoke(app, ["config", "show", "--schema"]).stdout
+    assert json.loads(shown)["properties"].keys() == Settings.model_fields.keys()

@@ -156,7 +156,7 @@ def config_show(
 
     if schema:
         document = Settings.model_json_schema()
-        return Output(document, [json.dumps(document, indent=2)])
+        return Output(document, json.dumps(document, indent=2).splitlines())
     loaded = settings_options.load()
     usual = dict(flatten(Settings().model_dump(mode="json"))) if changed else {}
     shown = {

@@ -20,7 +20,7 @@ from ttrain.store import name_syntax
 
 SENTENCES = {
     "missing": "missing",
-    "extra_forbidden": "not a setting there; docs/reference.md lists them by kind",
+    "extra_forbidden": "not a setting there; docs/evaluation.md lists them by kind",
     "union_tag_not_found": f"without a kind, which must be one of {', '.join(KINDS)}",
     "union_tag_invalid": "of kind {tag}, but must be of one of {expected_tags}",
     "value_error": "wrong: {error}",

@@ -149,6 +149,8 @@ def save(path: Path, chats: Sequence[Chat]) -> int:
         if any(message.role == "assistant" for message in chat.messages):
             row = {"messages": [message.to_json() for message in chat.messages]}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    if not lines:
+        return 0
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
