@@ -3,12 +3,13 @@
     python bench/referee.py               12 minutes on two cores with bf16
     python bench/referee.py --only time   the plan alone
 
-same: 24 runs of the default model, with 0.2 M tokens, differ in their seed alone. Of 1,000 draws of five of them against
-five others at most 7 % may be called different at the level of 5 %. 1,000 made-up sweeps draw the values of 12 changes
-without effect from them: the winner of the rounds may be called better on its fresh seeds in 5 % of them.
-known: sweeps of one change each: three whose loss docs/recipe.md has are decided rightly within five seeds, two without effect
-are not decided. What a sweep takes beyond its stages is at most 2 s a run.
-time: the seconds that `plan --time` foretells, against those of the run, with 1, 5 and 10 M parameters.
+same: 24 runs of the default model, with 0.2 M tokens, differ in their seed alone. Of 1,000 draws of
+five of them against five others at most 7 % may be called different at the level of 5 %. 1,000
+made-up sweeps draw the values of 12 changes without effect from them: the winner of the rounds may
+be called better on its fresh seeds in 7 % of them.
+known: sweeps of one change each: three whose loss docs/recipe.md has are decided rightly within
+five seeds, two without effect are not decided. A sweep takes at most 2 s a run beyond its stages.
+time: the seconds that `plan --time` foretells, against the run's, with 1, 5 and 10 M parameters.
 kills: the tests of a sweep that is killed ten times, and of two processes that share one.
 """
 

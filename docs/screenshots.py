@@ -1,6 +1,9 @@
-"""Takes the pictures of docs/images: MLflow's pages of two runs, and ttrain's own. Needs Chromium and the test extras.
+"""Take the pictures of docs/images: MLflow's pages of two runs, and ttrain's own.
 
-`python docs/screenshots.py` makes two tiny runs in a temporary home; `--home artifacts` takes the two newest of a home.
+Needs Chromium and the test extras.
+
+`python docs/screenshots.py` makes two tiny runs in a temporary home; `--home artifacts` takes the
+two newest of a home.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ QUIET = {
     "mlflow.assistant.panelOpen_v1": "false",
     "mlflow.workflowType_v1": '"machine_learning"',
 }
-HIDE = "document.head.append(Object.assign(document.createElement('style'), {textContent: '%s {display: none}'}))"
+HIDE = """document.head.append(
+    Object.assign(document.createElement('style'), {textContent: '%s {display: none}'})
+)"""
 TOOLS = "[data-assistant-ui], [aria-label*=Assistant], .modebar"
 TABLE = "document.querySelector('.ag-root-wrapper')"
 ROWS = "document.querySelector('.ag-center-cols-container')"
@@ -84,7 +89,7 @@ def main() -> None:
 
 
 def take_of_mlflow(cli: Cli, runs: list[str]) -> None:
-    """The table of the runs, their curves, MLflow's own comparison, and the page of a run, without toolbars."""
+    """The runs' table and curves, MLflow's comparison, the page of a run; without toolbars."""
     with served(cli, runs) as pages, Browser(width=1600, height=620) as browser:
 
         def go(url: str, ready: str, click: str = "") -> None:

@@ -14,13 +14,14 @@ from ttrain.core.files import read_json
 
 HEAVY = "torch transformers tokenizers peft pyarrow numpy prefect mlflow sqlalchemy filelock"
 MARK = "§§"  # no control: those are escaped
-# Two commands. After each: heavy modules that are loaded, files opened for writing, paths of the home.
+# Two commands. After each: heavy modules, files opened for writing, paths of the home.
 RUN = f"""
 import json, os, sys
 from pathlib import Path
 written = []
 def watch(event, arguments):
-    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+    flags = arguments[2] if event == "open" else 0
+    if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
         written.append(str(arguments[0]))
 sys.addaudithook(watch)
 from ttrain.cli.main import main

@@ -1,4 +1,5 @@
-"""The pages that `ttrain up --open` opens: a view of a real MLflow, behind a double of its server."""
+"""The pages that `ttrain up --open` opens: a view of a real MLflow, behind a double of its
+server."""
 
 import stat
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A training that passes too often over too little text is named while it happens, with the settings of a newcomer."""
+"""With default settings, too many passes over too little text are named while they happen."""
 
 import json
 from pydoc_data.topics import topics

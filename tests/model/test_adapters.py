@@ -1,4 +1,5 @@
-"""Adapters of every kind on every shape: what they touch, what they leave alone, and how they train."""
+"""Adapters of every kind on every shape: what they touch, what they leave alone, and how they
+train."""
 
 import json
 import shutil
@@ -258,7 +259,8 @@ def test_without_bitsandbytes_the_command_that_installs_it_is_named(tmp_path: Pa
 def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stands_for(
     tmp_path: Path, kind: str
 ) -> None:
-    """Also after a validation, in which bitsandbytes may pack the weights of a CPU for inference."""
+    """Also after a validation, in which bitsandbytes may pack the weights of a CPU for
+    inference."""
     import bitsandbytes
 
     config = settings(kind=kind, quantize="nf4")

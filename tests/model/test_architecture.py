@@ -1,4 +1,5 @@
-"""Settings of a model: presets by layer, fields that only an architecture knows, and what enters the key."""
+"""Settings of a model: presets by layer, fields that only an architecture knows, and what enters
+the key."""
 
 import json
 from itertools import product

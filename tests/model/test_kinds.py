@@ -1,4 +1,5 @@
-"""Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and opens again."""
+"""Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and
+opens again."""
 
 import json
 import re
@@ -54,7 +55,8 @@ def packed() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
 def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any]) -> None:
-    """The masks are ours, and those of a record alone are transformers': windows, chunks and all."""
+    """The masks are ours, and those of a record alone are transformers': windows, chunks and
+    all."""
     model = model_of(options)
     ids, positions, segments, labels = packed()
     with torch.no_grad():
@@ -70,7 +72,8 @@ def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any])
 def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(
     options: dict[str, Any],
 ) -> None:
-    """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not spoil."""
+    """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not
+    spoil."""
     gradients = []
     for checkpoints in (False, True):
         model, config = model_of(options).train(), settings_of_training()
@@ -156,7 +159,8 @@ def test_numbers_in_fields_may_be_written_as_people_write_them() -> None:
 
 
 def test_building_a_config_leaves_the_settings_as_they_are() -> None:
-    """transformers completes mappings in place; what enters a key would change with the first build."""
+    """transformers completes mappings in place; what enters a key would change with the first
+    build."""
     model = Model(fields={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     before = model.model_dump(mode="json")
     build_config(model, vocab_size=VOCAB, ids=IDS)

@@ -1,4 +1,5 @@
-"""Mixtures of experts: their shape, their products, what is counted, and what keeps them balanced."""
+"""Mixtures of experts: their shape, their products, what is counted, and what keeps them
+balanced."""
 
 import math
 from typing import Any
@@ -169,7 +170,8 @@ def sums_of(model: Any, batch: Batch) -> Any:
 
 
 def by_hand(model: Any, batch: Batch) -> dict[str, Any]:
-    """Losses, loads and entropies, by loops over rows and tokens, from the routers' logits alone."""
+    """Losses, loads and entropies, by loops over rows and tokens, from the routers' logits
+    alone."""
     routers, E = Routers(model), 4
     with torch.no_grad(), routers.watched() as choices:
         task = LanguageModeling(settings_of_training(), model)

@@ -1,4 +1,5 @@
-"""A second head for the token after the next: its labels, its loss, where its weights lie, and what goes on with it."""
+"""A second head for the token after the next: its labels, its loss, where its weights lie, and what
+goes on with it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""Shapes that transformers does not have: what they compute and generate. What a position sees: tests/doctor."""
+"""Shapes that transformers does not have: what they compute and generate. What a position sees:
+tests/doctor."""
 
 import math
 from typing import Any
@@ -44,7 +45,8 @@ def test_a_text_longer_than_the_table_is_refused() -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_moyun_is_torchs_encoder_with_a_causal_mask(implementation: str) -> None:
-    """Embeddings times the root of the width, sinusoids, post-norm layers with ReLU and biases, a head."""
+    """Embeddings times the root of the width, sinusoids, post-norm layers with ReLU and biases, a
+    head."""
     model = tiny_model(kind="moyun", tie_embeddings=False, init_std=0.3).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -107,7 +109,8 @@ def normalized(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def attended(attention: Any, xs: list[Tensor]) -> list[Tensor]:
-    """Each position over itself and what is before it; the rotated parts are the same for all heads."""
+    """Each position over itself and what is before it; the rotated parts are the same for all
+    heads."""
     count = attention.config.num_attention_heads
     queries, keys, values = [], [], []
     for position, x in enumerate(xs):

@@ -1,4 +1,5 @@
-"""Prefix tuning: in packed rows as for each record alone, token by token as at once, from a start that is a text."""
+"""Prefix tuning: in packed rows as for each record alone, token by token as at once, from a start
+that is a text."""
 
 from typing import Any
 

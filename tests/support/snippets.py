@@ -53,7 +53,8 @@ def snippets(*languages: str) -> list[Snippet]:
 
 
 def shell_lines(snippet: Snippet) -> Iterator[str]:
-    """The lines that a shell would run: of a console those behind a prompt, else all that hold a command of ttrain."""
+    """The lines that a shell would run: of a console those behind a prompt, else all that hold a
+    command of ttrain."""
     text = snippet.text.replace("\\\n", " ")
     for line in text.splitlines():
         if snippet.language == "console":

@@ -107,7 +107,8 @@ def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_toke
 def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_held_out_text(
     evaluated: Any,
 ) -> None:
-    """By hand: every document after its first token, its own tokens only, over the bytes of the text; each also alone."""
+    """By hand: every document after its first token, its own tokens only, over the bytes of the
+    text; each also alone."""
     metrics, counts, output = (
         evaluated.result["metrics"],
         evaluated.result["counts"],
@@ -152,8 +153,7 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
 def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(
     evaluated: Any, tmp_path: Path
 ) -> None:
-    """The night has another SFT model, of which the adapter knows nothing. Records have the same names whoever is scored, so
-    that two evaluations can be paired."""
+    """Of another SFT model than the night's. Records have the same names, so that they pair."""
     inputs = {
         **evaluated.inputs,
         "sft": evaluated.inputs["base"],

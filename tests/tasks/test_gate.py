@@ -1,4 +1,5 @@
-"""A gate over planted experts: each is the unigram model of an alphabet, so that its loss is known, and so is the best."""
+"""A gate over planted experts: each is the unigram model of an alphabet, so that its loss is known,
+and so is the best."""
 
 import math
 from collections.abc import Callable
@@ -64,7 +65,8 @@ class Planted:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
-    """The hidden state is the axis 0 everywhere, to which the head gives the logarithms of the alphabet."""
+    """The hidden state is the axis 0 everywhere, to which the head gives the logarithms of the
+    alphabet."""
     home, generator, rows = tmp_path_factory.mktemp("experts"), np.random.default_rng(3), []
     for _ in range(240):
         letters = [*ALPHABETS[generator.choice([*ALPHABETS], p=(0.6, 0.4))], *" . . ."]

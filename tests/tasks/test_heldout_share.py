@@ -1,4 +1,5 @@
-"""The stages `shards-*` and `tokenizer`: they agree on which rows are held out of the user's own files."""
+"""The stages `shards-*` and `tokenizer`: they agree on which rows are held out of the user's own
+files."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""What a night reads again: a sample of documents learnt before, and its exact share of the rows."""
+"""What a night reads again: a sample of documents learnt before, and its exact share of the
+rows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +65,8 @@ def read(directory: Path) -> list[list[int]]:
 
 @pytest.fixture
 def nights(tmp_path: Path) -> dict[str, Path]:
-    """Two nights, the second of two weighted sources, and tonight, which holds out a document of the first."""
+    """Two nights, the second of two weighted sources, and tonight, which holds out a document of
+    the first."""
     return {
         "learnt-0000": write(tmp_path / "a", [documents(0, 400)], documents(5000, 1)),
         "learnt-0001": write(
@@ -115,7 +117,8 @@ def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_hel
 
 
 def test_one_night_after_the_other_reads_other_parts_of_what_was_learnt(tmp_path: Path) -> None:
-    """Of samples drawn anew each night, four with a fifth of the documents would have 0.59 of them, not 0.8."""
+    """Of samples drawn anew each night, four with a fifth of the documents would have 0.59 of them,
+    not 0.8."""
     learnt = ShardSet(write(tmp_path / "a", [documents(0, 1000)], documents(50_000, 1)) / "train")
     samples = [
         replay.sample(learnt, 0.2, 1, night, (), 256).tokens.reshape(-1) for night in range(5)
@@ -168,7 +171,8 @@ def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begin
 def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebody_promoted(
     tmp_path: Path,
 ) -> None:
-    """Trained on all files at once, where another row is the lowest; what nights hold out is a text, not tokens."""
+    """Trained on all files at once, where another row is the lowest; what nights hold out is a
+    text, not tokens."""
     encoder = make_tokenizer(tmp_path / "tokenizer")
     reading = Reading(heldout_fraction=1e-9)
     recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")

@@ -127,7 +127,8 @@ def weighted(
     kind: str = "documents",
     group: int = 0,
 ) -> Any:
-    """A shard of records of eleven tokens, each filled with a number of its own, with these weights."""
+    """A shard of records of eleven tokens, each filled with a number of its own, with these
+    weights."""
     ids = np.concatenate(
         [[encoder.bos_id, *[30 + number] * 9, encoder.eos_id] for number in range(len(weights))]
     )

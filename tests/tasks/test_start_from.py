@@ -1,4 +1,5 @@
-"""Starting from a model that exists: which stages run, what enters the keys, and what becomes of the model's weights."""
+"""Starting from a model that exists: which stages run, what enters the keys, and what becomes of
+the model's weights."""
 
 import json
 import shutil
@@ -147,7 +148,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
     house.write("pickled/pytorch_model.bin", "")
     for name, message in {
         "mine": "tokenizer.existing is '.*mine', which has no tokenizer.json; .* makes one",
-        "adapter": r"merge an adapter into its model first: `ttrain export .*adapter --merge --to FOLDER`",
+        "adapter": r"`ttrain export .*adapter --merge --to FOLDER`",
         "pickled": r"holds neither model.safetensors .*; pickles may run code and are not opened",
         "nowhere": r"'.*nowhere' but there is no such folder",
     }.items():

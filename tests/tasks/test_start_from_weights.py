@@ -1,4 +1,5 @@
-"""Models that training starts from: their weights, the stages that continue them, what the doctor says of them."""
+"""Models that training starts from: their weights, the stages that continue them, what the doctor
+says of them."""
 
 import json
 from pathlib import Path
@@ -181,7 +182,8 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
     model = llama(size + 20)
     source = save(model, tmp_path / "source")
     found = existing.model_files(str(source), "x")
-    # An adapter's config beside a model makes `from_pretrained` load that adapter, and its base from anywhere
+    # An adapter's config beside a model makes `from_pretrained` load that adapter, and its base
+    # from anywhere
     (source / "adapter_config.json").write_text(
         '{"peft_type": "LORA", "base_model_name_or_path": "no/where", "r": 1}'
     )

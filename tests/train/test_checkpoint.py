@@ -1,4 +1,5 @@
-"""Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the damage is named."""
+"""Checkpoints: whatever is torn, flipped, swapped or lost, the newest whole one is found, or the
+damage is named."""
 
 import json
 import logging
@@ -139,7 +140,8 @@ def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
 def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(
     tmp_path: Path, seed: int
 ) -> None:
-    """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all metrics."""
+    """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all
+    metrics."""
     dice = random.Random(seed)
     keep, keep_every = dice.randint(1, 3), dice.choice((0, 8))
     options: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "permanent": frozenset({6})}

@@ -1,4 +1,5 @@
-"""Any number of ranks takes the same steps: the same rows, and the same gradients up to the order of sums."""
+"""Any number of ranks takes the same steps: the same rows, and the same gradients up to the order
+of sums."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""What only a GPU can show: the kernel itself, no wait between logging steps, the same bits after a checkpoint."""
+"""What only a GPU can show: the kernel itself, no wait between logging steps, the same bits after a
+checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def test_a_continued_run_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_has_the_losses_of_one_that_is_not() -> None:
-    """In bf16, whose roundings twenty steps of Muon enlarge: 0.4 % at a loss of 0.75, on an H200."""
+    """In bf16, whose roundings twenty steps of Muon enlarge: 0.4 % at a loss of 0.75, on an
+    H200."""
     losses = []
     for how in (Speed(), Speed(compile=True)):
         trainer, recorder = trainer_of(how=how)

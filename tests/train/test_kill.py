@@ -1,4 +1,5 @@
-"""An extended stage comes to the bytes of one from the start. Killed ones: soak/test_pipeline_kills."""
+"""An extended stage comes to the bytes of one from the start. Killed ones:
+soak/test_pipeline_kills."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""The loss from hidden states in chunks: equal to the plain one, small in memory, and plain where a head does more."""
+"""The loss from hidden states in chunks: equal to the plain one, small in memory, and plain where a
+head does more."""
 
 import logging
 from typing import Any
@@ -76,7 +77,8 @@ def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(
 def test_where_all_positions_are_computed_those_without_a_target_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a device whose counts are waited for; a hidden state without a target may even be NaN."""
+    """As on a device whose counts are waited for; a hidden state without a target may even be
+    NaN."""
     hidden, weight, labels = inputs()
     live = labels != IGNORE
     expected = chunked(hidden, weight, labels)
@@ -129,7 +131,8 @@ def all_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(
     chunk: int, kind: str
 ) -> None:
-    """With a head that is computed in chunks, and with all logits of a model whose head does more."""
+    """With a head that is computed in chunks, and with all logits of a model whose head does
+    more."""
     rows, model, hits, targets = NumberedRows(20), tiny_model(kind=kind), 0, 0
     task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk)
     batches = [rows.batch(range(start, start + 5)) for start in range(0, 20, 5)]
@@ -179,7 +182,8 @@ def test_small_probabilities_do_not_vanish_in_fp16_and_large_sums_do_not_overflo
 
 
 def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() -> None:
-    """Four weights a unit of fp16 apart: the slope, half a unit, is 0 in fp16; 65536 times it is not."""
+    """Four weights a unit of fp16 apart: the slope, half a unit, is 0 in fp16; 65536 times it is
+    not."""
     weight = (2.0**-14 * (1 + torch.arange(4) * 2.0**-10)).half()[:, None].requires_grad_()
     hidden = torch.zeros(1, 1, 1, dtype=torch.float16).requires_grad_()
     loss = linear_token_loss_sum(hidden, weight, torch.tensor([[1]]))
@@ -191,7 +195,8 @@ def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() 
 def test_the_scores_for_a_compiler_and_their_slopes_are_those_of_torch(
     scale: float | None, compiled: bool
 ) -> None:
-    """Compiled to one graph that writes its input; without inductor, whose kernels differ on a GPU."""
+    """Compiled to one graph that writes its input; without inductor, whose kernels differ on
+    a GPU."""
     generator = torch.Generator().manual_seed(0)
     logits = (30 * torch.randn(40, 3 * V, generator=generator)).requires_grad_()
     labels = torch.randint(3 * V, (40,), generator=generator)

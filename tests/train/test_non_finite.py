@@ -1,4 +1,5 @@
-"""A loss or gradient that is not finite: stop, skip, raise; its rows are named, the weights unchanged."""
+"""A loss or gradient that is not finite: stop, skip, raise; its rows are named, the weights
+unchanged."""
 
 import math
 import threading

@@ -60,7 +60,8 @@ def test_muon_gets_the_hidden_matrices_and_nothing_else(kind: str, tied: bool) -
 
 
 def stacked() -> nn.Module:
-    """A matrix, and two weights of three dimensions: experts, and one that is no stack of matrices."""
+    """A matrix, and two weights of three dimensions: experts, and one that is no stack of
+    matrices."""
     model = nn.Linear(3, 2, bias=False)
     model.experts = nn.Parameter(torch.ones(2, 3, 4))
     model.convolution = nn.Conv1d(3, 2, 4, bias=False)
@@ -173,7 +174,8 @@ def test_three_steps_of_muon_equal_the_formula() -> None:
 def test_steps_on_products_of_a_matrix_with_itself_equal_those_on_it(
     shape: tuple[int, int], kind: torch.dtype
 ) -> None:
-    """Singular values from 1 to 1e-3, as means of gradients have: five steps without x err by 4.6."""
+    """Singular values from 1 to 1e-3, as means of gradients have: five steps without x err by
+    4.6."""
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 96))[0] for size in shape)
     matrix = left * torch.logspace(0, -3, 96) @ right.T

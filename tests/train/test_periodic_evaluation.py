@@ -1,4 +1,5 @@
-"""A small suite while a model trains: at its steps, with the model's own figures, and without a trace."""
+"""A small suite while a model trains: at its steps, with the model's own figures, and without a
+trace."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def lines_of(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of the evaluations, and the others, without what the clock or the settings change."""
+    """The lines of the evaluations, and the others, without what the clock or the settings
+    change."""
     hidden, evaluated, others = {*PERFORMANCE, *TIMED, QUICK, QUICK_ACCURACY}, [], []
     for line in curve(directory / "run" / "metrics.jsonl"):
         metrics = {name: value for name, value in line["metrics"].items() if name not in hidden}

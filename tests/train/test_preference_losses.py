@@ -1,4 +1,5 @@
-"""The losses of preference tuning, against those of TRL on 200 pairs, and what their gradients must and must not do."""
+"""The losses of preference tuning, against those of TRL on 200 pairs, and what their gradients must
+and must not do."""
 
 import sys
 from collections import defaultdict
@@ -58,7 +59,8 @@ def mean_loss(
 
 
 class Judge:
-    """The part of a trainer of TRL that its losses use; also the model, with these log-probabilities."""
+    """The part of a trainer of TRL that its losses use; also the model, with these
+    log-probabilities."""
 
     def __init__(self, log_probs_AT: Tensor, live_AT: Tensor, **attributes: Any) -> None:
         self.log_probs_AT, self._metrics = log_probs_AT * live_AT, {"train": defaultdict(list)}

@@ -1,4 +1,5 @@
-"""A memory limit is kept, and its error names the fix; by night training takes less and learns the same."""
+"""A memory limit is kept, and its error names the fix; by night training takes less and learns the
+same."""
 
 import itertools
 import sys
@@ -122,7 +123,8 @@ class ThreadsAndRows(Recorder):
 
 
 def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Any, Trainer, Any]:
-    """The clock of rank 0 begins at 21:30 and advances 90 minutes each time; others are at midnight."""
+    """The clock of rank 0 begins at 21:30 and advances 90 minutes each time; others are at
+    midnight."""
     torch.set_num_threads(threads)
     config, model = settings_of_training(tokens=9 * 96), tiny_model()
     recorder, task = ThreadsAndRows(), WatchedTask(config, model)
@@ -137,9 +139,7 @@ def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Any, Tr
     return recorder, recorder.trainer, task
 
 
-def test_from_ten_to_eight_micro_batches_and_threads_are_halved_and_losses_are_those_of_the_day() -> (
-    None
-):
+def test_at_night_micro_batches_and_threads_are_halved_and_losses_are_equal() -> None:
     by_day, _, day_task = fit(False)
     by_night, trainer, night_task = fit(True)
     is_night = [bool(value) for value in by_night.figures("night")]

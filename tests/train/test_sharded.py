@@ -79,8 +79,8 @@ def failing(graph: Any, inputs: Any) -> Any:
 def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without inductor, and on one rank also without a compiled backward pass: each layer is compiled
-    in place, within what gathers it. One layer and few shapes, since compiling takes most of the time."""
+    # Without inductor, and on one rank also without a compiled backward pass: each layer is
+    # compiled in place, within what gathers it. Compiling takes most of the time: few shapes.
     size: dict[str, Any] = {"steps": 2, "layers": 1, "rows_per_device": 3}
     compile_module, how = nn.Module.compile, Speed(parallel="fsdp", compile=True)
 

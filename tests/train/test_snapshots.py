@@ -1,4 +1,5 @@
-"""Files of tensors: in the library's own format to the last bit, and what a failing disk does to them."""
+"""Files of tensors: in the library's own format to the last bit, and what a failing disk does to
+them."""
 
 import errno
 import hashlib

@@ -1,4 +1,5 @@
-"""Figures that stay on the device until a logging step: the same training, and no step waits for the device."""
+"""Figures that stay on the device until a logging step: the same training, and no step waits for
+the device."""
 
 import math
 from itertools import pairwise
@@ -98,7 +99,8 @@ class CountReads(Callback):
 def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(
     how: Speed, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU the loss alone asks how many tokens have a target, which it does not ask elsewhere."""
+    """On a CPU the loss alone asks how many tokens have a target, which it does not ask
+    elsewhere."""
     monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
     trainer, _ = trainer_of(how, kind="muon")
     with Reads() as reads:

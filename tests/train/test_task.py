@@ -1,4 +1,5 @@
-"""Tasks of users: what they must bring, that they train and continue as stages do, and messages of mistakes."""
+"""Tasks of users: what they must bring, that they train and continue as stages do, and messages of
+mistakes."""
 
 import itertools
 import json

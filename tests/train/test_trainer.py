@@ -1,4 +1,5 @@
-"""The loop: accumulation, masking, resuming, extending, callbacks, precision; each against a reference."""
+"""The loop: accumulation, masking, resuming, extending, callbacks, precision; each against a
+reference."""
 
 import dataclasses
 import json

@@ -1,4 +1,5 @@
-"""Attention of variable lengths: indices, positions and gradients, with a plain kernel in the place of CUDA's."""
+"""Attention of variable lengths: indices, positions and gradients, with a plain kernel in the place
+of CUDA's."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor

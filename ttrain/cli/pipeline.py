@@ -56,8 +56,9 @@ MEASURED_FROM_SECONDS = 3600.0  # of a run: then 20 s of measuring are little
 WATCH_SECONDS = 2.0
 STAGE_COLUMNS = ("stage", "state", "key", "why")  # of a plan
 OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl"
-# The quickstart's SFT model is better after three passes over the chats than after one (README has the verdict), and
-# not at another learning rate: 2e-4 made it 20 % worse, 4e-3 made no difference that 220 chats show.
+# The quickstart's SFT model is better after three passes over the chats than after one (README has
+# the verdict), and not at another learning rate: 2e-4 made it 20 % worse, 4e-3 made no difference
+# that 220 chats show.
 BETTER_EPOCHS, MOST_EPOCHS = 3, 10
 FULL, NIGHTLY = "full", "nightly"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
@@ -75,10 +76,11 @@ Pipeline = Annotated[str, argument(PIPELINE_HELP, metavar="PIPELINE")]
 @command(
     pipeline_app,
     "Examples:  ttrain pipeline run full\n\n"
-    "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl\n\n"
+    "ttrain pipeline run full data.pretrain=docs.jsonl data.sft=chats.jsonl "
+    "data.lora=domain.jsonl\n\n"
     "ttrain pipeline run full sft.epochs=3\n\n"
     "ttrain pipeline run full --until pretrain\n\n"
-    "ttrain pipeline run full sft.epochs=3 --note 'three passes over the chats' --tag purpose=baseline\n\n"
+    "ttrain pipeline run full sft.epochs=3 --note 'three passes' --tag purpose=baseline\n\n"
     "ttrain pipeline run nightly data.pretrain=inbox/",
     short="Train",
 )
@@ -90,7 +92,7 @@ def pipeline_run(
     restart: RestartOptions,
     options: PipelineOptions,
 ) -> None:
-    """Run a pipeline; stages whose inputs, settings and code have not changed come from the store."""
+    """Run a pipeline; stages with unchanged inputs, settings and code come from the store."""
     outlast_output()
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     labels, loaded = options.labels(), settings_options.load()
@@ -105,7 +107,8 @@ def pipeline_run(
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline rerun sft\n\nttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
+    "Examples:  ttrain pipeline rerun sft\n\n"
+    "ttrain pipeline rerun sft --run full-20261121-160222-1a2b sft.epochs=3\n\n"
     "ttrain pipeline rerun pretrain --from-step 600",
 )
 def pipeline_rerun(
@@ -121,10 +124,10 @@ def pipeline_rerun(
     ] = "",
     extend: Extend = False,
 ) -> None:
-    """Rerun a stage, finished or not, and the stages that depend on it; compare finished ones with their stored results.
+    """Rerun a stage and the stages that depend on it; compare finished ones with stored results.
 
-    The settings are those of the newest run that has the stage, or of --run, overridden by those given here. Config files
-    and profiles without --run replace them, as in `run`.
+    The settings are those of the newest run that has the stage, or of --run, overridden by those
+    given here. Config files and profiles without --run replace them, as in `run`.
     """
 
     outlast_output()
@@ -137,8 +140,10 @@ def pipeline_rerun(
 
 @command(
     pipeline_app,
-    "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\nttrain pipeline plan full --from sft\n\n"
-    "ttrain pipeline plan full model.preset=5m --rules\n\nttrain pipeline plan full model.preset=5m --time",
+    "Examples:  ttrain pipeline plan full sft.epochs=3 --json\n\n"
+    "ttrain pipeline plan full --from sft\n\n"
+    "ttrain pipeline plan full model.preset=5m --rules\n\n"
+    "ttrain pipeline plan full model.preset=5m --time",
     short="Train",
 )
 def pipeline_plan(
@@ -153,7 +158,7 @@ def pipeline_plan(
         bool, option("measure steps of the trainings, at most 20 s, the first time", "--time")
     ] = False,
 ) -> Output:
-    """Print for every stage whether it is cached or will run, its key, and why, and about how long it takes. Runs nothing.
+    """Print whether each stage is cached or will run, its key, why, and its time. Runs nothing.
 
     The reasons compare with the newest finished run of the same `name`.
     """
@@ -185,7 +190,7 @@ def pipeline_plan(
 
 
 def measured_estimate(planned: Plan) -> Estimate:
-    """The estimate by steps of the trainings, which are measured here unless they have been before."""
+    """The estimate by steps of the trainings, measured here unless they have been before."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -213,7 +218,7 @@ def _measure_stage(*arguments: Any) -> Measured | None:
 
 
 def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
-    """What settings follow from others, from the data that are there, or from the rows, each with its rule."""
+    """The settings that follow from others, or from the data, each with its rule."""
     from ttrain.config import flatten, rules
     from ttrain.engine.row_counts import rules_of_rows
 
@@ -241,7 +246,7 @@ def pipeline_status(
     ] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """List runs and their stages: outcome, time, key figures, logs; of one in progress percent, rate and time left."""
+    """List runs and their stages: outcome, time or progress, key metrics, logs."""
     from ttrain import api
     from ttrain.store.run_views import need_run
 
@@ -366,10 +371,11 @@ def _plan_night(loaded: LoadedSettings) -> Output:
 
 
 def _refuse_for_nights(chooses_stages: bool) -> None:
-    """Raise UsageError if an option that selects stages is given: a night always runs as a whole."""
+    """Raise UsageError for an option that selects stages: a night chooses them itself."""
     if chooses_stages:
         raise UsageError(
-            "an option chooses stages or begins them again, but a night chooses its stages by itself; "
+            "an option chooses stages or begins them again, but a night chooses its stages by "
+            "itself; "
             "leave it out, or use `ttrain pipeline run full`"
         )
 
@@ -377,7 +383,7 @@ def _refuse_for_nights(chooses_stages: bool) -> None:
 def _pipeline_and_settings(
     word: str, settings_options: SettingsOptions
 ) -> tuple[str, SettingsOptions]:
-    """The pipeline and the settings, where the first word may be a setting already: then it is `full`."""
+    """The pipeline and the settings; `full` where the first word is a setting already."""
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
 
@@ -400,7 +406,7 @@ def plan_and_run(
     restart: RestartOptions,
     **to_plan: Any,
 ) -> None:
-    """Plan the pipeline, print the plan, and run it unless every stage is cached; then print what to do next.
+    """Plan the pipeline, print the plan, run it unless all is cached; print what to do next.
 
     `to_plan`: as for `api.plan`.
     """
@@ -447,7 +453,7 @@ def is_on_terminal() -> bool:
 
 
 def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
-    """The table of a plan, what is trained on, what its reasons compare with, and about how long it takes."""
+    """The table of a plan, its training data, the run that it is compared with, its time."""
     from ttrain.engine.planner import trained_on, without_data
 
     data = trained_on(planned.settings, planned.stages).items()
@@ -464,7 +470,7 @@ def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
 def _settings_of_earlier_run(
     stage: str, run: str, settings_options: SettingsOptions
 ) -> LoadedSettings:
-    """The settings for rerunning a stage; prints their run and those that differ from the defaults."""
+    """The settings for rerunning a stage; prints the run and those that are not defaults."""
     from ttrain.lineage import lookup
     from ttrain.store.run_views import need_run
 
@@ -513,7 +519,7 @@ def next_steps(
 ) -> list[str]:
     """The lines after a run that made, or took from the store, the artifacts of these stages.
 
-    `passes`: those over the rows that a rule decided, by stage; `overfit`: stages whose guard warned of too many.
+    `passes`: over the rows, by a rule, of each stage; `overfit`: stages whose guard warned of them.
     """
     from ttrain.config import TRAINING_STAGES
 
@@ -530,7 +536,8 @@ def next_steps(
             f"  its files, for transformers: ttrain export {row.name} --to out/{row.name}",
         ]
         lines.append(
-            f"  change one thing, rerun what it touches: ttrain pipeline rerun {row.name} --run {run} {changed}"
+            "  change one thing, rerun what it touches: "
+            f"ttrain pipeline rerun {row.name} --run {run} {changed}"
         )
     if "source" in made:  # the text that ttrain brings
         lines.append(f"  your own text: ttrain pipeline run full {OWN_DATA}")
@@ -538,7 +545,7 @@ def next_steps(
 
 
 def _one_thing(settings: Settings, stage: str, passes: float | None, is_overfit: bool) -> str:
-    """A setting of a stage, and a value that is worth a try: fewer passes where those that were made were too many."""
+    """A setting of a stage with a value worth trying: fewer passes where there were too many."""
     from ttrain.config import rules
 
     section = getattr(settings, stage)

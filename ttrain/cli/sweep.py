@@ -96,8 +96,8 @@ def sweep_full(
     overrides: Annotated[
         list[str] | None,
         argument(
-            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high) or "
-            "choice(a,b); FILE.yaml names changes, {name: {key: value}}",
+            "settings as key=value; those that vary as key=a,b, log(low,high), uniform(low,high) "
+            "or choice(a,b); FILE.yaml names changes, {name: {key: value}}",
             metavar="KEY=VALUE",
         ),
     ] = None,
@@ -110,9 +110,10 @@ def sweep_full(
     ] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Compare the present settings, the baseline, with others over common seeds; its pipeline, `full`, may be left out.
+    """Compare the present settings, the baseline, with others over common seeds.
 
-    The same command continues after a kill, with more --seeds, and beside itself on another machine with the same home.
+    `full`, the pipeline, may be left out. The same command continues after a kill, with more
+    --seeds, and beside itself on another machine with the same home.
     """
     import os
 
@@ -163,12 +164,14 @@ def _opening(wanted: Request, name: str) -> str:
     settings = counted(wanted.draws or len(wanted.changes) - 1, "setting")
     seeds, measure = counted(wanted.options.seeds, "seed"), wanted.measure
     lines = [
-        f"{name}: {settings} against the baseline, {seeds}, to {measure.direction} {measure.metric}",
+        f"{name}: {settings} against the baseline, {seeds}, "
+        f"to {measure.direction} {measure.metric}",
         _stages(wanted),
     ]
     if heldout := changes_heldout(sorted(wanted.varied), wanted.graph()):
         lines.append(
-            f"warning: {', '.join(heldout)} may change which records are held out: losses are then of other text"
+            f"warning: {', '.join(heldout)} may change which records are held out: losses are then "
+            "of other text"
         )
     return "\n  ".join(lines)
 
@@ -220,7 +223,7 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
     "Examples:  ttrain sweep show\n\nttrain sweep show sweep-20261121-160222-1a2b --json",
 )
 def sweep_show(name: Name = "latest") -> Output:
-    """Show the settings of a sweep, what is known of each, and the command that runs the better one."""
+    """Show the verdict on each setting of a sweep, and the command that runs the better one."""
     from ttrain.store.sweeps import find_experiment
 
     return _shown(find_experiment(home(), name))

@@ -1,8 +1,8 @@
 """Estimate how long a plan takes on this machine, and how often it passes over its data.
 
-What was measured for these settings on this machine is remembered in the home, and comes first. Else a
-training's rate is that of the newest artifact of its stage made on this machine, else of another
-training, else the quickstart's, scaled by the FLOPs of a token. Unknown times are left out.
+What was measured for these settings on this machine is remembered in the home, and comes first.
+Else a training's rate is that of the newest artifact of its stage made on this machine, else of
+another training, else the quickstart's, scaled by the FLOPs of a token. Unknown times are left out.
 """
 
 import math
@@ -29,7 +29,7 @@ PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
 # (arXiv:2305.16264).
 LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
 
-# The quickstart, as README says: the seconds of stages that do not train, and the tokens of its data.
+# Of the quickstart: the seconds of stages that do not train, and the tokens of its data.
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
 QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
 QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
@@ -130,7 +130,7 @@ def _about(seconds: float) -> str:
 
 
 def estimate(plan: Plan, measure: Measure | None = None) -> Estimate:
-    """Estimate the stages of a plan that will run. `measure` is asked for what nobody has measured here yet."""
+    """Estimate the stages of a plan that will run. `measure`: for what is not measured here yet."""
     artifacts = {each.name: each.artifact for each in plan}
     estimator = _Estimator(artifacts, plan.settings, plan.store, measure)
     estimates = tuple(estimator.of(each) for each in plan if each.state == "run")
@@ -196,7 +196,7 @@ class _Estimator:
         return StageEstimate(planned.name, seconds, tokens, passes)
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
-        """Of a training on so many tokens, by what was measured for it, or by the rate of another one."""
+        """Of a training on so many tokens, as measured, or by the rate of another training."""
         if measured := remembered(self.store.root, stage, section, self.settings, self.measure):
             self.rate = "what was measured here"
             steps = (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens

@@ -1,4 +1,4 @@
-"""The settings that an experiment compares: the present ones, its baseline, and named changes of them."""
+"""The settings that an experiment compares: the baseline, and named changes of it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,14 @@ class Change:
 
 
 def read_changes(path: Path) -> list[Change]:
-    """The changes of a file, {name: {setting: value}}. Raises UsageError where one is no such mapping."""
+    """The changes of a file, {name: {setting: value}}. Raises UsageError for anything else."""
     changes = list[Change]()
     for name, tree in read_yaml(path).items():
         if not isinstance(tree, dict) or not tree or name == BASELINE:
             raise UsageError(
-                f"{path}: {name} is {shown(tree)}, but a change is a name, other than {BASELINE}, of a "
-                f"mapping of settings; write, for example, 'no-decay: {{pretrain.optim.weight_decay: 0}}'"
+                f"{path}: {name} is {shown(tree)}, but a change is a name, other than {BASELINE}, "
+                "of a mapping of settings; write, for example, "
+                "'no-decay: {pretrain.optim.weight_decay: 0}'"
             )
         changes.append(Change(name, dict(flatten(tree))))
     return changes

@@ -23,7 +23,7 @@ MODEL_OF = {row.metric.of_run: name for name, row in TRAINING_STAGES.items()}
 
 @dataclass(frozen=True)
 class Measure:
-    """The metric `metric` of stage `stage`: lower is better, unless `maximize`. Stages up to it run."""
+    """The metric `metric` of stage `stage`: lower is better, unless `maximize`."""
 
     metric: str
     stage: str
@@ -50,17 +50,19 @@ def choose(
     metric: str = "",
     maximize: bool | None = None,
 ) -> Measure:
-    """Choose the metric of a sweep over the settings `keys`: the requested one, else the primary metric of the last
-    training that they affect, or bits per byte where they change the tokenizer. `maximize`: None by the metric's name.
+    """Choose the metric of a sweep over the settings `keys`.
 
-    Raises UsageError where the settings cannot change the metric, or where it does not exist.
+    The requested one, else the primary metric of the last training that they affect, or bits per
+    byte where they change the tokenizer. `maximize`: None by the metric's name. Raises UsageError
+    where the settings cannot change the metric, or where it does not exist.
     """
     direct = {key: directly_affected([key], graph) for key in keys}
     for key, stages in direct.items():
         if not stages:
             raise UsageError(
-                f"{key} changes no result of this pipeline, so that all trials would be equal; vary settings of "
-                f"{', '.join(settings.trainings)}, model, tokenizer, reading, shards or data"
+                f"{key} changes no result of this pipeline, so that all trials would be equal; "
+                f"vary settings of {', '.join(settings.trainings)}, model, tokenizer, reading, "
+                "shards or data"
             )
     shaped = affected_by(frozenset().union(*direct.values()), graph)
     metric_name = metric or _default_metric(settings, direct, shaped)
@@ -77,15 +79,17 @@ def choose(
         raise no_stage(stage, graph, settings)
     if stage not in shaped:
         raise UsageError(
-            f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; it can change "
-            f"{', '.join(name for name in graph if name in shaped)}"
+            f"--metric {metric_name} is of stage {stage}, which {', '.join(keys)} cannot change; "
+            f"it can change {', '.join(name for name in graph if name in shaped)}"
         )
     return Measure(metric_name, stage, maximize)
 
 
 def without_later_models(graph: Graph, measured: Measure) -> Graph:
-    """The graph without the trainings that the metric's model does not need, and their shards: the evaluation gets no
-    model that is trained on top of it. The whole graph where the metric is no model's primary one."""
+    """The graph without the trainings, and their shards, that the metric's model does not need.
+
+    The complete graph where the metric is not the primary one of a model.
+    """
     model = MODEL_OF.get(measured.metric, "")
     if model not in graph:
         return graph
@@ -124,12 +128,13 @@ def _is_affected(stage: Stage, key: str) -> bool:
 
 
 def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset[str]) -> str:
-    """The metric of a sweep over the settings `keys`, which affect the stages `shaped`, where none is requested."""
+    """The metric where none is requested. `keys`: what varies; `shaped`: the stages it affects."""
     if TOKENIZER.name in shaped:  # nats per token cannot be compared across tokenizers
         if "pretrain" in shaped:
             return BITS_PER_BYTE.of_run
         raise UsageError(
-            f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be compared; name another --metric"
+            f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be "
+            "compared; name another --metric"
         )
     varied_trainings = [
         name for name in settings.trainings if any(key.startswith(f"{name}.") for key in keys)

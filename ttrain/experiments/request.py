@@ -25,13 +25,14 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.sweeps import Experiment
 from ttrain.tasks import STAGES
 
-STARTUP = 4  # changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight
+# Changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight.
+STARTUP = 4
 MANY = 8  # changes that are drawn of a space that cannot be listed
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an experiment is to do, besides its settings. `trials`: changes that are drawn of ranges; None: all, or MANY."""
+    """Options of an experiment. `trials`: changes that are drawn of ranges; None: all, or MANY."""
 
     trials: int | None = None
     seeds: int = 5
@@ -43,8 +44,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What an experiment is to do. `overrides`: the settings of the baseline; `space`: those that vary; `changes`: the
-    baseline, `named` ones, and those of the space, to which a sampler that learns adds `draws`."""
+    """What an experiment is to do.
+
+    `overrides`: the settings of the baseline; `space`: those that vary; `changes`: the baseline,
+    `named` ones, and those of the space, to which a sampler that learns adds `draws`.
+    """
 
     pipeline: Pipeline
     overrides: Sequence[Override]
@@ -80,7 +84,7 @@ class Request:
         return Plan("full", settings, store, graph, plan(graph, settings, store))
 
     def graph(self, settings: Settings | None = None) -> Graph:
-        """The stages that the measure of a trial needs. `settings`: of the trial, else the present ones."""
+        """The stages that the metric of a trial needs. `settings`: else the baseline's."""
         settings = settings or self.baseline
         graph = measure.without_later_models(self.pipeline(settings), self.measure)
         if self.measure.stage not in graph:
@@ -89,7 +93,7 @@ class Request:
         return graph.replacing({name: None for name in graph if name not in needed})
 
     def stages(self) -> tuple[list[str], list[str], list[str]]:
-        """The stages that run once, those that run once for each seed, and those of each trial, in their order."""
+        """The stages that run once, those that run once a seed, and those of each trial."""
         graph = self.graph()
         by_change, by_seed = (
             measure.affected_by(measure.directly_affected(keys, graph), graph)
@@ -100,7 +104,7 @@ class Request:
         return [name for name in graph if name not in by_seed | by_change], of_seed, own
 
     def identity(self, store: ArtifactStore) -> str:
-        """Digest of what identifies the experiment when it is requested again; the number of seeds may grow.
+        """Digest of what identifies an experiment that is requested again, perhaps with more seeds.
 
         Data and code of each stage are in it: where they differ, earlier values cannot be compared.
         """
@@ -150,7 +154,10 @@ class Request:
 def request_of(
     pipeline: Pipeline, overrides: Sequence[Override], options: Options, files: Sequence[Path] = ()
 ) -> Request:
-    """Check and complete a request; `files` name changes. Raises UsageError where a value or the metric is invalid."""
+    """Check and complete a request; `files` name changes.
+
+    Raises UsageError where a value or the metric is invalid.
+    """
     varying = space.parse_space(overrides)
     named = [change for path in files for change in read_changes(path)]
     plain = [
@@ -174,7 +181,8 @@ def request_of(
         ]
     if not varying.dimensions and (not named or options.sampler == "tpe"):
         raise UsageError(
-            f"a sweep needs settings to compare; give one several values, as {', '.join(space.FORMS.values())}, for example "
+            "a sweep needs settings to compare; give one several values, as "
+            f"{', '.join(space.FORMS.values())}, for example "
             f"sft.optim.lr=1e-3,2e-3, or a file of named changes; --sampler tpe needs ranges"
         )
     size, learns = varying.size, options.sampler == "tpe"
@@ -186,12 +194,14 @@ def request_of(
     request = replace(request, changes=_different(request))
     if len(request.changes) < 2:
         raise UsageError(
-            "the changes are the present settings, so there is nothing to compare; give other values"
+            "the changes are the present settings, so there is nothing to compare; "
+            "give other values"
         )
     runtime, varied = request.baseline.runtime, request.varied
     if runtime.nodes > 1 or runtime.sharding == "dask":
         raise UsageError(
-            f"runtime.nodes is {runtime.nodes} and runtime.sharding is {runtime.sharding}, but a trial runs on one machine; "
+            f"runtime.nodes is {runtime.nodes} and runtime.sharding is {runtime.sharding}, "
+            "but a trial runs on one machine; "
             f"set runtime.nodes=1 runtime.sharding=processes"
         )
     if seeds := sorted(varied.intersection(SEEDS)):
@@ -206,13 +216,15 @@ def request_of(
 
 
 def _shapes(key: str) -> bool:
-    """Whether a setting can be a change: one of the models, not of the data, the machine, or a seed."""
+    """Whether a setting can be a change: one of the models, not of data, machine or seeds."""
     return key.partition(".")[0] not in ("data", "name", *SHAPE_NO_RESULT) and key not in SEEDS
 
 
 def _different(request: Request) -> list[Change]:
-    """The changes whose settings are not those of an earlier one. Raises UsageError for a value that is refused, and for a
-    named change that changes nothing."""
+    """The changes whose settings are not those of an earlier one.
+
+    Raises UsageError for a value that is refused, and for a named change that changes nothing.
+    """
     distinct = list[tuple[Settings, Change]]()
     for number, change in enumerate(request.changes):
         try:
@@ -229,7 +241,8 @@ def _different(request: Request) -> list[Change]:
         )
         if same and number <= request.named:
             raise UsageError(
-                f"the change {change.name} has the settings, or the name, of {same}; remove one of them"
+                f"the change {change.name} has the settings, or the name, of {same}; "
+                "remove one of them"
             )
         if not same:
             distinct.append((settings, change))

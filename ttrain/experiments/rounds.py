@@ -1,7 +1,8 @@
-"""Which trials the next decision of an experiment needs: a function of what has ended, so that a kill changes nothing.
+"""Which trials the next decision of an experiment needs: a function of those that have ended.
 
-Rounds give every change one more seed, the same for all, and stop what is worse by more than the noise. The best is run
-again on fresh seeds, and decided by these alone: the best of many changes without effect looks better than it is.
+Rounds give every change one more seed, the same for all, and stop what is worse by more than the
+noise. The best is run again on fresh seeds, and decided by these alone: the best of many changes
+without effect looks better than it is.
 """
 
 import math
@@ -37,8 +38,11 @@ class Standing:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The plan of an experiment. `values`: of each trial that has ended, less is better, on the records that choose;
-    `noise`: of the baseline, as the home has it from before."""
+    """The plan of an experiment.
+
+    `values`: of each trial that has ended, less is better, on the records that choose; `noise`: of
+    the baseline, as the home has it from before.
+    """
 
     changes: int
     seeds: int
@@ -81,7 +85,7 @@ class Rounds:
         return math.fsum(self.values[change, seed] for seed in range(1, seeds + 1)) / seeds
 
     def _behind(self, alive: Sequence[int], seeds: int) -> dict[int, bool]:
-        """The changes that are worse than the best by more than the noise, and whether also than the baseline."""
+        """The changes behind the best by more than the noise; whether also behind the baseline."""
         table = np.array(
             [[self.values[change, seed] for seed in range(1, seeds + 1)] for change in alive]
         )

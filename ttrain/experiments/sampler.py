@@ -1,6 +1,7 @@
-"""Draw changes from ranges by what the earlier ones gave: TPE (arXiv:1206.2944, by `optuna.samplers.TPESampler`).
+"""Draw changes from ranges by what earlier ones gave: TPE (arXiv:1206.2944), by Optuna.
 
-Each is drawn under a seed of its own number, so that an experiment that was killed continues as it would have. Imports
+Each is drawn under a seed of its own number, so that a killed experiment continues as it would
+have. Imports
 Optuna.
 """
 
@@ -19,7 +20,7 @@ DRAWS = 20  # of one change, where what is drawn was tried before
 
 
 def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -> Change:
-    """The next change: one that none of `changes` is. `values`: what those that were drawn reached, less is better.
+    """The next change, other than `changes`. `values`: the metrics of drawn ones, less is better.
 
     Raises UsageError where none is left.
     """
@@ -56,7 +57,8 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
         if change.name not in names:
             return change
     raise UsageError(
-        f"{', '.join(space.dimensions)} have no values left for change {number}; vary them more widely"
+        f"{', '.join(space.dimensions)} have no values left for change {number}; "
+        "vary them more widely"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which settings a sweep varies, and over which values: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `choice(a,b,c)`."""
+"""Settings that vary: `1e-3,2e-3`, `log(1e-4,3e-3)`, `uniform(0,0.2)`, `choice(a,b,c)`."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ class Interval:
         return self.nearest(self.low * (self.high / self.low) ** share if self.log else evenly)
 
     def nearest(self, drawn: float) -> float:
-        """The number that is used for the one that was drawn: rounded to DIGITS, within the ends."""
+        """A drawn number, rounded to DIGITS, within the ends."""
         return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
 
 
@@ -64,7 +64,7 @@ Dimension = Interval | ValueList
 
 @dataclass(frozen=True)
 class Space:
-    """The settings that vary, by name in the order in which they were given, each with its values."""
+    """The settings that vary, in the given order, each with its values."""
 
     dimensions: Mapping[str, Dimension]
 
@@ -75,7 +75,7 @@ class Space:
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
     def combinations(self, count: int) -> list[Values]:
-        """All combinations, the last setting varying fastest, or `count` that are spread where there are more."""
+        """All combinations, the last setting varying fastest; of more than `count`, spread ones."""
         if self.size is None or self.size > count:
             return self.spread(count)
         values = (dimension.values or () for dimension in self.dimensions.values())
@@ -84,8 +84,10 @@ class Space:
         ]
 
     def spread(self, count: int) -> list[Values]:
-        """`count` combinations that together reach all parts of each setting's range: the middles of a Latin hypercube
-        (McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755)."""
+        """`count` combinations that reach all parts of each range: a Latin hypercube's middles.
+
+        Source: McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755.
+        """
         random = np.random.default_rng(1)
         parts = {key: random.permutation(count) for key in self.dimensions}
         shares = (
@@ -97,15 +99,18 @@ class Space:
 
 
 def parse_space(overrides: Sequence[Override]) -> Space:
-    """The settings that vary among the overrides; empty where none does. A plain value in a stronger layer removes a weaker
-    layer's range. Raises UsageError where a range cannot be read."""
+    """The settings that vary among the overrides.
+
+    A plain value in a stronger layer removes a weaker layer's range. Raises UsageError where a
+    range cannot be read.
+    """
     last = {item.key: item.value for item in overrides}
     texts = {key: value for key, value in last.items() if isinstance(value, str)}
     return Space({key: parse(key, text) for key, text in texts.items() if varies(key, text)})
 
 
 def varies(key: str, text: str) -> bool:
-    """Whether a text has several values: a range, or a comma where the setting takes one number or word."""
+    """Whether a text has several values: a range, or a comma where a setting takes one value."""
     kind = type_of(Settings, key)
     takes_one = takes_numbers(kind) or not {bool, Literal}.isdisjoint(
         {*types_of(kind), *map(get_origin, types_of(kind))}
@@ -127,11 +132,12 @@ def format_value(value: Any) -> str:
 
 
 def parse(key: str, text: str) -> Dimension:
-    """The values that `text` names for a setting. Raises UsageError that names setting, value, rule and fix."""
+    """The values that `text` names for a setting. Raises UsageError."""
     if (masked := redact.text(text)) != text:
         raise UsageError(
-            f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs must not be; "
-            f"put them where the library that opens the URL finds them, such as its environment variables"
+            f"{key} is '{masked}', but the values of a sweep are on record, and secrets of URLs "
+            "must not be; put them where the library that opens the URL finds them, such as its "
+            "environment variables"
         )
     is_range = bool(RANGE.match(text))
     kind, _, inside = (

@@ -1,8 +1,9 @@
-"""Run the trials of an experiment one after the other: each is a pipeline run, with its stages in processes, as always.
+"""Run the trials of an experiment one after the other: each is a pipeline run.
 
-What trials share is built once, since all of them find it in the store or wait for its lock. Several processes may work on
-one experiment: each takes the next trial that no other has. A process can be killed anywhere: ended trials are in the
-record, and an unfinished one continues where its stage saved its state.
+Stages that trials share are built once: all trials find them in the store or wait for their lock.
+Several processes may work on one experiment: each takes the next trial that no other has. A process
+can be killed anywhere: ended trials are in the record, and an unfinished one continues where its
+stage saved its state.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ NOT_FINITE = "NonFinite"  # the error of a stage whose loss is not finite
 def run(
     request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay
 ) -> None:
-    """Run trials until nothing is left to decide. Raises Interrupted, or an error that every trial would have."""
+    """Run trials until all is decided. Raises Interrupted, or an error of all trials."""
     experiment.note(outcome="running", process=runs.this_process())
     for trial in experiment.trials:
         with experiment.claimed(trial.place, FAILED) as failed:
@@ -97,7 +98,7 @@ class Worker:
         return bool(wanted)
 
     def _wanted(self) -> list[Place]:
-        """The trials that the next decision needs; of a sampler that learns, one after the other, those that it draws."""
+        """The trials that the next decision needs; those of a sampler that learns, one by one."""
         self.experiment.reload()
         judgement = Judgement(self.experiment, self.store)
         changes = judgement.changes
@@ -158,7 +159,10 @@ class Worker:
         self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {judged['verdict']}")
 
     def _measured(self, trial: Trial, execution: PipelineRun | None, began: float) -> Trial:
-        """The trial with its time and, where the metric's stage has ended, its metric. Raises TTrainError without one."""
+        """The trial with its time and, where the metric's stage has ended, its metric.
+
+        Raises TTrainError where the stage has no such metric.
+        """
         trial = replace(trial, seconds=round(trial.seconds + time.monotonic() - began, 2))
         artifacts, measure = execution.artifacts if execution else {}, self.request.measure
         if measure.stage not in artifacts or execution is None:
@@ -166,8 +170,9 @@ class Worker:
         value = measure.of({name: artifact.result for name, artifact in artifacts.items()})
         if value is None:
             raise TTrainError(
-                f"the trials have no {measure.metric}; their metrics are: {', '.join(execution.metrics()) or 'none'}; "
-                f"name one of them with --metric, or hold out more records"
+                f"the trials have no {measure.metric}; their metrics are: "
+                f"{', '.join(execution.metrics()) or 'none'}; "
+                "name one of them with --metric, or hold out more records"
             )
         if evaluation := artifacts.get(EVALUATE.name):
             metric = scores_of(evaluation.path, measure.metric)
@@ -184,8 +189,11 @@ class Worker:
         return replace(trial, outcome=COMPLETED, value=value)
 
     def _failed(self, trial: Trial, execution: PipelineRun | None, error: Exception) -> Trial:
-        """The trial that ended by an error. Raises it where nothing could be compared: the baseline failed, or a stage that
-        several trials share, or none had begun. Settings that cannot be combined are this trial's own."""
+        """The trial that ended by an error.
+
+        Raises the error where nothing could be compared: the baseline failed, or a stage that
+        several trials share, or none had begun. Settings that cannot be combined are this trial's.
+        """
         failed = execution.failures if execution else {}
         is_of_all = (
             not failed.keys().isdisjoint(self.shared)

@@ -1,5 +1,7 @@
-"""What an experiment shows of each change: the paired difference from the baseline, with an interval over seeds and one over
-held-out records. Seeds alone decide: records of one seed tell two models apart, not two settings."""
+"""Verdicts on changes: the paired difference from the baseline, with its intervals.
+
+Seeds alone decide: held-out records of one seed tell two models apart, not two settings.
+"""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ HEADER = ("setting", "seeds", "mean", "difference", "over seeds", "over records"
 
 
 def scores_of(evaluation: Path, metric: str) -> Metric | None:
-    """A metric of an evaluation with the share of each held-out record; None where no records are behind it."""
+    """A metric of an evaluation with the share of each held-out record; None without records."""
     file = evaluation / SCORES
     found = read_scores(file).get(metric.removeprefix(EVALUATED)) if file.is_file() else None
     return found if found and found.records else None
@@ -37,8 +39,8 @@ def scores_of(evaluation: Path, metric: str) -> Metric | None:
 class Verdict:
     """What is known of a change.
 
-    `values`: of the metric, one for each of `seeds`; `baseline`: those of the baseline with the same seeds. The intervals
-    are of the difference from it.
+    `values`: of the metric, one for each of `seeds`; `baseline`: the baseline's with these seeds.
+    The intervals are of the difference from it.
     """
 
     setting: str
@@ -173,14 +175,17 @@ class Judgement:
         """The result of the experiment in one sentence."""
         metric, winner = self.measure.metric, self.standing.winner
         if wanted := self.standing.wanted:
-            return f"{counted(len(self.trials), 'trial')} ended, {len(wanted)} more are needed for the next decision"
+            ended = counted(len(self.trials), "trial")
+            return f"{ended} ended, {len(wanted)} more are needed for the next decision"
         row = self.best or (self.verdicts[winner] if winner else None)
         if row is None:
             return f"no change is shown to be better than the baseline by {metric}"
-        evidence = f"{metric} {row.difference:+.4f}, {_shown(row.over_seeds)} over {counted(len(row.seeds), 'seed')}"
+        seeds = counted(len(row.seeds), "seed")
+        evidence = f"{metric} {row.difference:+.4f}, {_shown(row.over_seeds)} over {seeds}"
         if row.verdict == BETTER:
             return f"{row.setting} is better than the baseline: {evidence}"
-        return f"{row.setting} was the best of the rounds, but is not better on fresh seeds: {evidence}"
+        best = f"{row.setting} was the best of the rounds"
+        return f"{best}, but is not better on fresh seeds: {evidence}"
 
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""
@@ -263,7 +268,10 @@ class Judgement:
         return statistics.compare(first, second, Rule()).interval
 
     def _average(self, trials: Sequence[Trial]) -> Metric | None:
-        """A metric whose records have the means over the seeds; None where the evaluations are gone, or of other records."""
+        """A metric whose records have the means over the seeds.
+
+        None where the evaluations are gone, or of different records.
+        """
         paths = (self.store.path(EVALUATE.name, trial.evaluation or "") for trial in trials)
         found = [scores_of(path, self.measure.metric) for path in paths]
         metrics = [metric for metric in found if metric]
@@ -278,7 +286,7 @@ class Judgement:
 
 
 def value_of(trial: Trial) -> float:
-    """The metric of a trial on the records that choose, or, with a fresh seed, on those that decide."""
+    """The metric of a trial on the records that choose, or of a fresh seed on those that decide."""
     assert trial.value is not None, "a trial that is judged has a metric"
     return trial.halves[trial.seed > FRESH] if trial.halves else trial.value
 

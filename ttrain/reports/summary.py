@@ -27,7 +27,8 @@ KEY_METRICS = ("parameters", "vocab_size", "bytes_per_token", "answers", "log_pr
 TRAINING_METRICS = ("validation_loss", "tokens", "tokens_per_second")
 
 GUARD_FIXES = {
-    "overfit": "try fewer passes by a smaller {stage}.epochs or {stage}.tokens, more data, or keep the best step: "
+    "overfit": "try fewer passes by a smaller {stage}.epochs or {stage}.tokens, more data, "
+    "or keep the best step: "
     "{stage}.early_stopping.patience=3 {stage}.validate_every_steps=50",
     "no_effect": "try a larger {stage}.optim.lr, or more passes",
     "loss-spike": "try a smaller {stage}.optim.lr",

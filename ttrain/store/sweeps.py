@@ -83,7 +83,7 @@ class Experiment:
             self._data.update(values)
 
     def end(self, outcome: str, verdicts: JsonObject) -> None:
-        """Record how the work of this process ended; of several, one that ended early leaves the outcome to the others."""
+        """Record how this process ended. One that ended early leaves the outcome to the latest."""
         with self._changing():
             is_last = outcome == "completed" or self["process"] == runs.this_process()
             self._data.update(verdicts, **({"outcome": outcome} if is_last else {}))

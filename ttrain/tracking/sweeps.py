@@ -45,8 +45,8 @@ def tracked_sweep(home: Path, name: str) -> TrackedRun:
             "ttrain.setting": setting["setting"],
             VERDICT: setting["verdict"],
         }
-        # of one time, by whichever process the row is pushed: then MLflow has it once. Not the trials of
-        # now: one may have ended since the verdicts.
+        # of one time, by whichever process the row is pushed: then MLflow has it once. Not the
+        # trials of now: one may have ended since the verdicts.
         ended = record["judged_trials"] or 0
         child.rows = [
             {"step": ended, "time": started + ended, "metrics": _metrics(setting, metric)}

@@ -89,7 +89,7 @@ class View:
     order: str = ""
 
     def save(self, mirror: Mirror, experiment: str, chosen: str) -> None:
-        """Save it with the runs that this filter of MLflow chooses; the newest decide the columns."""
+        """Save it with the runs that a filter of MLflow chooses; the newest decide the columns."""
         experiment_id = mirror.experiment_id(experiment)
         runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
         columns = [

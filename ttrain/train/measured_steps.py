@@ -1,4 +1,6 @@
-"""Seconds of a training step that were measured on this machine, remembered in the home. Imports nothing heavy."""
+"""Seconds of training steps that were measured on this machine, remembered in the home."""
+
+# Imports nothing heavy: a plan reads it.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
