@@ -74,7 +74,7 @@ def _hashes(text: bytes) -> Words:
 
 
 def rows_of_bands(threshold: float) -> int:
-    """MinHash values of a band: the most at which MOST_MISSED of the pairs are missed."""
+    """MinHash values of a band: the most that miss at most MOST_MISSED pairs at the threshold."""
     fitting = (
         rows
         for rows in range(16, 1, -1)

@@ -48,7 +48,7 @@ class Selection:
         self.selected &= ~flags
 
     def select(self, reading: Reading) -> int:
-        """Leave out rows of held-out files, duplicates, and rows beyond the limit.
+        """Leave out training rows that a held-out file has, duplicates, and rows beyond the limit.
 
         Returns the number of duplicate rows.
         """

@@ -121,7 +121,8 @@ def sample(
     """(sample of the texts within `max_bytes` and `max_documents`, in their order; its counts).
 
     "head": the first ones. "reservoir": the lowest hashes keyed by the seed, in any order of the
-    input. Only the sample is in memory; one text that is too large is the whole sample.
+    input. Only the sample is in memory; if the lowest text alone is too large, it is the
+    whole sample.
     """
     is_head, max_documents = config.sample == "head", config.max_documents or math.inf
     key = config.seed.to_bytes(8, "big")

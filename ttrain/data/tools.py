@@ -1,6 +1,6 @@
 """Convert function calls to text, in this module only: chat templates get just roles and contents.
 
-    functions   after the system turn: a sentence, then a JSON object a line within <tools>
+    functions   after the system turn's text: a sentence, then a JSON object a line within <tools>
     a call      after the assistant's words: {"name": …, "arguments": …} within <tool_call>
 
 Known are OpenAI's form (`tools`, `tool_calls`, before that `function_call`), MiniMind's (both as

@@ -1,5 +1,6 @@
 """Seconds of the steps of a plan's trainings, whatever of their inputs is there."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def measure_stage(
     if kind == "pairs" or not has_model:
         return None
     transformers.utils.logging.disable_progress_bar()  # of a base that is loaded
-    device = training.start(settings.runtime).device
+    threads = settings.runtime.threads or max(1, (os.cpu_count() or 1) // settings.runtime.devices)
+    runtime = settings.runtime.model_copy(update={"threads": threads})  # those of one rank
+    device = training.start(runtime).device
     paths, _ = paths_of(stage, settings, artifacts, directory)
     model = subject(stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths)
     task = training.task_of(config, model.model, settings.runtime)

@@ -46,9 +46,6 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
     # Layers with a sliding window get a mask of their own: transformers adds no window to a given
     # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
     # (gemma2 and gpt_oss have no other).
-    # Layers with a sliding window get a mask of their own: transformers adds no window to a given
-    # mask. `eager` attention adds the mask to the scores, so True and False would hide nothing
-    # (gemma2 and gpt_oss have no other).
     mask_B1TS: Tensor = inputs["attention_mask"]
     windows = {
         kind: size for kind, size in _windows(model.config).items() if size < mask_B1TS.shape[-1]

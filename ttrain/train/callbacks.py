@@ -115,8 +115,6 @@ class Callback:
         """Reason to stop the run and save its state, or None; called after steps, validations."""
         # After a step the answer travels with the next step's collective: the run ends one step
         # later.
-        # After a step the answer travels with the next step's collective: the run ends one step
-        # later.
         return None
 
     def state(self) -> JsonDict:

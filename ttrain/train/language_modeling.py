@@ -162,10 +162,6 @@ class NextTokenLoss(nn.Module):
     # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
     # two those of trained routers.
 
-    # The loss is ce1 + loss_weight * ce2 + balance * L_balance + z_loss * L_z, all divided by the
-    # targets of the first head; ce2 is that of a second head (`multi_token` of the model), the last
-    # two those of trained routers.
-
     def __init__(
         self, model: nn.Module, chunk_tokens: int | None = None, attention: str = "auto"
     ) -> None:

@@ -276,8 +276,6 @@ def live_rows(labels_N: Tensor) -> Tensor:
     """Positions to compute: on a CPU those with a target and up to `FEW_ROWS` others, or all."""
     # Counting would synchronise with other devices. oneDNN compiles a product for each number of
     # rows, hence multiples.
-    # Counting would synchronise with other devices. oneDNN compiles a product for each number of
-    # rows.
     if labels_N.device.type != "cpu":
         return torch.arange(len(labels_N), device=labels_N.device)
     order = (labels_N == IGNORE).to(torch.uint8).argsort(stable=True)

@@ -2,6 +2,7 @@
 
 # Imports nothing heavy: a plan reads it.
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ SHAPE_SPEED = {  # of `runtime`
     "devices",
     "nodes",
     "parallel",
-    "compile",
+    "gpus",
     "attention",
     "loss_chunk_tokens",
     "gradient_checkpointing",
@@ -48,7 +49,8 @@ def remembered(
     """
     tree = settings.model_dump(mode="json", include={"model", "tokenizer"})
     shape = [
-        [processor(), stage, tree["model"], tree["tokenizer"]["vocab_size"]],
+        [processor(), os.environ.get("CUDA_VISIBLE_DEVICES"), stage, settings.existing_model],
+        [tree["model"], tree["tokenizer"], Measured.__match_args__],  # the fields of an entry
         config.model_dump(mode="json", exclude=SHAPE_NO_STEP),
         settings.runtime.model_dump(mode="json", include=SHAPE_SPEED),
     ]

@@ -1,8 +1,6 @@
 """The native kernels of `native.c`, for CPUs: bf16 (AVX512-BF16) and fp32 (AVX2, AVX-512)."""
 # Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
 # width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
-# Letters in names: B rows, T positions, H heads, G heads of keys and values, K width of a head, D
-# width of a token, C positions of a chunk, V entries of the vocabulary, E matrices [A, B].
 
 import ctypes
 import functools
@@ -91,7 +89,7 @@ def suits_machine() -> bool:
 def kernels() -> dict[torch.dtype, dict[str, Any]]:
     """The kernels that this CPU can run, by number format.
 
-    None if installation found no compiler, or compiled another version.
+    {} if installation found no compiler, or compiled another version.
     """
     files = [Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES]
     packages = Path(torch.__file__).parents[1]
@@ -243,7 +241,8 @@ def orthogonal(
     epsilon: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Newton-Schulz steps of each matrix; see `optim.orthogonal`. Symmetric products are halved."""
+    """Newton-Schulz steps of each matrix; see `optim.orthogonal`."""
+    # Half of each symmetric product is computed.
     out = torch.empty_like(matrices_EAB)
     _call(
         dtype,

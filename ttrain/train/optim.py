@@ -61,8 +61,6 @@ class Optimizers:
         """Set the number format of Muon's products, which ranks that step together divide."""
         # Ranks on several machines divide nothing: through a network results take longer than
         # computing them on a GPU.
-        # Ranks on several machines divide nothing: through a network results take longer than
-        # computing them on a GPU.
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.dtype = dtype
@@ -293,10 +291,6 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrices_EAB: Tensor, dtype: torch.dtype) -> Tensor:
     """Each matrix with singular values near 1, by five Newton-Schulz steps in this format."""
-    # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
-    # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
-    # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several
-    # times x.
     # A step is x <- p(G) x with G = x x^T and p(G) = a + b G + c G G. Where G is much smaller than
     # x, three and then two steps use G alone, G <- p(G) G p(G), before the product of their p(G)
     # multiplies x: 0.65 of the work for [512, 1376]. All five so would make errors of bf16 several

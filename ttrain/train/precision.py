@@ -40,9 +40,6 @@ class LossScale:
     # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
     # the factor joins the division by targets.
 
-    # Not torch's GradScaler, which unscales one optimizer at a time and on some devices only; here
-    # the factor joins the division by targets.
-
     scale: float
     enabled: bool
     good_steps: int = 0
@@ -167,7 +164,7 @@ def resolve_device(word: str, local_rank: int = 0, name: str = "runtime.device")
 def set_deterministic(on: bool) -> None:
     """Use deterministic kernels; call before the first one runs. Operations without one warn."""
     # Eager CPU code is deterministic anyway. Compiled code gave six results in six runs on two
-    # threads, and with this one. On CUDA cuBLAS also needs a fixed workspace
+    # threads, but one with this setting. On CUDA cuBLAS also needs a fixed workspace
     # (docs.nvidia.com/cuda/cublas, "Results reproducibility").
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
