@@ -18,6 +18,7 @@ def write_run(home: Path, number: int, seed: int, shards: str, **changes: object
         "metrics": {METRIC: float(number)},
         "stages": [
             {"name": "shards-pretrain", "key": shards},
+            {"name": "shards-sft"},  # never begun
             {"name": "pretrain", "key": f"{number}"},
         ],
     }

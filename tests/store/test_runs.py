@@ -18,7 +18,7 @@ from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import run_views, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.runs import RunRecord, history
+from ttrain.store.runs import RunRecord, guard_warning, history
 
 
 def record(home: Path, **notes: object) -> RunRecord:
@@ -133,3 +133,15 @@ def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
         assert len(paths) > 8
         guarded = [path for path in paths if path.suffix != ".lock"]
         assert [path for path in guarded if path.stat().st_mode & 0o077] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "warning"),
+    [
+        ("2026-11-30 03:09:25,335 guard overfit: step 9: rose", "guard overfit: step 9: rose"),
+        ("2026-11-30 03:09:25,335 rank 0: guard loss-spike: step 9", "guard loss-spike: step 9"),
+        ("2026-11-30 03:09:25,335 the guards are on", ""),
+    ],
+)
+def test_a_guards_warning_is_known_in_the_log(line: str, warning: str) -> None:
+    assert guard_warning(line) == warning

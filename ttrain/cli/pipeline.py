@@ -35,7 +35,7 @@ from ttrain.core.terminal import (
     outlast_output,
     print_escaped,
 )
-from ttrain.core.text import format_duration, format_time
+from ttrain.core.text import first_line, format_duration, format_time
 from ttrain.engine.progress import progress_of
 from ttrain.errors import UsageError
 from ttrain.reports import summary
@@ -197,6 +197,7 @@ def measured_estimate(planned: Plan) -> Estimate:
     from ttrain.cli.train import prepare_to_train
     from ttrain.core.files import temporary_directory
     from ttrain.engine.estimate import estimate
+    from ttrain.train.measured_steps import can_be_measured
 
     prepare_to_train(planned.settings)
     # In another process, or a pipeline of hours would keep torch and its memory.
@@ -204,14 +205,20 @@ def measured_estimate(planned: Plan) -> Estimate:
     with temporary_directory("time") as directory, spawned:
 
         def measure(stage: str, config: Training) -> Measured | None:
+            if not can_be_measured(stage, planned.settings, planned.paths):
+                return None
             print(f"measuring steps of {stage} ...", file=sys.stderr)
             arguments = (stage, config, planned.settings, planned.paths, directory)
-            return spawned.submit(_measure_stage, *arguments).result()
+            try:
+                return spawned.submit(_measure_stage, *arguments).result()
+            except Exception as error:  # the run itself may fit, or fail with a better message
+                print_escaped(f"{stage} cannot be measured: {first_line(error)}", stderr=True)
+                return None
 
         return estimate(planned, measure)
 
 
-def _measure_stage(*arguments: Any) -> Measured | None:
+def _measure_stage(*arguments: Any) -> Measured:
     from ttrain.doctor.timing import measure_stage
 
     return measure_stage(*arguments)
@@ -419,10 +426,10 @@ def plan_and_run(
         Output(None, _cached_parts(planned, record)).print()
         return
     estimated = estimate(planned)
+    usable_home()
     if (estimated.seconds or 0) > MEASURED_FROM_SECONDS:
         estimated = measured_estimate(planned)
     Output(None, _plan_parts(planned, estimated)).print()
-    usable_home()
     on_code = remarks_on_code(planned)
     for line in on_code:
         print_escaped(line)

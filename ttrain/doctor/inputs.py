@@ -46,10 +46,11 @@ def paths_of(
     """
     row = TRAINING_STAGES[stage]
     start = settings.starts[stage]
-    paths = {"tokenizer": artifacts.get(TOKENIZER.name) or directory / TOKENIZER.name}
-    if not paths["tokenizer"].exists():
-        made_up = tokenizer.train(random_words(), settings.tokenizer.vocab_size)
-        tokenizer.save(made_up, paths["tokenizer"])
+    made_up = directory / TOKENIZER.name
+    paths = {"tokenizer": artifacts.get(TOKENIZER.name, made_up)}
+    if paths["tokenizer"] == made_up and not made_up.exists():
+        vocab_size = settings.tokenizer.vocab_size
+        tokenizer.save(tokenizer.train(random_words(vocab_size), vocab_size), made_up)
     if shards := artifacts.get(SHARDS[stage].name):
         paths["shards"] = shards
     base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)
@@ -70,8 +71,8 @@ def paths_of(
     return {**paths, "base": job.output}, False
 
 
-def random_words() -> list[str]:
-    """Words of which a tokenizer of up to 60,000 tokens can be trained in a second."""
+def random_words(vocab_size: int) -> list[str]:
+    """Words of which a tokenizer of so many tokens can be trained, in seconds."""
     chance = random.Random(1)
-    letters = string.ascii_letters
-    return [" ".join("".join(chance.choices(letters, k=6)) for _ in range(RANDOM_WORDS))]
+    words = max(RANDOM_WORDS, vocab_size)
+    return [" ".join("".join(chance.choices(string.ascii_letters, k=6)) for _ in range(words))]

@@ -11,7 +11,7 @@ from ttrain.config.training import TRAINING_STAGES
 from ttrain.data.encoder import Encoder
 from ttrain.doctor.inputs import paths_of
 from ttrain.doctor.run import subject
-from ttrain.tasks import EXISTING_MODEL, STAGES
+from ttrain.tasks import STAGES
 from ttrain.tasks.common import training
 from ttrain.train import precision
 from ttrain.train.measured_steps import Measured
@@ -25,17 +25,12 @@ def measure_stage(
     settings: Settings,
     artifacts: Mapping[str, Path],
     directory: Path,
-) -> Measured | None:
+) -> Measured:
     """Measure a training. `config`: its settings with numbers for what is `auto`.
 
     `artifacts`: directories of those that are in the store, by stage; what else it reads is made
-    under `directory`. None of pairs, whose lengths decide, and of an existing model that is not in
-    the store yet.
+    under `directory`. Raises what a training would, such as for lack of memory.
     """
-    kind = TRAINING_STAGES[stage].rows
-    has_model = not settings.existing_model or EXISTING_MODEL.name in artifacts
-    if kind == "pairs" or not has_model:
-        return None
     transformers.utils.logging.disable_progress_bar()  # of a base that is loaded
     threads = settings.runtime.threads or max(1, (os.cpu_count() or 1) // settings.runtime.devices)
     runtime = settings.runtime.model_copy(update={"threads": threads})  # those of one rank
@@ -43,6 +38,8 @@ def measure_stage(
     paths, _ = paths_of(stage, settings, artifacts, directory)
     model = subject(stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths)
     task = training.task_of(config, model.model, settings.runtime)
-    rows = made_up_rows(ROWS, config.row_length, len(Encoder(paths["tokenizer"])), kind)
+    rows = made_up_rows(
+        ROWS, config.row_length, len(Encoder(paths["tokenizer"])), TRAINING_STAGES[stage].rows
+    )
     computed_in = precision.resolve_precision(config.precision, device)
     return measure(task, rows, model, computed_in, settings.runtime)

@@ -131,8 +131,9 @@ def _about(seconds: float) -> str:
 
 def estimate(plan: Plan, measure: Measure | None = None) -> Estimate:
     """Estimate the stages of a plan that will run. `measure`: for what is not measured here yet."""
-    artifacts = {each.name: each.artifact for each in plan}
-    estimator = _Estimator(artifacts, plan.settings, plan.store, measure)
+    estimator = _Estimator(
+        {each.name: each.artifact for each in plan}, plan.settings, plan.store, measure
+    )
     estimates = tuple(estimator.of(each) for each in plan if each.state == "run")
     return Estimate(estimates, estimator.rate)
 

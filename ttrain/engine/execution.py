@@ -27,7 +27,7 @@ from ttrain.reports import summary
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import Registry, Version
 from ttrain.store.results import EvaluationResult, TrainingResult
-from ttrain.store.runs import BUILT, NOTHING_NEW, RunRecord
+from ttrain.store.runs import BUILT, NOTHING_NEW, RunRecord, guard_warning
 from ttrain.tasks import Stage
 
 log = logging.getLogger("ttrain")
@@ -192,9 +192,9 @@ class PipelineRun(StopRequest):
         else:
             self.record.log(stage.name, data["line"])
             logged(data["line"])
-            # A training's guard warns while it happens.
-            if data["line"].startswith("guard ") or self.settings.runtime.log_level == "debug":
-                self.display(stage.name, "message", {"text": data["line"]})
+            shows_all = self.settings.runtime.log_level == "debug"
+            if text := data["line"] if shows_all else guard_warning(data["line"]):
+                self.display(stage.name, "message", {"text": text})
 
     def _message(self, stage: Stage, text: str) -> None:
         self.display(stage.name, "message", {"text": text})

@@ -274,8 +274,12 @@ class Plan(Sequence[Planned]):
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The directories of the artifacts that are in the store, by stage."""
-        return {stage.name: stage.artifact.path for stage in self.stages if stage.artifact}
+        """The directories of the artifacts that are on this machine, by stage."""
+        return {
+            stage.name: stage.artifact.path
+            for stage in self.stages
+            if stage.artifact and stage.artifact.path.is_dir()
+        }
 
     @property
     def left_out(self) -> list[str]:

@@ -90,8 +90,7 @@ def _no_documents(settings: Settings) -> UsageError:
         else ""
     )
     return UsageError(
-        f"data.pretrain is none, as what is not set is not trained on, but "
-        f"{later or 'the pipeline'} starts from the model "
+        f"data.pretrain is none, but {later or 'the pipeline'} starts from the model "
         f"that pretrain makes of documents; set data.pretrain=FILE, "
         f"data.pretrain={PYTHON_DOCS} for those that ship with "
         f"ttrain{existing_model}"

@@ -36,7 +36,6 @@ def run(
     request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay
 ) -> None:
     """Run trials until all is decided. Raises Interrupted, or an error of all trials."""
-    experiment.note(outcome="running", process=runs.this_process())
     for trial in experiment.trials:
         with experiment.claimed(trial.place, FAILED) as failed:
             if failed:
@@ -125,6 +124,8 @@ class Worker:
         change, began = Change(**self.experiment["changes"][trial.change]), time.monotonic()
         name = f"{change.name}, seed {trial.seed}"
         self._say(f"{name}{' goes on' if trial.run else ''}")
+        # Again with each trial: of several processes another may have been interrupted.
+        self.experiment.note(outcome="running", process=runs.this_process())
         execution: PipelineRun | None = None
         try:
             plan = self.request.plan(change, trial.seed, self.store)

@@ -59,7 +59,7 @@ class LoadedModel:
         return causal_model
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
-        """(tokens of an answer, most tokens of a prompt): an answer at most half of `max_length`."""
+        """(tokens of an answer, at most half of `max_length`; most tokens of a prompt)."""
         # Both are the same for all prompts, so that no answer depends on its batch.
         if self.max_length is None:
             return new_tokens, None

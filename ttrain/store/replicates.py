@@ -39,10 +39,10 @@ def values_by_seed(home: Path, metric: str) -> Mapping[str, Mapping[str, float]]
         shards = {
             stage["name"]: stage["key"]
             for stage in run["stages"]
-            if stage["name"].startswith("shards-")
+            if stage["name"].startswith("shards-") and stage.get("key")
         }
-        known = newest.setdefault(key, shards)
-        if any(known.get(name, own) != own for name, own in shards.items()):
+        known = newest.setdefault(key, {})
+        if any(known.setdefault(name, own) != own for name, own in shards.items()):
             continue
         leaves = dict(flatten(run["settings"]))
         seeds = str([leaves.get(name) for name in SEEDS])

@@ -59,7 +59,14 @@ ELSEWHERE_DAYS = 7  # a run of another machine that noted nothing for so long is
 LOG_POLL_SECONDS = 0.3
 
 # How a line of a stage's log begins
+GUARD = re.compile(r" (guard [\w-]+: .*)")  # what a training's guard logs
 TIMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? ")
+
+
+def guard_warning(line: str) -> str:
+    """The warning of a training's guard in a line of its log; "" where there is none."""
+    warning = GUARD.search(line)
+    return warning[1] if warning else ""
 
 
 class RunRecord:

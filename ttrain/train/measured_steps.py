@@ -2,12 +2,14 @@
 
 # Imports nothing heavy: a plan reads it.
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ttrain.config import Settings, Training
+from ttrain.config.training import TRAINING_STAGES
 from ttrain.core.files import read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.machine import processor
@@ -37,7 +39,23 @@ class Measured:
     row: float
 
 
+GPUS = Path("/proc/driver/nvidia/gpus")  # of Linux: without torch, which a plan does not load
 Measure = Callable[[str, Training], Measured | None]  # of a stage with these settings
+
+
+def can_be_measured(stage: str, settings: Settings, artifacts: Collection[str]) -> bool:
+    """Whether a step tells the training's time, before all of its inputs are there.
+
+    Not of pairs, whose lengths decide, of a model or tokenizer that exists but not in the store
+    yet (`artifacts`: stages that are), and of a model that only fits in several GPUs together.
+    """
+    runtime = settings.runtime
+    return (
+        TRAINING_STAGES[stage].rows != "pairs"
+        and (not settings.existing_model or "base-model" in artifacts)
+        and (not settings.tokenizer.existing or "tokenizer" in artifacts)
+        and (runtime.parallel != "fsdp" or runtime.devices * runtime.nodes == 1)
+    )
 
 
 def remembered(
@@ -50,6 +68,7 @@ def remembered(
     tree = settings.model_dump(mode="json", include={"model", "tokenizer"})
     shape = [
         [processor(), os.environ.get("CUDA_VISIBLE_DEVICES"), stage, settings.existing_model],
+        sorted(path.read_text() for path in GPUS.glob("*/information")),
         [tree["model"], tree["tokenizer"], Measured.__match_args__],  # the fields of an entry
         config.model_dump(mode="json", exclude=SHAPE_NO_STEP),
         settings.runtime.model_dump(mode="json", include=SHAPE_SPEED),
@@ -58,6 +77,7 @@ def remembered(
     by_key = read_object(path)
     if key not in by_key and measure and (measured := measure(stage, config)):
         by_key[key] = asdict(measured)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, by_key)
+        with contextlib.suppress(OSError):  # of a home that cannot be written: measured for now
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, by_key)
     return Measured(**by_key[key]) if key in by_key else None
