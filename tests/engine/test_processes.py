@@ -129,7 +129,7 @@ def test_a_stage_that_is_stopped_at_its_very_start_is_continued(ranks: TwoRanks)
 
 def test_after_a_killed_rank_the_next_try_continues_at_the_checkpoint(ranks: TwoRanks) -> None:
     message, seconds = ranks.fail(lambda: workers()[1].kill(), 60)
-    assert "rank 1 was killed by SIGKILL" in message and "log.txt" in message
+    assert "SIGKILL" in message and "log.txt" in message
     assert seconds < 20
     artifact = ranks.run(lambda line: None, 60)
     assert 0 < artifact.result["resumed_from_step"] < 60

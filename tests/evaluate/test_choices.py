@@ -253,7 +253,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
         "Q: Question 0?\nA: yes\nQ: Question 2?\nA:",
     ]
     assert items.reasons == {"as an example: no answer": 1}
-    with pytest.raises(DataError, match=r"tasks.quiz.shots is 2"):
+    with pytest.raises(DataError, match=r"tasks.quiz.shots"):
         quiz(tmp_path, shots=2, **settings)
 
 

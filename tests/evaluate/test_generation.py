@@ -162,5 +162,5 @@ def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: LoadedMod
     assert prompt_ids(subject.encoder, turns) in prompts
     assert [row["right"] for row in result.rows] == [False, True]
     without = subject_of(subject.model, subject.encoder, can_chat=False)
-    with pytest.raises(UsageError, match=r"tasks.sums.chat is true"):
+    with pytest.raises(UsageError, match=r"tasks.sums.chat"):
         evaluated(tmp_path, TWO_ROWS, without, chat=True)

@@ -181,7 +181,7 @@ def test_our_multiple_choice_is_the_harness_s(
 
 
 def test_data_and_names_that_the_harness_does_not_have_are_refused(directory: Path) -> None:
-    with pytest.raises(DataError, match=r"tasks.theirs.task is broken"):
+    with pytest.raises(DataError, match=r"tasks.theirs.task"):
         read(directory, "broken")
     evil = directory / "evil.txt"
     evil.write_text("task: mine\nprocess_docs: !function evil.run\n")
@@ -210,5 +210,5 @@ def test_without_the_harness_the_error_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "ttrain.evaluate.lm_eval_tasks")
     monkeypatch.delattr("ttrain.evaluate.lm_eval_tasks")
-    with pytest.raises(UsageError, match=r"pip install 'ttrain\[harness\]'"):
+    with pytest.raises(UsageError, match=r"ttrain\[harness\]"):
         run.functions_of(HarnessTask(task="arc_easy"))

@@ -69,7 +69,7 @@ def test_the_suites_that_ship_read_no_file_but_themselves_and_are_suggested(tmp_
         assert suites.files_of(loaded) == [loaded.file]
     with pytest.raises(UsageError, match=r"'heldot'.* heldout"):
         suites.load("heldot")
-    with pytest.raises(UsageError, match=r"none.yaml.* chinese, english, heldout"):
+    with pytest.raises(UsageError, match=r"none.yaml.*heldout"):
         suites.load(str(tmp_path / "none.yaml"))
 
 
@@ -78,7 +78,7 @@ def test_the_files_of_a_suite_lie_beside_it_and_a_missing_one_is_named(written: 
     assert suites.files_of(suites.load(str(written))) == files
     files[1].unlink()
     for stage in (EVALUATE, EVALUATE_CHAMPION):
-        with pytest.raises(UsageError, match=r"sums\.file is sums\.jsonl.*mine/sums\.jsonl"):
+        with pytest.raises(UsageError, match=r"sums\.file.*mine/sums\.jsonl"):
             data_files(stage, settings(f"evaluate.suites.sft={written}"))
 
 
@@ -108,7 +108,7 @@ def test_a_suite_counts_by_the_bytes_of_all_its_files_and_by_the_models_it_is_fo
 
 
 def test_a_held_out_part_that_no_model_has_is_refused_with_the_plan() -> None:
-    with pytest.raises(UsageError, match=r"heldout: chats\.file is chats"):
+    with pytest.raises(UsageError, match=r"chats\.file"):
         data_files(EVALUATE, settings("evaluate.suites=heldout", "lora.start_from=pretrain"))
     files = data_files(EVALUATE, settings("evaluate.suites=heldout"))
     assert set(files) == {"suites-base", "suites-sft", "suites-lora"}

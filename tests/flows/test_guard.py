@@ -86,7 +86,7 @@ def test_a_server_of_another_home_is_refused(
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "another")
     with served(Site({}, statuses=[401] * 20)) as site:
         monkeypatch.setenv("PREFECT_API_URL", f"{site.url}/api")
-        with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING .*401.* servers/token"):
+        with pytest.raises(UsageError, match=r"PREFECT_API_AUTH_STRING.*401"):
             engine.begin(tmp_path)
     monkeypatch.undo()
     engine.reread_environment()

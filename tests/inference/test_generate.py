@@ -226,5 +226,5 @@ def test_a_model_of_nan_is_refused_where_it_is_loaded_and_where_it_answers(tmp_p
             generate(model, PROMPTS, settings)
     tensors = factory.state(model.model)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"^1 of the \d+ .*lm_head"):
+    with pytest.raises(ArtifactError, match=r"lm_head"):
         speaker(directory)

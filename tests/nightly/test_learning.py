@@ -160,7 +160,7 @@ def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
 
 
 def test_two_budgets_of_a_night_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nightly\.tokens is 5.*nightly\.epochs"):
+    with pytest.raises(ValueError, match=r"nightly\.tokens.*nightly\.epochs"):
         Nightly(tokens=5, epochs=1)
 
 

@@ -140,7 +140,7 @@ def test_an_adapter_is_kept_next_to_the_model_it_is_merged_into(
 def test_rated_answers_need_kto(inputs: dict[str, Path], tmp_path: Path) -> None:
     rows = [rated(number) for number in range(ROWS)]
     inputs = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], rows)}
-    with pytest.raises(UsageError, match=r"dpo\.loss is dpo, .* dpo\.loss=kto"):
+    with pytest.raises(UsageError, match=r"dpo\.loss=kto"):
         tune(tmp_path / "refused", inputs)
     run_stage(reference, settings_of(), tmp_path / "reference", inputs)
     inputs["reference"] = tmp_path / "reference"

@@ -188,12 +188,9 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(
     (tmp_path / "expert").mkdir()
     (tmp_path / "expert" / "model.safetensors").write_bytes(b"other")
     changed = first.model_copy(update={"model": str(tmp_path / "expert")})
-    with pytest.raises(
-        ArtifactError,
-        match=r"not the one that the gate knows: the weights in .*expert have changed",
-    ):
+    with pytest.raises(ArtifactError, match=r"weights in .*expert"):
         gate_files.check(changed)
-    with pytest.raises(UsageError, match="holds no gate"):
+    with pytest.raises(UsageError, match=str(tmp_path)):
         gate_files.read(tmp_path)
     contents = gate_files.GateFile(
         experts=(first, other), settings=Gate(), figures={}, router_sha256="0" * 64
@@ -201,7 +198,7 @@ def test_a_gate_knows_when_an_expert_or_its_router_was_changed(
     write_json(tmp_path / gate_files.GATE, contents.model_dump(mode="json"))
     assert gate_files.read(tmp_path).experts == (first, other)
     save_file({}, tmp_path / gate_files.WEIGHTS)
-    with pytest.raises(ArtifactError, match="is not the one"):
+    with pytest.raises(ArtifactError, match=gate_files.WEIGHTS):
         gate_router.GateSelector(tmp_path, device="cpu", dtype="fp32")
 
 
@@ -223,7 +220,7 @@ def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path
         assert nats_RE[:, column].tolist() == pytest.approx(expected, rel=1e-4)
     assert gate.bytes_of(chats) == 9 and gate.bytes_of(records[1]) == 180
     assert gate.text_of(chats) == "cab?" and gate.text_of(records[0]) == "12 abc"
-    with pytest.raises(Interrupted, match="0 of 2 are"):
+    with pytest.raises(Interrupted, match="0 of"):
         gate.score(planted.experts, records, ROWS, _job(tmp_path, lambda: True), CPU)
 
 
@@ -247,12 +244,9 @@ def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path
     fewer = gate.read(paths, Gate(limit=30))
     assert len(fewer) == 30 and fewer == gate.read(paths[::-1], Gate(limit=30))
     assert 0 < gate.heldout_flags(records, settings).sum() < 80
-    with pytest.raises(
-        DataError,
-        match=r"5 of 5 rows are bad, more than rejected_fraction=.*'paragraphs' \(text_field\)",
-    ):
+    with pytest.raises(DataError, match=r"rejected_fraction=.*\(text_field\)"):
         gate.read([str(tmp_path / "bad.jsonl")], settings)
-    with pytest.raises(DataError, match="of 1 records went to the held-out part"):
+    with pytest.raises(DataError, match="held-out part"):
         gate.heldout_flags(records[:1], settings)
 
 
@@ -266,7 +260,7 @@ def test_without_data_the_experts_own_held_out_records_are_taken(
     files = {"model/config.json": "{}", "model/model.safetensors": ""}
     expert = resolve(str(artifact(store, "sft", "a" * 64, files, inputs=inputs).path))
     assert cli_gate.heldout_files([expert] * 2) == [str(shards.path / "heldout" / "1.jsonl")]
-    with pytest.raises(UsageError, match="name files with --data"):
+    with pytest.raises(UsageError, match="--data"):
         cli_gate.heldout_files([resolve(planted.names[0])])
 
 

@@ -162,13 +162,11 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     here = folder(house, positions=128)
     with pytest.raises(
         UsageError,
-        match=r"lora.row_length is 256 but sft.start_from is .*mine, a model of 128 positions",
+        match=r"lora.row_length.*sft.start_from.*128",
     ):
         house.plan(f"sft.start_from={here}", "sft.row_length=128")
     short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128"]
-    with pytest.raises(
-        UsageError, match=r"after lora.virtual_tokens 8, .*set lora.row_length to at most 120"
-    ):
+    with pytest.raises(UsageError, match=r"lora.virtual_tokens.*120"):
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
 

@@ -202,7 +202,7 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
         "unused rows, not grown"
     )
     prepare_base_model(found, make_tokenizer(tmp_path / "other").directory, tmp_path / "model")
-    assert "tokens that the model knows have other ids in the tokenizer" in caplog.text
+    assert "other ids" in caplog.text
 
 
 def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(
