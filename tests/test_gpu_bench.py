@@ -23,4 +23,4 @@ def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     assert {"small: GFLOP/s, peak in bf16", "small: tokens/s, rows of 20 documents, of 1"} <= {
         *table
     }
-    assert table["save and resume, to the bit"] == "yes"
+    assert table["save and resume, to the bit"].startswith("yes ")

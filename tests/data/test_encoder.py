@@ -362,7 +362,7 @@ def test_a_vocabulary_from_which_text_would_vanish_is_refused_unless_it_has_an_u
     del spec["model"]["vocab"]["é"]
     spec["model"]["merges"] = []
     write_spec(source, spec)
-    with pytest.raises(UsageError, match="1 of"):
+    with pytest.raises(UsageError, match=r"\b1 of"):
         take(source, tmp_path / "out")
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -461,7 +461,8 @@ def test_functions_without_a_system_turn_make_one() -> None:
 def test_arguments_as_text_stay_as_they_are_written(arguments: str) -> None:
     function = {"function": {"name": 'a"b', "arguments": arguments}}
     text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
-    assert contents({"messages": [{"role": "assistant", "tool_calls": [function]}]}) == [text]
+    row = {"messages": [{"role": "assistant", "tool_calls": [function]}]}
+    assert parsed(row).messages == (Message("assistant", text),)
 
 
 def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
@@ -470,7 +471,8 @@ def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
     for content, form in itertools.product(("Well.", "", None), forms):
         answer = {"role": "assistant", "content": content, "function_call": form}
         text = f"Well.\n{CALLED}" if content else CALLED
-        assert contents({"messages": [{**answer, "tool_calls": None}]}) == [text]
+        row = {"messages": [{**answer, "tool_calls": None}]}
+        assert parsed(row).messages == (Message("assistant", text),)
 
 
 def through_json(*rows: str) -> list[tuple[str, str]]:

@@ -316,6 +316,7 @@ def test_extending_takes_the_furthest_run_that_is_undamaged(built: House) -> Non
     def start() -> Path | None:
         return pretrain_planned(built, *tokens(400), extend=True).start_from
 
+    trained(built, 200, "pretrain.schedule.floor=0.1")  # further, but of another schedule
     short, long = trained(built, 100), trained(built, 150, checkpoints=(10, 70))
     assert start() == long.path / "checkpoints" / "step-00000070"
     (long.path / "heldout" / "file").unlink()

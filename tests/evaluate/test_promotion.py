@@ -146,7 +146,8 @@ def test_the_scores_of_an_evaluation_are_its_records(tmp_path: Path) -> None:
     assert metric.records == ("ab", "cd", "e")
     xz = recorded.metric("bits_per_byte_xz")
     assert xz == Metric("bits_per_byte_xz", (3.0,), (1.0,), None)
-    with pytest.raises(UsageError, match=r"accuracy.* bits_per_byte, bits_per_byte_xz"):
+    listed = r"promotion\.metric .*accuracy.* bits_per_byte, bits_per_byte_xz"
+    with pytest.raises(UsageError, match=listed):
         recorded.metric("accuracy")
     with pytest.raises(ArtifactError, match="not fetched"):
         evaluation(tmp_path, SCORES)
@@ -184,10 +185,10 @@ def test_a_metric_that_no_evaluation_can_have_is_refused_before_anything_is_trai
         "chat_loss_sft/x",
         "talks/loss/lora",
     ):
-        listed = rf"is {metric}, .* poems/accuracy/sft, .* talks/FIGURE/sft"
+        listed = rf"promotion\.metric is {metric}, .* poems/accuracy/sft, .* talks/FIGURE/sft"
         with pytest.raises(UsageError, match=listed):
             check(metric)
-    with pytest.raises(UsageError, match=r"is chat_loss_base, .* TASK/FIGURE/MODEL"):
+    with pytest.raises(UsageError, match=r"promotion\.metric.*base.* TASK/FIGURE/MODEL"):
         check("chat_loss_base", {"lora": {"start_from": "pretrain"}})
 
 

@@ -297,7 +297,7 @@ def test_too_few_rows_are_not_a_failed_try(tmp_path: Path, runner: Runner) -> No
     for night, files in zip(runner.nights.newest_first(), (2, 2, 1), strict=True):
         runner.assert_refused(night, 1, is_open=False)
         assert len(night.frozen.files["pretrain"]) == files
-    assert "next night" in runner.output
+    assert "takes these files" in runner.output
 
 
 def test_control_characters_of_a_files_name_are_escaped(store: ArtifactStore) -> None:

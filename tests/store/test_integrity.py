@@ -68,7 +68,7 @@ def test_a_shard_of_which_a_bit_flipped_is_refused_where_it_is_read(fresh_home: 
 
 def test_every_other_file_is_compared_before_a_process_starts(fresh_home: Home) -> None:
     flip_bit(fresh_home.documents.path / "train" / "index.json")
-    with pytest.raises(StageFailed, match=r"train/index\.json"):
+    with pytest.raises(StageFailed, match=r"train/index\.json is damaged"):
         build(fresh_home)
     assert not list(fresh_home.store.root.glob("work/pretrain/*/job.json"))
 

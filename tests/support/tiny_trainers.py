@@ -7,7 +7,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class WatchedTask(LanguageModeling):  # type: ignore[misc]  # which is final
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
         self.passes += 1
-        return LossSum(loss.total * self._spoil(self.passes), loss.count)
+        return replace(loss, total=loss.total * self._spoil(self.passes))
 
 
 class PlainSgd(WatchedTask):

@@ -225,8 +225,9 @@ def test_ranks_of_several_machines_share_no_matrices(
     if on_this_machine:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", on_this_machine)
     optimizers = optim.build(Small(), Optim(kind="muon"))
-    optimizers.prepare(torch.float32, Ranks(0, world, CPU))
     (muon,) = (each for each in optimizers.optimizers if isinstance(each, optim.Muon))
+    muon.ranks = None if shares else Ranks(0, 2, CPU)  # as an earlier call left it
+    optimizers.prepare(torch.float32, Ranks(0, world, CPU))
     assert (muon.ranks is not None) is shares
 
 

@@ -60,7 +60,7 @@ def test_rates_follow_the_table(config: Schedule, table: list[float]) -> None:
 
 
 def test_minimind_has_a_floor_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r"0\.3 .*minimind.*cosine"):
+    with pytest.raises(ValueError, match=r"floor.*0\.3.*schedule\.kind.*minimind"):
         of("minimind", floor=0.3)
 
 
