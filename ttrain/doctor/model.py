@@ -18,7 +18,6 @@ from ttrain.data.order import ShuffledOrder
 from ttrain.data.packing import IGNORE, Array, Batch
 from ttrain.doctor.parts import (
     DROPOUT,
-    NEVER,
     Finding,
     Learner,
     LossRecorder,
@@ -31,6 +30,7 @@ from ttrain.train.distributed import Ranks, full_tensor
 from ttrain.train.memory_rows import InMemoryRows, select_rows, unevenly_masked
 from ttrain.train.precision import Precision
 from ttrain.train.step_figures import NonFinite
+from ttrain.train.timing import NEVER
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Origin
 

@@ -25,11 +25,11 @@ from ttrain.train.memory_rows import InMemoryRows, select_rows
 from ttrain.train.precision import Precision, resolve_precision
 from ttrain.train.preference_tuning import score_answers
 from ttrain.train.task import TrainingTask
+from ttrain.train.timing import NEVER
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed, TrainerOptions
 
 PAIR_ROWS = 8  # that are scored
-NEVER = 1 << 30  # steps between events that must not happen
 DROPOUT = ("p", "attention_dropout")  # probabilities, of modules
 
 

@@ -38,8 +38,7 @@ def measure_stage(
     paths, _ = paths_of(stage, settings, artifacts, directory)
     model = subject(stage, Settings.rebuilt(STAGES[stage].part_of(settings)), paths)
     task = training.task_of(config, model.model, settings.runtime)
-    rows = made_up_rows(
-        ROWS, config.row_length, len(Encoder(paths["tokenizer"])), TRAINING_STAGES[stage].rows
-    )
+    vocabulary = len(Encoder(paths["tokenizer"], fast=False))
+    rows = made_up_rows(ROWS, config.row_length, vocabulary, TRAINING_STAGES[stage].rows)
     computed_in = precision.resolve_precision(config.precision, device)
     return measure(task, rows, model, computed_in, settings.runtime)

@@ -21,8 +21,9 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.results import ShardsResult, TokenizerResult, TrainingResult
 from ttrain.tasks import EVALUATE, SHARDS
-from ttrain.train.measured_steps import Measure, remembered
+from ttrain.train.measured_steps import Measure, recall_or_measure
 from ttrain.train.rates import QUICKSTART_FLOPS, flops_per_token, quickstart_rate, speed_up
+from ttrain.train.schedules import QUICK_SHARE
 
 PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
 # Repeated tokens are worth as much as new ones for about four passes, and little after forty
@@ -39,8 +40,6 @@ QUICKSTART_TOKENS = {"pretrain": 696_495, "sft": 261_189, "lora": 83_960}  # wit
 # grow.
 BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
 PLAIN = (".jsonl", ".json", ".txt", ".md")  # of others, packed, the size does not tell the text's
-
-QUICK_SHARE = 0.02  # of a training, which its quick validations take
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,9 @@ class _Estimator:
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
         """Of a training on so many tokens, as measured, or by the rate of another training."""
-        if measured := remembered(self.store.root, stage, section, self.settings, self.measure):
+        if measured := recall_or_measure(
+            self.store.root, stage, section, self.settings, self.measure
+        ):
             self.rate = "what was measured here"
             steps = (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens
             return START_SECONDS + steps + measured.row * section.validation_rows

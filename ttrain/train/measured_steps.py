@@ -15,6 +15,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.machine import processor
 
 FILE = Path("cache", "measured_steps.json")  # in the home: by the digest of what shapes the speed
+GPUS = Path("/proc/driver/nvidia/gpus")  # of Linux: without torch, which a plan does not load
 SHAPE_NO_STEP = {"tokens", "epochs", "schedule", "seed", "start_from"}  # of a stage's settings
 SHAPE_SPEED = {  # of `runtime`
     "rows_per_device",
@@ -39,15 +40,14 @@ class Measured:
     row: float
 
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # of Linux: without torch, which a plan does not load
 Measure = Callable[[str, Training], Measured | None]  # of a stage with these settings
 
 
 def can_be_measured(stage: str, settings: Settings, artifacts: Collection[str]) -> bool:
-    """Whether a step tells the training's time, before all of its inputs are there.
+    """Whether a training can be timed by steps on made-up rows. `artifacts`: stages in the store.
 
-    Not of pairs, whose lengths decide, of a model or tokenizer that exists but not in the store
-    yet (`artifacts`: stages that are), and of a model that only fits in several GPUs together.
+    Not one on pairs, whose lengths decide; of an existing model or tokenizer that is not in the
+    store yet; or of a model that is sharded over several GPUs.
     """
     runtime = settings.runtime
     return (
@@ -58,10 +58,10 @@ def can_be_measured(stage: str, settings: Settings, artifacts: Collection[str]) 
     )
 
 
-def remembered(
+def recall_or_measure(
     home: Path, stage: str, config: Training, settings: Settings, measure: Measure | None
 ) -> Measured | None:
-    """What was measured for such a training, else what `measure` finds now; None where neither is.
+    """What was measured for such a training; else what `measure` returns now, or None without it.
 
     `config`: the stage's settings, with numbers for what is `auto`.
     """
