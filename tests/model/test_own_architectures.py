@@ -174,7 +174,7 @@ def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_gener
     with torch.no_grad():
         whole = model(ids).logits
         start = model(ids[:, :13], use_cache=True)
-        rest = model(ids[:, 13:], past_key_values=start.past_key_values, use_cache=True).logits
+        rest = model(ids[:, 13:], cache=start.cache, use_cache=True).logits
     torch.testing.assert_close(torch.cat((start.logits, rest), 1), whole, rtol=1e-5, atol=1e-6)
     ids = random_ids(3, 2, 6)
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}

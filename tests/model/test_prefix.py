@@ -73,7 +73,7 @@ def test_a_prefix_of_the_keys_and_values_of_a_text_is_that_text(shape: str) -> N
     base, text, ids = tiny_model(**SHAPES[shape]).eval(), random_ids(2, 1, 4), random_ids(3, 1, 9)
     with torch.no_grad():
         expected = base(input_ids=torch.cat([text, ids], 1)).logits[:, 4:]
-        layers = base(input_ids=text, use_cache=True).past_key_values.layers
+        layers = base(input_ids=text, use_cache=True).cache.layers
         model = adapters.attach(base, settings(kind="prefix")).eval()
         states = [state for layer in layers for state in (layer.keys, layer.values)]
         weight(model).copy_(torch.cat([s[0].transpose(0, 1).flatten(1) for s in states], 1))
@@ -103,9 +103,9 @@ def test_token_by_token_is_as_all_at_once_also_with_a_mask_and_positions(shape: 
             for t in range(9):
                 mask, positions = torch.ones(2, t + 1), torch.full((2, 1), t)
                 more = {"attention_mask": mask, "position_ids": positions} if is_masked else {}
-                more |= {"past_key_values": past, "use_cache": True}
+                more |= {"cache": past, "use_cache": True}
                 out = model(input_ids=ids[:, t : t + 1], **more)
-                past = out.past_key_values
+                past = out.cache
                 torch.testing.assert_close(out.logits[:, 0], whole[:, t], rtol=1e-5, atol=1e-5)
 
 

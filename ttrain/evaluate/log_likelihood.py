@@ -132,16 +132,14 @@ class StartCache(KVCache):
             (layer.keys.expand(shape), layer.values.expand(shape))
             for layer in self._filled(ids).layers
         ]
-        return {"past_key_values": DynamicCache(states), "use_cache": True}
+        return {"cache": DynamicCache(states), "use_cache": True}
 
     def _filled(self, ids: Sequence[int]) -> Any:
         cache = self.take(ids)
         rest = ids[cache.get_seq_length() :]
         if rest:
             ids_1T = torch.tensor([list(rest)], device=self._device)
-            self._losses(
-                ids_1T, torch.full(ids_1T.shape, IGNORE), past_key_values=cache, use_cache=True
-            )
+            self._losses(ids_1T, torch.full(ids_1T.shape, IGNORE), cache=cache, use_cache=True)
         self.put(ids, cache)
         return cache
 

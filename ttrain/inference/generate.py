@@ -102,7 +102,7 @@ def generate(
             ),
             logits_processor=processors,
             stopping_criteria=StoppingCriteriaList(watches),
-            **({"past_key_values": cache} if cache is not None else {}),
+            **({"cache": cache} if cache is not None else {}),
         )
     if kv_cache:
         kv_cache.put(found_BT[0].tolist(), cache)
@@ -233,7 +233,7 @@ class KVCache:
     def __init__(self, loaded_model: LoadedModel) -> None:
         causal = loaded_model.causal
         self._config = causal.config
-        accepts_cache = "past_key_values" in inspect.signature(causal.forward).parameters
+        accepts_cache = "cache" in inspect.signature(causal.forward).parameters
         # A prefix has a cache of its own.
         self._is_used = (
             accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix

@@ -108,8 +108,8 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
     Callers do not count virtual tokens: their mask and positions are those of the text.
     """
 
-    def forward(self, *arguments: Any, past_key_values: Any = None, **options: Any) -> Any:
-        if past_key_values is None or not past_key_values.get_seq_length():
+    def forward(self, *arguments: Any, cache: Any = None, **options: Any) -> Any:
+        if cache is None or not cache.get_seq_length():
             return super().forward(*arguments, **options)
         virtual = self.active_peft_config.num_virtual_tokens
         mask_BT = options.get("attention_mask")
@@ -120,7 +120,20 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
             )
         if positions_BT is not None:
             options["position_ids"] = positions_BT + virtual
-        return self.base_model(*arguments, past_key_values=past_key_values, **options)
+        return self.base_model(*arguments, cache=cache, **options)
+
+    def prepare_inputs_for_generation(self, *arguments: Any, **kwargs: Any) -> Any:
+        # PEFT 0.21 looks for the cache as `past_key_values`, its name before transformers 5.24, and
+        # would begin each token with an empty one. transformers looks for the name `kwargs`.
+        inputs = self.base_model_prepare_inputs_for_generation(*arguments, **kwargs)
+        virtual = self.active_peft_config.num_virtual_tokens
+        cache = inputs.get("cache")
+        if cache is None or not cache.get_seq_length():
+            inputs["cache"] = self.get_prompt(batch_size=len(inputs["input_ids"]))
+        mask_BT = inputs["attention_mask"]
+        inputs["attention_mask"] = torch.cat([mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1)
+        inputs["position_ids"] = inputs["position_ids"] + virtual
+        return inputs
 
 
 def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
@@ -132,7 +145,7 @@ def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     was_training = model.training
     probe_11 = torch.ones((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
-        cache = getattr(model.eval()(input_ids=probe_11, use_cache=True), "past_key_values", None)
+        cache = getattr(model.eval()(input_ids=probe_11, use_cache=True), "cache", None)
     layers = getattr(cache, "layers", ())
     states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     shapes: set[Any] = {None if state is None else state.shape for state in states}

@@ -93,7 +93,7 @@ class MoyunAttention(nn.Module):
         self,
         x_BTD: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **others: Any,
     ) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
@@ -101,8 +101,8 @@ class MoyunAttention(nn.Module):
             each(x_BTD).view(heads).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )

@@ -143,15 +143,15 @@ class OwnModel:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         """`attention_mask`: [B, S], True where not padding, or [B, 1, T, S], True where visible."""
         x_BTD = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        past_length = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(
                 past_length, past_length + x_BTD.shape[1], device=x_BTD.device
@@ -160,7 +160,7 @@ class OwnModel:
             config=self.config,
             inputs_embeds=x_BTD,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             position_ids=position_ids,
         )
         x_BTD = self.decode(
@@ -168,10 +168,10 @@ class OwnModel:
             position_ids,
             past_length,
             attention_mask=mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **others,
         )
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=x_BTD, cache=cache)
 
 
 class OwnForCausalLM:
@@ -195,7 +195,7 @@ class OwnForCausalLM:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -206,7 +206,7 @@ class OwnForCausalLM:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             **others,
         )
@@ -219,6 +219,4 @@ class OwnForCausalLM:
             loss = self.loss_function(
                 logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size
             )
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, cache=outputs.cache)

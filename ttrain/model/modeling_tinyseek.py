@@ -134,7 +134,7 @@ class TinySeekAttention(nn.Module):
         number: int,
         position_ids_BT: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **others: Any,
     ) -> Tensor:
         """`number`: of the pass through the layers, the index in the cache."""
@@ -150,8 +150,8 @@ class TinySeekAttention(nn.Module):
         )
         q = torch.cat((q, q_R.to(q.dtype)), -1)
         k = torch.cat((k, k_R.to(k.dtype)), -1)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, number)
+        if cache is not None:
+            k, v = cache.update(k, v, number)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )

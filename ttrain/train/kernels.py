@@ -143,17 +143,17 @@ def _rotary_attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **others: Any,
 ) -> Any:
     def of_transformers() -> Any:
         inputs = hidden_states, position_embeddings, attention_mask
-        return type(self).forward(self, *inputs, past_key_values=past_key_values, **others)
+        return type(self).forward(self, *inputs, cache=cache, **others)
 
     records = cast(Records | None, others.get("records"))
     dtype = autocast_dtype(hidden_states)
     dropout = self.attention_dropout if self.training else 0.0
-    if records is None or past_key_values is not None or dropout:
+    if records is None or cache is not None or dropout:
         return of_transformers()
     (B, T, _) = hidden_states.shape
     K = self.head_dim

@@ -373,7 +373,7 @@ def prepend(model: Any, inputs: Inputs) -> Inputs:
     B, _, T, _ = mask.shape
     return {
         **inputs,
-        "past_key_values": model.get_prompt(B, max_cache_len=virtual + T),
+        "cache": model.get_prompt(B, max_cache_len=virtual + T),
         "position_ids": inputs["position_ids"] + virtual,
         "attention_mask": torch.cat([mask.new_ones(B, 1, T, virtual), mask], -1),
     }
