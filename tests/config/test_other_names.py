@@ -21,12 +21,9 @@ def test_every_name_of_another_library_means_settings_that_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("learning_rate", "'pretrain.optim.lr' or 'sft.optim.lr'"),
         ("SFT.Learning-Rate", "'sft.optim.lr'?"),
         ("learing_rate", "'pretrain.optim.lr'"),
         ("sft.batch_size", "'sft.tokens_per_step'? (in tokens: rows x row_length)"),
-        ("target_modules", "'lora.targets'?"),
-        ("gradient_checkpointing", "'runtime.gradient_checkpointing'?"),
         ("output_dir", "TTRAIN_HOME=DIR"),  # which no setting decides
         ("resume_from_checkpoint", "same command"),
     ],

@@ -18,9 +18,9 @@ def settings_of(*overrides: str, files: Any = ()) -> Settings:
     return load(overrides, files=files, environment={}).settings
 
 
-@pytest.mark.parametrize("text", COUNTS)
-def test_counts_are_read_as_people_write_them(text: str) -> None:
-    assert settings_of(f"pretrain.tokens={text}").pretrain.tokens == COUNTS[text]
+def test_counts_are_read_as_people_write_them() -> None:
+    counts = {text: settings_of(f"pretrain.tokens={text}").pretrain.tokens for text in COUNTS}
+    assert counts == COUNTS
 
 
 @pytest.mark.parametrize("text", ["M", "1.5", "1e999999999", "0k"])
@@ -29,16 +29,14 @@ def test_what_is_not_a_whole_positive_count_is_refused(text: str) -> None:
 
 
 def test_a_key_that_yaml_takes_for_a_boolean_is_a_name(tmp_path: Path) -> None:
-    path = settings_file(tmp_path, "notify: {on: [failed], command: [tell]}")
-    assert settings_of(files=[path]).notify.on == ("failed",)
+    text = "notify: {on: [failed], command: [tell]}\nruntime: {guards: off, compile: off}"
+    settings = settings_of(files=[settings_file(tmp_path, text)])
+    assert settings.notify.on == ("failed",)
     assert settings_of("notify={on: [kept]}").notify.on == ("kept",)
-    path = settings_file(tmp_path, "runtime: {guards: off, tune: off, compile: off}")
-    runtime = settings_of(files=[path]).runtime
-    assert (runtime.guards, runtime.tune, runtime.compile) == ("off", "off", False)
-    assert settings_of("runtime.deterministic=on").runtime.deterministic is True
+    assert (settings.runtime.guards, settings.runtime.compile) == ("off", False)
 
 
-@pytest.mark.parametrize("time", ["06:30", "22:30", "6:30"])
+@pytest.mark.parametrize("time", ["22:30", "6:30"])
 def test_a_time_of_day_is_hour_and_minute_without_quotes(tmp_path: Path, time: str) -> None:
     path = settings_file(tmp_path, f"nightly:\n  deadline: {time}\n")
     for settings in (settings_of(files=[path]), settings_of(f"nightly.deadline={time}")):
@@ -53,19 +51,18 @@ def test_no_other_time_is_read(time: str) -> None:
     assert "nightly.deadline" in message and "23:59" in message
 
 
-WRONG = {
-    "an open list": (b"a: [", "YAML"),
-    "a number for a name": (b"1: 2", "mapping"),
-    "one setting twice": (b"sft: {lr: 1, lr: 2}", "line 1, column 7"),
-    "a tag of Python's": (b"sft: !!python/object/apply:os.system [id]", "constructor"),
-    "no UTF-8": (b"sft:\n  a: \xff", "0xff"),
-}
-
-
-@pytest.mark.parametrize(("text", "part"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (b"a: [", "YAML"),
+        (b"1: 2", "mapping"),
+        (b"sft: {lr: 1, lr: 2}", "line 1, column 7"),
+        (b"sft: !!python/object/apply:os.system [id]", "constructor"),
+        (b"sft:\n  a: \xff", "0xff"),
+    ],
+)
 def test_a_wrong_file_is_answered_in_one_line(text: bytes, part: str, tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_bytes(text)
     message = refused(files=[path])
-    assert part in message and str(path) in message
-    assert "\n" not in message and len(message) < 700
+    assert part in message and str(path) in message and "\n" not in message

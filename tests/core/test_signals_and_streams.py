@@ -15,8 +15,6 @@ from unittest.mock import Mock
 import pytest
 
 from ttrain.cli.main import main
-from ttrain.core.files import ProgressWriter
-from ttrain.core.terminal import READER_IS_GONE
 
 PROGRAM = """
 import sys, time
@@ -39,19 +37,21 @@ except Interrupted as error:
     print(error)
     sys.exit(error.exit_code)
 """
-PRELUDE = """
+WORKS = """
 import os, sys
 from ttrain.core.terminal import guard_streams, outlast_output
 guard_streams()
+outlast_output()
+for number in range(20_000):
+    print('line', number)
+os.write(int(sys.argv[1]), b'to the end')
 """
-MANY_LINES = "for number in range(20_000): print('line', number)\n"
-WORKS = f"outlast_output()\n{MANY_LINES}os.write(int(sys.argv[1]), b'to the end')\n"
 NOTE = "standard output cannot be written ({}); the command goes on without it\n"
 
 
 @contextlib.contextmanager
-def program(*prefix: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*prefix, sys.executable, "-c", PROGRAM]
+def program() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -91,12 +91,6 @@ def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
         assert end_of(process, "\n\n") == ("stopped\n", 143)
 
 
-def test_nohup_is_obeyed() -> None:
-    with program("nohup") as process:
-        process.send_signal(signal.SIGHUP)
-        assert end_of(process, "\n\n") == ("", 0)
-
-
 def test_ctrl_c_ends_a_command_with_a_word_and_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,11 +100,11 @@ def test_ctrl_c_ends_a_command_with_a_word_and_130(
     assert capsys.readouterr().err == "interrupted\n" and ended.value.args == (130,)
 
 
-def output_of(code: str, stdout: Any) -> tuple[int, str, str]:
+def output_of(stdout: Any) -> tuple[int, str, str]:
     """(exit code, what the program wrote into a pipe of its own, its standard error)."""
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as result:
-        command = [sys.executable, "-c", PRELUDE + code, str(writer)]
+        command = [sys.executable, "-c", WORKS, str(writer)]
         pipes: Any = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, pass_fds=(writer,), **pipes)
         os.close(writer)
@@ -118,25 +112,9 @@ def output_of(code: str, stdout: Any) -> tuple[int, str, str]:
         return process.returncode, result.read().decode(), error
 
 
-def pipe_without_a_reader() -> int:
+def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    return writer
-
-
-def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
-    end = (0, "to the end")
-    assert output_of(WORKS, pipe_without_a_reader()) == (*end, NOTE.format("Broken pipe"))
+    assert output_of(writer) == (0, "to the end", NOTE.format("Broken pipe"))
     with Path("/dev/full").open("w") as full:
-        assert output_of(WORKS, full) == (*end, NOTE.format("No space left on device"))
-
-
-def test_a_command_that_prints_ends_quietly_without_its_reader() -> None:
-    few = "from ttrain.cli.main import main\nmain(['--help'])"  # what fails is the last flush
-    for code in (MANY_LINES, few):
-        assert output_of(code, pipe_without_a_reader()) == (READER_IS_GONE, "", "")
-
-
-def test_progress_that_cannot_be_written_is_left_out(tmp_path: Path) -> None:
-    ProgressWriter(tmp_path / "gone" / "progress.json").update(1, 2, "tokens")
-    assert not any(tmp_path.iterdir())
+        assert output_of(full) == (0, "to the end", NOTE.format("No space left on device"))

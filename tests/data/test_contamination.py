@@ -44,8 +44,7 @@ def chat(*contents: str, system: str = "") -> Json:
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
     assert words_of("Ｔhe  CAFÉ,\n(1)") == words_of("the cafe\u0301 1") == ["the", "café", "1"]
     assert words_of("—… 🙂 \u200b\0") == [] and words_of("你好，Welt！") == ["你", "好", "welt"]
-    for text in ("Ｔhe  CAFÉ,\n(1)", POEM, "한국어 텍스트", "Straße, ÜBER ﬁ ½ ①"):
-        assert plain(text) == "".join(words_of(text)).encode()
+    assert plain("Straße, ÜBER ﬁ ½ ①") == "".join(words_of("Straße, ÜBER ﬁ ½ ①")).encode()
 
 
 def grams(words: Sequence[str], size: int) -> set[tuple[str, ...]]:
@@ -80,47 +79,33 @@ def test_matches_are_those_of_a_naive_search(seed: int) -> None:
 
 def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     instruction = " ".join(f"instruction{number}" for number in range(14))
-    words = range(14)
-    ends = [" ".join([f"{n}", *(f"end{n}of{word}" for word in words)]) for n in range(50)]
+    ends = [" ".join(f"end{n}of{word}" for word in range(14)) for n in range(50)]
     index = GramIndex([f"{instruction} {end}" for end in ends])
     assert index.find(f"{instruction} z" * 9) == {}
     assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
 CHOICES = {"question": QUESTION, "choices": ["a", ANSWER]}
-ITEM_ROWS: dict[str, tuple[bytes, list[Json]]] = {
-    "question and answer": (
-        plain(QUESTION + ANSWER),
-        [
-            {**CHOICES, "answer": 1},
-            {**CHOICES, "answer": "B"},
-            {"question": QUESTION, "answer": ANSWER},
-            chat(QUESTION, ANSWER),
-            {"question": QUESTION, "answer": " ", "final": ANSWER},
-        ],
-    ),
-    "question": (
-        plain(QUESTION),
-        [{**CHOICES, "answer": 7}, {"question": QUESTION, "answer": [{"role": "assistant"}]}],
-    ),
-    "last word": (
-        b"thebridgecrossestherhine",
-        [{"context": "The bridge crosses the", "target": " Rhine"}],
-    ),
-    "text": (plain(POEM), [{"text": POEM}]),
-}
+BOTH = plain(QUESTION + ANSWER)
+ITEM_ROWS: list[tuple[Json, bytes]] = [
+    ({**CHOICES, "answer": 1}, BOTH),
+    ({**CHOICES, "answer": "B"}, BOTH),
+    ({"question": QUESTION, "answer": ANSWER}, BOTH),
+    (chat(QUESTION, ANSWER), BOTH),
+    ({"question": QUESTION, "answer": " ", "final": ANSWER}, BOTH),
+    ({**CHOICES, "answer": 7}, plain(QUESTION)),
+    ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
+    ({"text": POEM}, plain(POEM)),
+]
 
 
-@pytest.mark.parametrize(("text", "rows"), ITEM_ROWS.values(), ids=ITEM_ROWS)
-def test_rows_of_every_kind_of_task_are_items(
-    tmp_path: Path, text: bytes, rows: list[Json]
-) -> None:
-    bad = [{"title": "nothing"}, b"no JSON"]
-    left_out = Counter[str]()
-    path = write_lines(tmp_path / "items.jsonl", [*bad, *rows])
+def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
+    bad, left_out = [{"title": "nothing"}, b"no JSON"], Counter[str]()
+    path = write_lines(tmp_path / "items.jsonl", [*bad, *(row for row, _ in ITEM_ROWS)])
     items = contamination.read_items(str(path), left_out)
     assert left_out == {"items.jsonl": 2}
-    assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(rows)
+    expected = [contamination.digest_of_text(text) for _, text in ITEM_ROWS]
+    assert [item.digest for item in items] == expected
     assert items[0].location == "items.jsonl:3"
     with pytest.raises(DataError, match="no item"):
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
@@ -152,22 +137,16 @@ def test_documents_that_hold_an_item_are_left_out(
     texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
     texts[20] = f"{texts[20][:50]} {QUESTION.upper()} -- {ANSWER}!"
     texts[25] = f"{texts[25]} {QUESTION[:20]}"  # too little
-    questions = {
-        "a": (POEM[:12], [POEM[12:], "白日依山盡"], 0),
-        "b": (QUESTION, ["Danube", ANSWER], 1),
-        "c": ("What is it that none of the documents of the training set says?", ["a", "b"], 1),
-        "too short": ("1+1", ["2", "3"], 0),
-    }
+    unknown = "What is it that none of the documents of the training set says?"
     rows: list[Json] = [
-        {"question": question, "choices": choices, "answer": answer}
-        for question, choices, answer in questions.values()
+        {"question": POEM[:12], "choices": [POEM[12:], "白日依山盡"], "answer": 0},
+        {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1},
+        {"question": unknown, "choices": ["a", "b"], "answer": 1},
+        {"question": "1+1", "choices": ["2", "3"], "answer": 0},  # too short
     ]
     items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
     output = tmp_path / "out"
-    unchecked = build(tmp_path / "plain", encoder, documents, None)
-    assert unchecked.contamination is None
-    assert not (tmp_path / "plain" / contamination.REPORT).exists()
     built = build(output, encoder, documents, items, remove)
     report = report_of(output)
     counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
@@ -179,8 +158,6 @@ def test_documents_that_hold_an_item_are_left_out(
     assert str(tmp_path) not in json.dumps(report)
     lines = {item["where"].rpartition(":")[2]: item["documents"] for item in report["items"]}
     assert lines == {"1": 1, "2": 1}
-    places = [place for item in report["items"] for place in item["places"]]
-    assert {place["file"] for place in places} == {documents.name}
     tally = built.tallies["train"]
     removed = 2 if remove else 0
     assert built.parts["train"]["rows"] + built.parts["heldout"]["rows"] == 30 - removed
@@ -188,10 +165,8 @@ def test_documents_that_hold_an_item_are_left_out(
     assert tally.skipped[contamination.OVERLAPS] == removed
     kept = shard_sets.texts_in(output, encoder.directory)
     assert any("床前" in text for text in kept) is not remove
-    again = build(output, encoder, documents, None)
-    assert again.parts["train"]["shards"] == unchecked.parts["train"]["shards"], "shards come back"
+    assert build(output, encoder, documents, None).parts["train"]["rows"] == 30
     assert not (output / contamination.REPORT).exists()
-    assert contamination.read_item_shares(output) == {}
 
 
 def test_chats_match_with_all_turns_and_not_by_the_system_turn_that_others_have_too(

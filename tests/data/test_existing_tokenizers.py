@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,28 +48,21 @@ SYSTEM_LAST += (
     "{% if loop.last or loop.index0 == messages | length - 2 %}{{ ' Be brief.' }}{% endif %}"
 )
 SYSTEM_LAST += "{{ '[/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}" + END
-TURNS = (
-    USER.replace("%", "%%") + "{{ %s }}{%% else %%}{{ %s + eos_token }}" + END.replace("%", "%%")
-)
-VICUNA = TURNS % ("'USER: ' + m['content'] + ' '", "'ASSISTANT: ' + m['content']")
-NOTHING_BEHIND = TURNS % ("m['content']", "' Answer: ' + m['content']")
-END_BEFORE = TURNS % ("m['content']", "eos_token + 'A: ' + m['content']")
+END_BEFORE = USER + "{{ m['content'] }}{% else %}{{ eos_token + 'A: ' + m['content'] + eos_token }}"
+END_BEFORE += END
 IM = ["Blue.<|im_end|>", "Deep.<|im_end|>"]
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED}
 TEMPLATES |= dict.fromkeys(["ttrain", "tinyseek"])
 
 
-def trained(model: Any, trainer: Any = trainers.BpeTrainer, **parts: Any) -> Tokenizer:
+def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
     """A tokenizer with these parts; `vocab` are tokens of it that are not added ones."""
-    vocab = parts.pop("vocab", [])
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    more = {} if vocab or trainer is trainers.WordPieceTrainer else {"initial_alphabet": ALPHABET}
-    tokens = [*SPECIAL, *vocab]
-    tokenizer.train_from_iterator(
-        LINES * 5, trainer(vocab_size=420, special_tokens=tokens, show_progress=False, **more)
-    )
+    tokens, alphabet = [*SPECIAL, *vocab], [] if vocab else ALPHABET
+    options: Any = {"special_tokens": tokens, "show_progress": False, "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(LINES * 5, trainers.BpeTrainer(vocab_size=420, **options))
     spec = json.loads(tokenizer.to_str())
     added = spec["added_tokens"]
     spec["added_tokens"] = [token for token in added if token["content"] not in vocab]
@@ -104,18 +97,11 @@ def legacy_llama() -> Tokenizer:
     return with_byte_fallback(normalizer=normalizers.Sequence(parts))
 
 
-def word_pieces() -> Tokenizer:
-    bert = normalizers.BertNormalizer(lowercase=True)
-    parts = {"normalizer": bert, "pre_tokenizer": pre.BertPreTokenizer()}
-    return trained(models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer, **parts)
-
-
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": byte_level,
     "rstrip": lambda: byte_level(rstrip=True),
     "metaspace, first": metaspace,
     "legacy llama": legacy_llama,
-    "word pieces": word_pieces,
 }
 
 
@@ -142,7 +128,6 @@ def conversations(count: int) -> Iterator[Messages]:
     """Chats of one to three questions, some behind a system turn, with awkward texts."""
     chance = random.Random(count)
     pieces = [*LINES, " ", "\n\n", "  two  ", "你好，世界", "🙂", "\u3000", "<think>", "Café"]
-    pieces += ["12,345", "!", "\t", "don't"]
     for _ in range(count):
         roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(1, 3)
         yield tuple(
@@ -185,17 +170,14 @@ def test_ids_are_those_of_transformers_over_the_directory(
             turns[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
         )
         assert chat.prompt_ids(encoder, messages[:-1]) == prompt, messages
-        if messages[-1].content.strip() and ids[: len(prompt)] == prompt:
-            begin = len(prompt)
-            assert live[begin] and not live[begin - 1], "all behind the prompt is trained on"
+        begin = len(prompt)
+        if messages[-1].content.strip() and ids[:begin] == prompt:
+            assert live[begin] and not live[begin - 1]
 
 
-@pytest.mark.parametrize("kind", ["byte level", "metaspace, first", "rstrip"])
-@pytest.mark.parametrize("template", ["thought", "ttrain"])
-def test_a_text_that_spells_a_special_token_stays_text(
-    kind: str, template: str, tmp_path: Path
-) -> None:
-    encoder = install(tmp_path, tokenizer_of(kind), template)
+@pytest.mark.parametrize("kind", ["metaspace, first", "rstrip"])
+def test_a_text_that_spells_a_special_token_stays_text(kind: str, tmp_path: Path) -> None:
+    encoder = install(tmp_path, tokenizer_of(kind), "thought")
 
     def specials(content: str) -> list[tuple[int, bool]]:
         turns = turns_of(user1=content, assistant1=content, user2="?", assistant2="!")
@@ -213,8 +195,6 @@ def test_a_text_that_spells_a_special_token_stays_text(
         (CHATML.replace(HEADER, ""), *(f"<|im_start|>assistant\n{text}" for text in IM)),
         (INST, " Blue.</s>", " Deep.</s>"),
         (SYSTEM_LAST, " Blue.</s>", " Deep.</s>"),
-        (VICUNA, "ASSISTANT: Blue.</s>", "ASSISTANT: Deep.</s>"),
-        (NOTHING_BEHIND, " Answer: Blue.</s>", " Answer: Deep.</s>"),
         (END_BEFORE, "</s>A: Blue.</s>", "</s>A: Deep.</s>"),
         (THOUGHT, IM[0], f"<think>\n\n</think>\n\n{IM[1]}"),
         (MARKED, *(f"<mood>calm</mood>{text}" for text in IM)),

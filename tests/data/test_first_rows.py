@@ -34,7 +34,6 @@ def error_of(setting: str, kind: Kind, *files: str) -> str:
     [
         ("data.pretrain", "documents", CHAT, "is a chat (keys: question, answer)", "data.sft="),
         ("data.sft", "chats", PAIR, "is a pair of answers", "data.dpo="),
-        ("data.dpo", "pairs", DOCUMENT, "is a document", "data.pretrain="),
         ("data.sft_heldout", "chats", DOCUMENT, "is a document", "data.pretrain_heldout="),
     ],
 )
@@ -57,13 +56,7 @@ def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
 def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
     files = [written(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
-    files.append(written(tmp_path / "a.txt", "a text"))
-    tolerant = Reading(rejected_fraction=1)
-    first_rows.check("data.pretrain", "documents", files, tolerant)
-    rated = written(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
-    first_rows.check("data.dpo", "pairs", [rated], tolerant)
-    bad = written(tmp_path / "bad.jsonl", {"messages": 1})
-    first_rows.check("data.sft", "chats", [bad], tolerant)
+    first_rows.check("data.pretrain", "documents", files, Reading(rejected_fraction=1))
 
 
 def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:
@@ -73,6 +66,7 @@ def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> N
     assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
     assert f"data.sft is {empty}, which has no rows" in error_of("data.sft", "chats", empty)
     first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
+    good = written(tmp_path / "good.jsonl", *[CHAT] * 3)
     many = written(tmp_path / "many.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
-    for files in ([many], [bad, written(tmp_path / "good.jsonl", *[CHAT] * 3)], [empty, many]):
+    for files in ([many], [bad, good], [empty, many]):
         first_rows.check("data.sft", "chats", files, Reading())

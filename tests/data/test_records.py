@@ -355,10 +355,7 @@ WRONG: list[tuple[Json, str]] = [
     (chat(tools="{broken"), "'tools': not valid JSON"),
     (chat(tools=[{"type": "function"}]), "a tool has no name"),
     (turn("user", content="s", tools=[ADD]), "'tools' on a turn of role 'user'; write it beside"),
-    (
-        turn("system", content="s", tools=[ADD]) | {"tools": [ADD]},
-        "'tools' both beside the turns",
-    ),
+    (turn("system", content="s", tools=[ADD]) | {"tools": [ADD]}, "'tools' both beside the turns"),
     (
         turn("assistant", content="Hello", tool_calls=[EMPTY_CALL], function_call=EMPTY_CALL),
         "both 'tool_calls' and 'function_call' on",
@@ -543,10 +540,7 @@ UNREAD: list[tuple[Json, set[str]]] = [
         {"reasoning", "think"},
     ),
     ({"prompt": "?", "chosen": {**FOUR, "reasoning": "2"}, "rejected": "5"}, {"reasoning"}),
-    (
-        {"messages": [{**FOUR, "id": "a", "reasoning": " ", "tokens": 3, "thought": None}]},
-        set(),
-    ),
+    ({"messages": [{**FOUR, "id": "a", "reasoning": " ", "tokens": 3, "thought": None}]}, set()),
     ({"messages": [{**FOUR, "tool_calls": []}]}, set()),
     ({**SUM, "input": "a", "history": [["a", "b"]], "system": "c", "lang": "en"}, set()),
 ]

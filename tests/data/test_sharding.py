@@ -439,8 +439,7 @@ def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> 
 
 
 @pytest.mark.parametrize(
-    ("kept", "values"),
-    [(2, ["é".encode(), b"\xff", b"good"]), (0, [decimal.Decimal("1.5")] * 3)],
+    ("kept", "values"), [(2, ["é".encode(), b"\xff", b"good"]), (0, [decimal.Decimal("1.5")] * 3)]
 )
 def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(
     sets: Sets, kept: int, values: list[Any]
