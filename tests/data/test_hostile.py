@@ -33,15 +33,11 @@ from ttrain.errors import CannotRead, DataError
 from ttrain.tasks import shards
 from ttrain.tasks.common.job import StageContext
 
-VALUE = json_error("unexpected character, expected a JSON value")
 CONTENT = json_error("unexpected content after document")
 INFINITE = json_error("number is infinity when parsed as double")
 DEEP = json_error("depth limit exceeded")
-LONE_HIGH = json_error("no low surrogate in string")
-LONE_LOW = json_error("invalid high surrogate in string")
 END = json_error("unexpected end of data")
-CONTROL = json_error("unexpected control character in string")
-KINDS = ("a list", "text", "a number", "null", "a boolean")
+KINDS = ("a list", "text", "a number", "null")
 NO_OBJECTS = [f"not a JSON object but {kind}" for kind in KINDS]
 KEPT: Outcome = {"kept": 2}
 LARGE = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(10_000))
@@ -56,31 +52,16 @@ def number(key: bytes, value: bytes) -> bytes:
     return b'{"text": "%s", "x": %s}' % (key, value)
 
 
-NUMBERS = (b"1e400", b"1e-400", b"9" * 30, b"9" * 5000)
 COPIES = [FIRST, FIRST, b'{"id": 1, "text": "A first line."}']
 TWICE = [b'{"text": "x", "text": "A first line."}', FIRST, b'{"text": "x", "text": null}', LAST]
 # {name: (lines, outcome, numbers of the bad lines)}; which texts a document has: test_records.py
 DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
     "broken JSON": (between(b'{"text": "cut off in the mid'), bad(END), [2]),
-    "invalid UTF-8": (
-        between(b'{"text": "\xff"}', b'{"text": "\xed\xa0\x80"}'),
-        bad(NOT_UTF8, NOT_UTF8),
-        [2, 3],
-    ),
+    "invalid UTF-8": (between(b'{"text": "\xff"}'), bad(NOT_UTF8), [2]),
     "a BOM at the start": ([BOM + FIRST, LAST], KEPT, []),
     "a BOM in the middle, as of joined files": ([FIRST, BOM + FIRST, LAST], bad(MARK), [2]),
     "CRLF and blank lines": ([b"\r", FIRST + b"\r", b"\r", b" \t\r", LAST + b"\r"], KEPT, []),
-    "no object": (
-        between(b'["text"]', b'"a string"', b"42", b"null", b"true"),
-        bad(*NO_OBJECTS),
-        [2, 3, 4, 5, 6],
-    ),
-    "lone surrogates": (
-        between(rb'{"text": "\ud83d high"}', rb'{"text": "\ude00"}', rb'{"text": "\ude00\ud83d"}'),
-        bad(LONE_HIGH, LONE_LOW, LONE_LOW),
-        [2, 3, 4],
-    ),
-    "raw NUL": (between(b'{"text": "\0"}'), bad(CONTROL), [2]),
+    "no object": (between(b'["text"]', b'"a"', b"4", b"null"), bad(*NO_OBJECTS), [2, 3, 4, 5]),
     "a first line of NUL": ([bytes(3), FIRST, LAST], bad(NULS), [1]),
     "nothing": ([], {}, []),
     "duplicates": (
@@ -94,27 +75,17 @@ DOCUMENTS: dict[str, tuple[Sequence[bytes], Outcome, list[int]]] = {
         bad("'text' is null, not text", skipped={"duplicate": 1}),
         [3],
     ),
-    "NaN": (between(number(b"a", b"NaN")), bad(VALUE), [2]),
     "numbers beyond every type": (
-        between(*map(number, (b"a", b"b", b"c", b"d"), NUMBERS)),
-        bad(INFINITE, INFINITE, kept=4),
-        [2, 5],
+        between(number(b"a", b"1e400"), number(b"b", b"9" * 30)),
+        bad(INFINITE, kept=3),
+        [2],
     ),
-    "nested too deep": (
-        between(number(b"a", b"[" * 100_000 + b"]" * 100_000), b'{"x":' * 5000),
-        bad(DEEP, DEEP),
-        [2, 3],
-    ),
-    "an array in lines": ([b"[", FIRST + b",", b"4,", LAST, b"]"], bad(NO_OBJECTS[2]), [2]),
+    "nested too deep": (between(number(b"a", b"[" * 9000 + b"]" * 9000)), bad(DEEP), [2]),
     "an array in one line": ([b"[" + FIRST + b", " + LAST + b"]"], KEPT, []),
-    "lists in lines": (
-        [b"[" + FIRST + b"]", b"[" + LAST + b"]", FIRST],
-        bad(*[NO_OBJECTS[0]] * 2, kept=1),
-        [1, 2],
-    ),
-    "pretty-printed within": (
-        [FIRST, b"{", b'  "text": "spread over lines"', b"}"],
-        bad(END, CONTENT, VALUE, kept=1),
+    "lists in lines": ([b"[" + FIRST + b"]", FIRST], bad(NO_OBJECTS[0], kept=1), [1]),
+    "objects over lines": (
+        [FIRST, b"{", b'"text": "x"', b"}"],
+        bad(END, CONTENT, json_error("unexpected character, expected a JSON value"), kept=1),
         [2, 3, 4],
     ),
 }
@@ -134,35 +105,13 @@ def test_every_row_is_kept_skipped_or_rejected_by_its_rule(
     assert outcome(plain, recipe) == outcome(packed, recipe, 1024) == (expected, bad_lines)
 
 
-def write_truncated(path: Path) -> None:
-    path.write_bytes(gzip.compress(LARGE)[:-3000])
-
-
-def link_unreadable(path: Path) -> None:
-    """A file whose bytes cannot be read, as on a broken disk."""
-    if not Path("/proc/self/mem").exists():
-        pytest.skip("no /proc")
-    path.symlink_to("/proc/self/mem")
-
-
-@pytest.mark.parametrize(
-    ("make", "reason", "is_damaged"),
-    [
-        (write_truncated, "is truncated", True),
-        (lambda path: None, "cannot read", False),
-        (link_unreadable, "cannot read", False),
-    ],
-    ids=["truncated", "missing", "an error of the disk"],
-)
+@pytest.mark.parametrize(("is_damaged", "reason"), [(True, "is truncated"), (False, "cannot read")])
 def test_a_file_that_cannot_be_read_to_its_end_is_one_error_with_its_name_and_leaves_no_shards(
-    tmp_path: Path,
-    recipes: dict[str, BlockRecipe],
-    make: Callable[[Path], object],
-    reason: str,
-    is_damaged: bool,
+    tmp_path: Path, recipes: dict[str, BlockRecipe], is_damaged: bool, reason: str
 ) -> None:
-    path = tmp_path / ("rows.jsonl.gz" if is_damaged else "rows.jsonl")
-    make(path)
+    path = tmp_path / "rows.jsonl.gz"
+    if is_damaged:
+        path.write_bytes(gzip.compress(LARGE)[:-3000])
     for kind, recipe in recipes.items():
         with pytest.raises(DataError, match=reason) as raised:
             build(path, recipe)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,8 +21,7 @@ from ttrain.data.records import parse_conversation, read
 LIMIT = 9 << 20
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("end", [b"\n", b""])
+@pytest.mark.parametrize(("end", "extra"), [*itertools.product((b"\n", b""), (0, 1))])
 def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(
     tmp_path: Path, end: bytes, extra: int
 ) -> None:
@@ -39,14 +35,6 @@ def test_a_line_that_is_too_long_counts_whatever_it_begins_with(tmp_path: Path) 
     tally, path = Tally(), written(tmp_path, b" " * 99 + b'{"text": "x"}\n \n{"text": "x"}')
     assert len(list(json_rows.read([str(path)], tally, 50))) == 1
     assert (tally.rows, tally.rejected.total(), tally.lines) == (2, 1, 3)
-
-
-def test_keys_are_kept_up_to_a_length_and_a_number(tmp_path: Path) -> None:
-    rows = [{f"{number:03}" * 9999: 1 for number in range(start, start + 150)} for start in (0, 10)]
-    tally, path = Tally(), written(tmp_path, b"\n".join(map(orjson.dumps, rows)))
-    assert len(list(json_rows.read([str(path)], tally, LIMIT))) == 2
-    assert len(tally.keys_seen) == 101 and max(map(len, tally.keys_seen)) == 40
-    assert tally.keys_seen.total() == 200
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,17 +84,7 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
     ("kind", "value", "arguments"),
     [
         (pa.map_(pa.string(), pa.int64()), [("n", 1), ("b", None)], "1"),
-        (pa.struct([("n", pa.decimal128(38, 1))]), {"n": Decimal("1e20")}, "1e+20"),
-        (
-            pa.struct([("n", pa.timestamp("us"))]),
-            {"n": datetime.datetime(2026, 1, 1)},
-            '"2026-01-01T00:00:00"',
-        ),
-        (
-            pa.struct([("n", pa.timestamp("ns"))]),
-            {"n": 1_000_000_001},
-            '"1970-01-01T00:00:01.000000001"',
-        ),
+        (pa.struct([("n", pa.timestamp("s"))]), {"n": 1}, '"1970-01-01T00:00:01"'),
     ],
 )
 def test_arguments_of_parquet_are_what_json_has_for_them(

@@ -73,24 +73,19 @@ def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> bytes:
     return row(**{"prompt": "Q", "chosen": chosen, "rejected": rejected, **more})
 
 
-DEEP = b'{"prompt": "Q", "chosen": ' + b"[" * 900 + b"]" * 900 + b', "rejected": "b"}'
 HOSTILE = (  # (row, how its reason begins)
     (with_prompt("a", "a"), "'chosen' and 'rejected' are equal"),
     (with_prompt("a", " \u200b"), "'rejected' is empty"),
     (with_prompt([]), "'chosen' has no turns"),
     (with_prompt(None), "'chosen' is null"),
-    (with_prompt(1), "'chosen' is a number"),
     (with_prompt(prompt={"a": 1}), "'prompt' is an object"),
     (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common"),
-    (row(chosen="a", rejected="b"), "'chosen' and 'rejected' have no common prompt: their first"),
     (with_prompt([USER]), "'chosen' has no answer of its own"),
     (row(prompt="Q", completion="a"), "'label' is null beside 'completion'"),
     (row(completion="a", label=True), "no key 'prompt' beside 'completion'"),
     (with_prompt([USER, GOOD], prompt="R"), "'chosen' is a conversation without the turns"),
-    (with_prompt([USER, GOOD], [SYSTEM, USER, BAD]), "'chosen' and 'rejected' have no common"),
     (with_prompt([RESULT, GOOD]), "a tool turn without a call before it"),
     (row(chosen=[{**USER, "role": "bot"}, GOOD], rejected=[USER, BAD]), "unknown role 'bot'"),
-    (DEEP, "a turn is a list"),
 )
 
 
@@ -112,7 +107,6 @@ def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
         ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
         ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
         ([SYSTEM, USER], [USER], "Be brief. Q"),
-        ([USER, GOOD], [EARLIER], "Q good"),
         ([SYSTEM], [EARLIER], "Be brief."),
     ],
 )
@@ -123,9 +117,6 @@ def test_a_prompt_within_both_conversations_stands_there_once(
     assert " ".join(turn.content for turn in pair.prompt) == contents
     own = [BAD] if before[-1] == USER else [*before, BAD]
     assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in own]
-
-
-def test_conversations_that_begin_alike_may_repeat_the_question() -> None:
     pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
     assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
 
@@ -180,7 +171,6 @@ def test_a_pair_is_stored_with_the_mask_of_a_chat(
         expected = encode_chat(encoder, turns)
         assert (ids[of_branch].tolist(), (live[of_branch] > 0).tolist()) == expected
     assert not live[branches == PROMPT].any()
-    assert ids[branches == CHOSEN][1:].tolist() == [encoder.end_id], "an answer of one token"
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (40, 0.2)])
@@ -208,8 +198,6 @@ PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
 
 
 class Answer(NamedTuple):
-    """An answer of a batch with the prompt before it, as its branch sees them."""
-
     number: int
     rating: int
     inputs: list[int]
@@ -218,9 +206,7 @@ class Answer(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Turns of the prompt, and the answers by their part."""
-
-    turns: list[list[int]]
+    turns: list[list[int]]  # of the prompt
     answers: dict[int, list[int]]
 
     def prompt(self, first: int = 0) -> list[int]:

