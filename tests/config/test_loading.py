@@ -85,9 +85,7 @@ def test_an_empty_section_changes_nothing(tmp_path: Path, profile: str, text: st
     assert loaded.sources == {KEY: "profile mine"}
 
 
-def test_an_unknown_key_names_neighbour_and_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_keys_name_a_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = settings_file(tmp_path, "sft: {epoch: 2}")
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "bad.yaml").write_text("runtime: {device_: cpu}")
@@ -171,9 +169,7 @@ def test_a_setting_twice_in_a_file_or_behind_a_wrong_prefix_is_refused(tmp_path:
     ("stage", "chosen", "other", "budget"),
     [("pretrain", "epochs", "tokens", (None, 2.0)), ("sft", "tokens", "epochs", (2, None))],
 )
-def test_naming_one_budget_clears_the_other(
-    stage: str, chosen: str, other: str, budget: Any
-) -> None:
+def test_one_budget_clears_the_other(stage: str, chosen: str, other: str, budget: Any) -> None:
     loaded = load([f"{stage}.{chosen}=2"], environment={})
     section = getattr(loaded.settings, stage)
     assert (section.tokens, section.epochs) == budget

@@ -52,9 +52,7 @@ def saved(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much was read")
-def test_an_unchanged_file_is_read_once_a_boot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_once_a_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "RACY_SECONDS", -1.0)  # a new file is remembered at once
     path = make(tmp_path / "file", bytes(8 << 20))
     digests = []
@@ -82,7 +80,7 @@ def test_an_unchanged_file_is_read_once_a_boot(
         (b"else", LONG_AGO + 1, False),
     ],
 )
-def test_what_changed_is_read_again(
+def test_changes_are_read_again(
     tmp_path: Path, data: bytes, mtime_ns: int, is_replaced: bool
 ) -> None:
     path = make(tmp_path / "file")
@@ -95,7 +93,7 @@ def test_what_changed_is_read_again(
 
 
 @pytest.mark.parametrize("jump", [-10 * DAY, -1.5, 0.0, 1.5])
-def test_a_new_file_is_not_remembered(
+def test_new_files_are_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     """Another write could leave the same times, unless the clock is far from the file's time."""

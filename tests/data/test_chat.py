@@ -140,9 +140,7 @@ def encoded_together(encoder: Encoder, talks: list[Messages]) -> list[tuple[Any,
     return [(ids.tolist(), live.tolist()) for ids, live in encode_chats(encoder, talks)]
 
 
-def test_ids_and_mask_equal_what_transformers_renders_from_the_template(
-    fox_encoder: Encoder,
-) -> None:
+def test_ids_and_mask_equal_those_of_transformers(fox_encoder: Encoder) -> None:
     chance, opened = random.Random(1), in_transformers(fox_encoder.directory)
     for _ in range(50):
         turns = random_chat(chance)
@@ -164,7 +162,7 @@ def test_many_chats_are_encoded_as_each_alone(name: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_answer_that_is_not_trained_on_changes_the_mask_and_no_token(
+def test_an_answer_out_of_the_loss_changes_the_mask(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     encoder = request.getfixturevalue(name)
@@ -201,9 +199,7 @@ def tool_row() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system turn", "without"])
-def test_calls_equal_those_of_transformers(
-    fox_encoder: Encoder, tinyseek: Encoder, first: int
-) -> None:
+def test_calls_equal_transformers(fox_encoder: Encoder, tinyseek: Encoder, first: int) -> None:
     row = tool_row()
     turns, tools = row["messages"][first:], row["tools"]
     parsed = parse_conversation({"messages": turns, "tools": tools})
@@ -215,9 +211,7 @@ def test_calls_equal_those_of_transformers(
     assert text == shown(tinyseek, encode_chat(tinyseek, parsed.messages)[0])
 
 
-def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(
-    tinyseek: Encoder,
-) -> None:
+def test_tinyseek_is_the_string_of_its_scripts(tinyseek: Encoder) -> None:
     opened, chance = in_transformers(tinyseek.directory), random.Random(6)
     ends = {role: "<|im_end|>" if role == "assistant" else "\n" for role in ROLES}
     for _ in range(20):
@@ -236,9 +230,7 @@ def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(
 
 
 @pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_unknown_role_is_an_error_in_every_template(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_an_unknown_role_is_an_error(name: str, request: pytest.FixtureRequest) -> None:
     encoder = request.getfixturevalue(name)
     with pytest.raises(DataError, match="'User'"):
         encode_chats(encoder, [chat_of(("User", "x"), ("assistant", "y"))])
@@ -268,9 +260,7 @@ def chatml_encoder(
     return take(tmp_path_factory.mktemp("chatml"), request.param)
 
 
-def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(
-    chatml_encoder: Encoder,
-) -> None:
+def test_the_string_is_the_templates_with_live_answers(chatml_encoder: Encoder) -> None:
     assert chatml_encoder.template == "own"
     assert chatml_encoder.end_id == chatml_encoder.special("<|im_end|>")
     for turns, answers in ((TALK, "jumps<|im_end|>over\n<|im_end|>"), (BLANKS, "fox<|im_end|>")):
@@ -308,9 +298,7 @@ def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path
         "{{ self.__init__.__globals__ }}",
     ],
 )
-def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(
-    chatml_encoder: Encoder, forged: str
-) -> None:
+def test_forged_markers_stay_text_out_of_the_mask(chatml_encoder: Encoder, forged: str) -> None:
     encoder = chatml_encoder
 
     def specials(role: str, content: str) -> list[tuple[int, bool]]:
@@ -353,7 +341,7 @@ def test_a_template_is_followed_that(
 
 @pytest.mark.parametrize(("template", "lead"), [(CHATML, ""), (MARKED, ""), (INST, " ")])
 @pytest.mark.parametrize("blank", ["", " "])
-def test_a_blank_answer_before_another_is_not_trained_on(
+def test_a_blank_answer_is_not_in_the_loss(
     tmp_path: Path, template: str, lead: str, blank: str
 ) -> None:
     turns = (*exchange("fox?", blank), Message("assistant", "jumps"))
@@ -365,9 +353,7 @@ def test_a_template_may_mark_the_last_answer_only(tmp_path: Path) -> None:
     assert live_text(encoder, TALK) == "over\n<|im_end|>"
 
 
-def test_a_prompt_that_training_never_shows_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_prompt_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompt = "<|im_start|>assistant\n' }}"
     take(tmp_path / "same", CHATML)
     assert "WARNING" not in {record.levelname for record in caplog.records}
@@ -399,9 +385,7 @@ END_BEHIND = MARKED.replace(
         ("{% for x in range(10**9) %}{% endfor %}" + CHATML, "too big"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused_with_its_reason(
-    tmp_path: Path, template: str, reason: str
-) -> None:
+def test_an_unusable_template_is_refused(tmp_path: Path, template: str, reason: str) -> None:
     with pytest.raises(DataError, match=r"^tokenizer\.template") as refused:
         take(tmp_path, template)
     assert reason in str(refused.value) and "set tokenizer.template=ttrain" in str(refused.value)
@@ -416,7 +400,7 @@ def test_a_template_that_cannot_be_used_is_refused_with_its_reason(
         (MEOW + CHATML, "cat", "around the turns depends on their contents"),
     ],
 )
-def test_a_content_that_the_template_changes_is_refused(
+def test_changed_content_is_refused(
     tmp_path: Path, template: str, content: str, reason: str
 ) -> None:
     encoder = take(tmp_path, template)
@@ -448,9 +432,7 @@ def reasoned(**change: bool) -> Messages:
     return tuple(replace(turn, **change) if turn.thought else turn for turn in parsed.messages)
 
 
-def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
-    fox_encoder: Encoder, tinyseek: Encoder
-) -> None:
+def test_reasoning_is_text_before_the_answer(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     turns, masked = reasoned(), reasoned(thought_in_loss=False)
     assert turns[-1].content == THOUGHT + "A fox"
     assert tuple(Message.from_json(turn.to_json()) for turn in masked) == masked
@@ -472,9 +454,7 @@ def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
     [(REASONING, ""), (CHATML, "<think>\nlazy\n</think>\n\n")],
     ids=["by the field", "without the field"],
 )
-def test_reasoning_is_rendered_as_the_template_does_it(
-    tmp_path: Path, template: str, thought: str
-) -> None:
+def test_the_template_renders_the_reasoning(tmp_path: Path, template: str, thought: str) -> None:
     encoder, turns = take(tmp_path, template), reasoned()
     before = f"{thought}A dog<|im_end|>{THOUGHT}"
     assert live_text(encoder, turns) == before + "A fox<|im_end|>"
@@ -494,9 +474,7 @@ def test_reasoning_is_rendered_as_the_template_does_it(
         assert shown(encoder, ids) == opened.apply_chat_template(rows, tokenize=False)
 
 
-def test_whether_reasoning_is_trained_on_decides_the_masks_of_shards_and_their_keys(
-    tmp_path: Path, recipes: dict[str, BlockRecipe]
-) -> None:
+def test_learn_reasoning_decides_the_masks(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": REASONED_ROWS}])
     live = []
     for recipe in (recipes["chats"], replace(recipes["chats"], learn_reasoning=False)):

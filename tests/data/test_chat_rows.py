@@ -60,9 +60,7 @@ def pieces_of(rows: ChatRows) -> list[Piece]:
 
 
 @pytest.mark.parametrize(("packed", "per_shard"), [(True, 100), (False, 10**6), (False, 1)])
-def test_chats_that_fit_come_whole_and_once_with_their_mask(
-    tmp_path: Path, packed: bool, per_shard: int
-) -> None:
+def test_chats_that_fit_come_whole_and_once(tmp_path: Path, packed: bool, per_shard: int) -> None:
     chats = some_chats(1, 60, turns=2, longest=6)
     rows = chat_rows(tmp_path, chats, row_length=48, packed=packed, per_shard=per_shard)
     expected = []
@@ -101,9 +99,7 @@ def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
 @pytest.mark.parametrize(
     ("packed", "row_length", "seed"), [(True, 8, 0), (True, 20, 1), (False, 12, 2), (False, 33, 3)]
 )
-def test_every_live_token_is_a_target_once(
-    tmp_path: Path, packed: bool, row_length: int, seed: int
-) -> None:
+def test_live_tokens_are_targets(tmp_path: Path, packed: bool, row_length: int, seed: int) -> None:
     """Every piece has one and is a stretch of its chat; an answer that fits is in one piece."""
     chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
     rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)

@@ -129,7 +129,7 @@ def report_of(output: Path) -> Json:
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_documents_that_hold_an_item_are_left_out(
+def test_documents_with_an_item_are_left_out(
     tmp_path: Path, encoder: Encoder, remove: bool
 ) -> None:
     rng = random.Random(1)
@@ -169,9 +169,7 @@ def test_documents_that_hold_an_item_are_left_out(
     assert not (output / contamination.REPORT).exists()
 
 
-def test_chats_match_with_all_turns_and_not_by_the_system_turn_that_others_have_too(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_chats_match_without_a_common_system_turn(tmp_path: Path, encoder: Encoder) -> None:
     """All turns are shorter than a part, after a system turn that is longer than all of them."""
     system = "You are an assistant who answers questions about rivers in a friendly way."
     short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say so")
@@ -221,9 +219,7 @@ def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> I
         ("chats", chat(QUESTION, ANSWER)),
     ],
 )
-def test_items_that_training_documents_hold_are_marked(
-    tmp_path: Path, kind: str, row: Json
-) -> None:
+def test_items_in_training_documents_are_marked(tmp_path: Path, kind: str, row: Json) -> None:
     written = json.dumps(row, ensure_ascii=False)
     other, another = (
         json.loads(written.replace("Rhine", f"Elbe {n}").replace("床", f"{n}")) for n in range(2)

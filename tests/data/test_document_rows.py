@@ -111,7 +111,7 @@ def test_document_rows_equal_a_naive_loop(
 
 
 @pytest.mark.parametrize("together", [4, 1 << 18])
-def test_packed_rows_hold_whole_windows_of_documents(
+def test_packed_rows_hold_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
@@ -153,9 +153,7 @@ def test_the_multiplicity_is_a_count_of_all_labels(
     ("lengths", "rows"),
     [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)],
 )
-def test_the_number_of_rows_is_what_the_stream_needs(
-    tmp_path: Path, lengths: list[int], rows: int
-) -> None:
+def test_the_number_of_rows_is_minimal(tmp_path: Path, lengths: list[int], rows: int) -> None:
     assert (
         len(DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)) == rows
     )
@@ -241,9 +239,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 40))
-def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(
-    data: Any, capacity: int
-) -> None:
+def test_best_fit_equals_a_search_over_all_bins(data: Any, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
     bins = best_fit(lengths, capacity)
     assert bins == naive_best_fit(lengths, capacity)
@@ -302,7 +298,7 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @settings(max_examples=20, deadline=None)
 @given(records=records_of_markers, row_length=st.integers(2, 9))
-def test_only_tokens_that_are_not_masked_are_learnt_once(
+def test_unmasked_tokens_are_learnt_once(
     kind: Any, records: list[list[int]], row_length: int
 ) -> None:
     unique, free = numbered(records)
@@ -317,7 +313,7 @@ def test_only_tokens_that_are_not_masked_are_learnt_once(
 
 @settings(max_examples=20, deadline=None)
 @given(st.booleans(), records_of_markers, st.integers(2, 9), st.integers(0, 9))
-def test_masked_answers_are_not_learnt(
+def test_masks_hide_answers(
     packed: bool, records: list[list[int]], row_length: int, seed: int
 ) -> None:
     unique, free = numbered(records)

@@ -138,7 +138,7 @@ class Panicking:
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
 @example(texts=[*TEXTS, *PROBES])
 @example(texts=[f"a{token} {token}{token}\n" for token in SPECIALS])
-def test_the_fast_ids_are_those_of_tokenizers(
+def test_fast_ids_equal_tokenizers(
     directory: Path, text_encoder: Encoder, texts: list[str]
 ) -> None:
     assert text_encoder.kind == "fastokens"
@@ -190,9 +190,7 @@ def test_a_text_on_which_the_fast_library_fails_is_encoded_by_the_other(
     assert encoder.kind == "tokenizers" and "limit exceeded" in caplog.text
 
 
-def test_its_length_is_its_highest_id_plus_one_also_with_holes(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_its_length_is_its_highest_id_plus_one(directory: Path, tmp_path: Path) -> None:
     for path in directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     spec = spec_of(directory)
@@ -212,9 +210,7 @@ def test_the_special_ids_are_where_the_configuration_says(text_encoder: Encoder)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_markup_knows_special_tokens_and_text_after_it_does_not(
-    directory: Path, fast: bool
-) -> None:
+def test_markup_knows_special_tokens_and_text_does_not(directory: Path, fast: bool) -> None:
     encoder = Encoder(directory, fast=fast)
     assert encoder.encode_markup("<|user|>a<|end|>") == [5, *encoder.encode(["a"])[0], 8]
     assert min(encoder.encode(["<|user|>a<|end|>"])[0]) >= len(SPECIALS)
@@ -225,9 +221,7 @@ def test_markup_knows_special_tokens_and_text_after_it_does_not(
 
 
 @pytest.mark.parametrize(("damaged", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_tokenizer_is_refused_and_left_as_it_is(
-    directory: Path, tmp_path: Path, damaged: str, damage: Damage
-) -> None:
+def test_damage_is_refused(directory: Path, tmp_path: Path, damaged: str, damage: Damage) -> None:
     files: dict[str, Any] = {path.name: path.read_bytes() for path in directory.iterdir()}
     files[damaged] = damage(files[damaged])
     before = {name: data for name, data in files.items() if data is not None}
@@ -259,7 +253,7 @@ def source(tmp_path: Path) -> Path:
         ("own", ["<|pad|>", "<|bos|>"], "<|im_end|>"),
     ],
 )
-def test_what_is_missing_comes_after_the_vocabulary_whose_ids_stay(
+def test_missing_tokens_come_last(
     tmp_path: Path, template: str, added: list[str], end: str
 ) -> None:
     source = make(tmp_path / "source", CHATML, pad_token="<|im_end|>")
@@ -318,7 +312,7 @@ END_OF_TEXT = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoft
     ],
     ids=["padding is the end", "padding is unknown", "named but missing, or none"],
 )
-def test_padding_is_not_the_end_nor_unknown(
+def test_padding_has_its_own_id(
     tmp_path: Path, config: dict[str, Any], tokens: list[str] | str
 ) -> None:
     tokens = tokens.split() if isinstance(tokens, str) else tokens
@@ -329,9 +323,7 @@ def test_padding_is_not_the_end_nor_unknown(
         assert encoder.special(token) not in encoder.encode([token])[0]
 
 
-def test_older_folders_keep_their_tokens_and_templates_elsewhere(
-    tmp_path: Path, source: Path
-) -> None:
+def test_older_folders_keep_their_tokens_elsewhere(tmp_path: Path, source: Path) -> None:
     (source / "special_tokens_map.json").write_text(
         '{"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}'
     )
@@ -355,9 +347,7 @@ def test_older_folders_keep_their_tokens_and_templates_elsewhere(
     assert take(source, tmp_path / "file", "own").jinja == "\n" + CHATML
 
 
-def test_a_vocabulary_from_which_text_would_vanish_is_refused_unless_it_has_an_unknown_token(
-    tmp_path: Path, source: Path
-) -> None:
+def test_a_vocabulary_that_loses_text_is_refused(tmp_path: Path, source: Path) -> None:
     spec = spec_of(source)
     del spec["model"]["vocab"]["é"]
     spec["model"]["merges"] = []
@@ -395,9 +385,7 @@ def error_of(name: str) -> str:
     return str(refused.value)
 
 
-def test_what_is_no_tokenizer_is_refused_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # which takes 0.2 s to import
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.json").write_text("{}")
@@ -419,7 +407,7 @@ def test_what_is_no_tokenizer_is_refused_with_the_fix(
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_by_name(
+def test_an_unreadable_file_is_refused(
     tmp_path: Path, source: Path, name: str, data: bytes
 ) -> None:
     (source / name).write_bytes(data)
@@ -447,9 +435,7 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
 # --- the Hub
 
 
-def test_a_name_on_the_hub_is_read_from_the_cache_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     snapshot = cache(tmp_path / "home", {**files, "model.safetensors": b"x"})
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "home")

@@ -155,9 +155,7 @@ def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_transformers_over_the_directory(
-    kind: str, template: str, tmp_path: Path
-) -> None:
+def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     encoder = install(tmp_path, tokenizer_of(kind), template)
@@ -201,7 +199,7 @@ def test_a_text_that_spells_a_special_token_stays_text(kind: str, tmp_path: Path
         (MARKED_WITH_HEADER, *IM),
     ],
 )
-def test_all_that_the_template_writes_behind_the_prompt_is_trained_on(
+def test_all_behind_the_prompt_is_live(
     template: str, first: str, second: str, tmp_path: Path
 ) -> None:
     encoder = install(tmp_path, tokenizer_of("byte level"), template)

@@ -123,9 +123,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_one_error_with_its_name_and_le
         assert report.error == str(raised.value)
 
 
-def test_files_of_bad_rows_are_named_where_these_are_too_many_and_others_are_not(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_files_with_too_many_bad_rows_are_named(tmp_path: Path, tokenizer: Path) -> None:
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_bytes(GOOD_FILE)
     bad.write_bytes(b'{"text": 1}\n' * 500)
@@ -156,9 +154,7 @@ class Changing(Processes):
             yield function(*task)
 
 
-def test_what_is_appended_while_a_file_is_read_is_left_out_and_one_that_becomes_shorter_is_an_error(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_what_is_appended_meanwhile_is_left_out(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LARGE)
 

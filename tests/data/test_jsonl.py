@@ -22,9 +22,7 @@ LIMIT = 9 << 20
 
 
 @pytest.mark.parametrize(("end", "extra"), [*itertools.product((b"\n", b""), (0, 1))])
-def test_the_limit_of_a_line_is_exact_whether_or_not_it_ends(
-    tmp_path: Path, end: bytes, extra: int
-) -> None:
+def test_the_limit_of_a_line_is_exact(tmp_path: Path, end: bytes, extra: int) -> None:
     line = b'{"text": "xxxx"}'
     tally, path = Tally(), written(tmp_path, line + end)
     rows = list(json_rows.read([str(path)], tally, len(line) - extra))
@@ -42,9 +40,7 @@ def test_a_line_that_is_too_long_counts_whatever_it_begins_with(tmp_path: Path) 
     data=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r", b"\n\n", b" "]), max_size=30),
     cuts=st.lists(st.integers(0, 40)),
 )
-def test_any_cutting_into_chunks_gives_the_lines_of_the_whole(
-    data: list[bytes], cuts: list[int]
-) -> None:
+def test_any_chunks_give_the_lines_of_the_whole(data: list[bytes], cuts: list[int]) -> None:
     text = b"".join(data)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     chunks = [text[start:end] for start, end in itertools.pairwise(borders)]
@@ -87,7 +83,7 @@ def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) 
         (pa.struct([("n", pa.timestamp("s"))]), {"n": 1}, '"1970-01-01T00:00:01"'),
     ],
 )
-def test_arguments_of_parquet_are_what_json_has_for_them(
+def test_parquet_arguments_are_as_in_json(
     tmp_path: Path, kind: pa.DataType, value: Any, arguments: str
 ) -> None:
     call = pa.struct([("name", pa.string()), ("arguments", kind)])

@@ -94,9 +94,7 @@ def as_lists(steps: Iterable[list[MicroBatch]]) -> list[Lists]:
 @pytest.mark.parametrize(
     ("per_step", "rows_per_device", "kind"), [(2, 3, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2)]
 )
-def test_any_number_of_ranks_sees_the_same_global_batches(
-    per_step: int, rows_per_device: int, kind: int
-) -> None:
+def test_any_ranks_see_the_same_batches(per_step: int, rows_per_device: int, kind: int) -> None:
     order = orders(17, per_step, 2 * 17 + 1)[kind]
     for step in range(order.steps):
         alone = live_rows(loader(order, rows_per_device=rows_per_device).step(step))
@@ -120,9 +118,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(
 
 
 @pytest.mark.parametrize(("kind", "rank", "world"), [(0, 0, 1), (1, 0, 3), (1, 2, 3), (2, 0, 1)])
-def test_a_loader_resumes_at_any_step_and_its_state_counts_consumed_steps(
-    kind: int, rank: int, world: int
-) -> None:
+def test_a_loader_resumes_at_any_step(kind: int, rank: int, world: int) -> None:
     order = orders(11, 4, 30, seed=3)[kind]
 
     def opened() -> Loader:
@@ -270,7 +266,7 @@ def test_quotas_are_rounded_by_the_largest_remainder_and_spread_over_the_cycle()
         ([5, 5], [1e-6, 1.0], "source 1 .* 1e-06 .*10000"),
     ],
 )
-def test_a_source_that_would_never_be_drawn_is_refused(
+def test_sources_never_drawn_are_refused(
     rows: list[int], weights: list[float], reason: str
 ) -> None:
     with pytest.raises(DataError, match=reason):
@@ -309,7 +305,7 @@ def naive_length_grouped(
 
 
 @pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
-def test_a_length_grouped_order_equals_a_loop_over_a_run(
+def test_length_grouping_equals_a_loop(
     monkeypatch: pytest.MonkeyPatch, count: int, per_step: int
 ) -> None:
     monkeypatch.setattr(ordering, "GROUPED_STEPS", 3)
@@ -338,9 +334,7 @@ def test_grouping_halves_the_padding_with_steps_in_random_order() -> None:
 
 
 @pytest.mark.parametrize("kind", range(3))
-def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(
-    monkeypatch: pytest.MonkeyPatch, kind: int
-) -> None:
+def test_a_token_budget_ends_within_its_step(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     monkeypatch.setattr(ordering, "COUNTED_TOGETHER", 7)
     order = orders(rows=16, per_step=3, total=3 * 90)[kind]
     order.row_tokens = lengths_of(16)
@@ -363,9 +357,7 @@ def test_rows_that_count_alike_have_their_tokens_without_being_drawn() -> None:
     assert order.steps_to_read(33) == 2
 
 
-def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_skipping_a_million_steps_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     work, inner = [0], ordering.feistel
 
     def counted(values: Array, *arguments: int) -> Array:

@@ -42,9 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(
-    folder: Path,
-) -> None:
+def test_a_folder_is_its_data_files_in_sorted_order(folder: Path) -> None:
     assert expand(str(folder)) == [str(folder / name) for name in DATA]
     assert expand(f"file://{folder}") == expand(str(folder))
 
@@ -69,9 +67,7 @@ def test_a_file_is_itself_and_a_glob_what_it_matches(
     assert expand(*patterns.format(folder).split()) == expected
 
 
-def test_a_missing_file_is_refused_with_setting_value_and_fix(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "none").mkdir()
     (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
@@ -100,9 +96,7 @@ def data_url(site: Site) -> str:
         ("**/[cd].*", ["deep/c.jsonl", "deep/er/d.parquet"]),
     ],
 )
-def test_a_url_is_a_file_or_a_glob_as_a_path_is(
-    data_url: str, pattern: str, names: list[str]
-) -> None:
+def test_a_url_is_a_file_or_a_glob(data_url: str, pattern: str, names: list[str]) -> None:
     assert expand(f"{data_url}/{pattern}") == [f"{data_url}/{name}" for name in names]
 
 
@@ -113,9 +107,7 @@ def test_a_folder_of_another_file_system_is_its_data_files() -> None:
     assert expand("memory://set") == ["memory:///set/a.jsonl.gz", "memory:///set/deep/c.jsonl"]
 
 
-def test_what_a_server_does_not_give_is_an_error_and_not_less_data(
-    site: Site, data_url: str
-) -> None:
+def test_what_a_server_does_not_give_is_an_error(site: Site, data_url: str) -> None:
     assert "404" in reason_of(f"{data_url}/nowhere.jsonl")
     assert "no such file" in reason_of(f"{data_url}/*.nothing")
     assert "foo" in reason_of("foo://b.jsonl")
@@ -140,9 +132,7 @@ def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site, data_url: str
     assert "second" not in report.error
 
 
-def test_a_version_changes_with_the_bytes_and_is_requested_again_each_time(
-    site: Site, data_url: str
-) -> None:
+def test_a_version_changes_with_the_bytes(site: Site, data_url: str) -> None:
     url = f"{data_url}/b.jsonl"
     before = locations.version(url)
     assert before and locations.version(url) == before
@@ -184,9 +174,7 @@ def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]
         yield opened
 
 
-def test_a_data_set_is_its_training_split_at_a_commit_that_is_requested_once(
-    online: FakeHub,
-) -> None:
+def test_a_data_set_is_its_training_split_at_a_commit(online: FakeHub) -> None:
     assert expand("hf://owner/some-set") == expand("hf://datasets/owner/some-set") == TRAIN
     assert [locations.version(location) for location in TRAIN] == TRAIN
     online.repos["owner/some-set"]["main"] = OLD
@@ -204,7 +192,7 @@ def test_a_data_set_is_its_training_split_at_a_commit_that_is_requested_once(
         ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
     ],
 )
-def test_files_of_a_data_set_are_named_by_path_or_glob(
+def test_files_of_a_data_set_are_named(
     online: FakeHub, pattern: str, commit: str, names: list[str]
 ) -> None:
     expected = [f"hf://owner/some-set@{commit}/{name}" for name in names]
@@ -220,15 +208,11 @@ def test_files_of_a_data_set_are_named_by_path_or_glob(
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
     ],
 )
-def test_what_the_hub_does_not_have_is_refused_with_the_fix(
-    online: FakeHub, pattern: str, reason: str
-) -> None:
+def test_what_the_hub_lacks_is_refused(online: FakeHub, pattern: str, reason: str) -> None:
     assert re.search(reason, reason_of(pattern))
 
 
-def test_a_file_is_fetched_once_and_read_from_the_cache_offline(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_fetched_once(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
     location = expand("hf://owner/some-set")[0]
     assert read(location) == data

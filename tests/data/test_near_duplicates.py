@@ -101,9 +101,7 @@ def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_v
     assert pinned.tolist() == PINNED
 
 
-def test_planted_near_duplicates_are_found_to_the_exact_similarity(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_planted_near_duplicates_are_found(tmp_path: Path, recipe: BlockRecipe) -> None:
     """Recall and precision against the exact Jaccard of all planted pairs."""
     originals, copies = planted(250)
     expected = {
@@ -169,9 +167,7 @@ def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, night
         assert similarity(json.loads(line)["text"], opened(tokenizer).decode(ids.tolist())) >= 0.8
 
 
-def test_a_chain_of_edits_does_not_join_two_texts(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
-) -> None:
+def test_edits_are_not_chained(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(5)
     first = text(rng, 200)
     second = [*text(rng, 15), *first[15:]]
@@ -189,9 +185,7 @@ def near_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*near*") if path.is_file()}
 
 
-def test_a_growing_set_equals_one_of_all_files(
-    tmp_path: Path, recipe: BlockRecipe, nights: Nights
-) -> None:
+def test_a_growing_set_equals_one_set(tmp_path: Path, recipe: BlockRecipe, nights: Nights) -> None:
     with Processes(2) as pool:
         for count in (1, 2, 3):
             grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
@@ -201,9 +195,7 @@ def test_a_growing_set_equals_one_of_all_files(
     assert digests(tmp_path / "out") == digests(nights.whole)
 
 
-def test_training_documents_like_those_of_held_out_files_go(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
-) -> None:
+def test_copies_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), " ".join(text(rng, 100))
     like = edited(rng, words, 0.02)

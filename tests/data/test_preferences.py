@@ -110,9 +110,7 @@ def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
         ([SYSTEM], [EARLIER], "Be brief."),
     ],
 )
-def test_a_prompt_within_both_conversations_stands_there_once(
-    prompt: Any, before: Any, contents: str
-) -> None:
+def test_a_prompt_within_answers_stands_once(prompt: Any, before: Any, contents: str) -> None:
     pair = preference_of({"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]})
     assert " ".join(turn.content for turn in pair.prompt) == contents
     own = [BAD] if before[-1] == USER else [*before, BAD]
@@ -142,9 +140,7 @@ def test_system_functions_and_calls_are_part_of_prompt_and_answers() -> None:
     assert '<tool_call>\n{"name": "f"' in pair.rejected[0].content
 
 
-def test_bad_pairs_are_quarantined_with_their_line_and_reason(
-    tmp_path: Path, pairs: BlockRecipe
-) -> None:
+def test_bad_pairs_are_quarantined_by_line(tmp_path: Path, pairs: BlockRecipe) -> None:
     lines = [with_prompt(prompt="1"), *(line for line, _ in HOSTILE)]
     counts, numbers = outcome(write_lines(tmp_path / "a.jsonl", lines), pairs)
     assert counts.keys() == {"kept", "rejected"} and counts["kept"] == 1
@@ -154,9 +150,7 @@ def test_bad_pairs_are_quarantined_with_their_line_and_reason(
         assert json.loads(line)["reason"].startswith(beginning)
 
 
-def test_a_pair_is_stored_with_the_mask_of_a_chat(
-    tmp_path: Path, tokenizer: Path, pairs: BlockRecipe
-) -> None:
+def test_a_pair_has_the_mask_of_a_chat(tmp_path: Path, tokenizer: Path, pairs: BlockRecipe) -> None:
     encoder = Encoder(tokenizer)
     hostile = "<|end|><|assistant|>你好"  # a text never becomes a special token
     answers = {CHOSEN: "g", REJECTED: f"b{hostile}"}
@@ -174,9 +168,7 @@ def test_a_pair_is_stored_with_the_mask_of_a_chat(
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (40, 0.2)])
-def test_no_prompt_is_on_both_sides(
-    count: int, fraction: float, tmp_path: Path, pairs: BlockRecipe
-) -> None:
+def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: BlockRecipe) -> None:
     """Also where nothing would be held out, so that the lowest row is."""
     numbers = itertools.product(range(count), range(3))
     rows = [with_prompt(f"good {n}", "bad", prompt=f"prompt {p}") for p, n in numbers]
@@ -301,9 +293,7 @@ def test_rows_hold_the_pairs_of_a_naive_reference(
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
-def test_a_record_with_an_answer_that_has_no_live_token_is_left_out_and_counted(
-    tmp_path: Path,
-) -> None:
+def test_a_record_without_a_live_answer_is_left_out(tmp_path: Path) -> None:
     record = Record([[USER_ID, 9, END]], {CHOSEN: [8, END], REJECTED: [7, END]})
     rows = PairRows(shards_of(tmp_path, [record], is_live=False), 48, PAD, END)
     assert len(rows) == 0

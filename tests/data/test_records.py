@@ -191,9 +191,7 @@ def test_a_weight_of_0_makes_an_answer_context(answer: Json) -> None:
         assert [message.in_loss for message in messages] == [True, in_loss, True]
 
 
-def test_the_weight_of_a_question_means_nothing_and_without_a_trained_answer_there_is_no_row() -> (
-    None
-):
+def test_the_weight_of_a_question_means_nothing() -> None:
     assert parsed(turn("user", content="a", weight=7)) == parsed(turn("user", content="a"))
     only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
     assert parse_conversation(only) == Skipped("no answer")
@@ -211,9 +209,7 @@ def test_every_known_format_gives_the_same_chat(row: Json) -> None:
     ("question", "answer"),
     [("question", "answer"), ("prompt", "response"), ("input", "output"), ("query", "response")],
 )
-def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(
-    question: str, answer: str
-) -> None:
+def test_a_question_and_its_answer_are_a_chat(question: str, answer: str) -> None:
     row = {question: "Hi", answer: "Hello", "id": "7", "source": None}
     assert is_chat(row) and parse_conversation(row) == HELLO
     assert kind_of_row(row) == "chats" and kind_of_row({**row, "text": "Hi Hello"}) == "documents"
@@ -547,9 +543,7 @@ UNREAD: list[tuple[Json, set[str]]] = [
 
 
 @pytest.mark.parametrize(("row", "keys"), UNREAD)
-def test_texts_of_an_answer_under_keys_that_are_not_read_are_known(
-    row: Json, keys: set[str]
-) -> None:
+def test_texts_under_keys_that_are_not_read_are_known(row: Json, keys: set[str]) -> None:
     assert unread_keys(row) == keys
 
 
@@ -598,9 +592,7 @@ def test_reasoning_is_read_of_turns_of_either_form() -> None:
         ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),
     ],
 )
-def test_a_document_is_a_text_under_its_field(
-    row: Json, expected: Record | Skipped | Rejected
-) -> None:
+def test_a_document_has_its_field(row: Json, expected: Record | Skipped | Rejected) -> None:
     assert document_parser("text")(row) == expected
 
 
@@ -625,9 +617,7 @@ def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
         *[(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)],
     ],
 )
-def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_out(
-    count: int, fraction: float
-) -> None:
+def test_the_split_loses_nothing_in_any_order(count: int, fraction: float) -> None:
     """Copies of a row go where it goes, also if it is the only one that is held out."""
     rows = documents(count)
     expected = heldout(rows, fraction)
@@ -664,9 +654,7 @@ def heldout_of(rows: list[TextDocument]) -> set[str]:
         *[(500, 0.1), (2000, 0.025), (2500, 0.02), (9000, 0.02)],
     ],
 )
-def test_a_fifth_is_held_out_of_few_rows_fifty_of_more_and_two_percent_of_many(
-    count: int, share: float
-) -> None:
+def test_how_much_is_held_out_of_how_many_rows(count: int, share: float) -> None:
     assert heldout_share(documents(count)) == pytest.approx(share)
 
 

@@ -226,9 +226,7 @@ def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_one_row_that_was_held_out_is_not_trained_on_after_another_is_lowest(
-    sets: Sets, deduplicate: bool
-) -> None:
+def test_an_earlier_held_out_row_is_not_trained_on(sets: Sets, deduplicate: bool) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = ONE_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
     first = sets.file("a", [*others[:6], held_before, held_before])
@@ -246,9 +244,7 @@ def test_the_one_row_that_was_held_out_is_not_trained_on_after_another_is_lowest
     assert (tally.rows, tally.kept) == (13, sum(part_rows(built)))
 
 
-def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(
-    sets: Sets,
-) -> None:
+def test_a_row_held_out_anyway_stays_held_out(sets: Sets) -> None:
     path = sets.file("a", rows_of(100))
     for name, reading in (("lowest", ONE_HELD_OUT), ("hashed", TENTH)):
         alone = sets.build(name, [path], reading)
@@ -274,9 +270,7 @@ def test_the_last_row_that_may_be_trained_on_is_not_held_out(sets: Sets) -> None
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_rows_of_a_named_held_out_file_are_never_trained_on(
-    sets: Sets, deduplicate: bool
-) -> None:
+def test_rows_of_a_held_out_file_are_not_trained_on(sets: Sets, deduplicate: bool) -> None:
     rows, others = rows_of(100), rows_of(20, seed=3)
     heldout = sets.file("b", [rows[7], *others, rows[50], rows[7]])
     reading = Reading(heldout_fraction=0.3, deduplicate=deduplicate)
@@ -291,9 +285,7 @@ def test_the_rows_of_a_named_held_out_file_are_never_trained_on(
 # --- a limit
 
 
-def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(
-    sets: Sets,
-) -> None:
+def test_a_reservoir_takes_distinct_rows_from_all_over(sets: Sets) -> None:
     rows = rows_of(300)
     path = sets.file("a", [*rows, *rows[:50]])
     texts = {}
@@ -353,9 +345,7 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(sets: Sets) -> None:
     assert_adds_up(built, 608)
 
 
-def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(
-    sets: Sets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_encoded_in_groups(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sets.file("rows", [{"text": f"fox {number}"} for number in range(6)])
     at_once = sets.build("at once", [path])
     steps: list[str] = []
@@ -373,9 +363,7 @@ def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(
 
 
 @pytest.mark.parametrize("size", [1024, 1501, 5000, 10**6])
-def test_blocks_end_with_lines_and_hold_every_byte_once(
-    tmp_path: Path, recipe: BlockRecipe, size: int
-) -> None:
+def test_blocks_hold_every_byte_once(tmp_path: Path, recipe: BlockRecipe, size: int) -> None:
     chance = random.Random(size)
     lengths = chance.choices([0, 1, 30, 3000], k=60)
     lines = [bytes(chance.choices(b"abc \r\\", k=length)) for length in lengths]
@@ -441,9 +429,7 @@ def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> 
 @pytest.mark.parametrize(
     ("kept", "values"), [(2, ["é".encode(), b"\xff", b"good"]), (0, [decimal.Decimal("1.5")] * 3)]
 )
-def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(
-    sets: Sets, kept: int, values: list[Any]
-) -> None:
+def test_parquet_bytes_are_text_where_utf8(sets: Sets, kept: int, values: list[Any]) -> None:
     path = sets.directory / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(values)}), path)
     built = sets.build("out", [path])
@@ -471,9 +457,7 @@ def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Se
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 8), (5, 5)])
-def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under_a_limit(
-    sets: Sets, limit: int | None, kept: int
-) -> None:
+def test_a_chat_that_the_template_refuses(sets: Sets, limit: int | None, kept: int) -> None:
     guard = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
     )

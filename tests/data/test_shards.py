@@ -44,9 +44,7 @@ def write(
 
 @pytest.mark.parametrize("layout", [100, 1])  # tokens of a shard: some records in each, or one
 @pytest.mark.parametrize("kind", ["documents", "chats"])
-def test_records_come_back_as_they_went_in_however_they_are_cut(
-    tmp_path: Path, layout: int, kind: str
-) -> None:
+def test_records_come_back_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
     rows, chance = some_records(50), random.Random(1)
     write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
     found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
@@ -64,9 +62,7 @@ def test_records_come_back_as_they_went_in_however_they_are_cut(
 @pytest.mark.parametrize(
     ("vocab", "dtype"), [(500, pa.uint16()), (65536, pa.uint16()), (65537, pa.uint32())]
 )
-def test_a_shard_opens_with_arrow_alone_and_has_the_smallest_type(
-    tmp_path: Path, vocab: int, dtype: pa.DataType
-) -> None:
+def test_a_shard_opens_with_arrow_alone(tmp_path: Path, vocab: int, dtype: pa.DataType) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
     index = write(tmp_path, rows, vocab=vocab)
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
@@ -85,9 +81,7 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
         ShardSet(tmp_path).row(first["rows"])
 
 
-def test_a_new_file_alone_is_encoded_and_the_shards_of_a_removed_one_go(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_new_files_alone_are_encoded(tmp_path: Path, recipe: BlockRecipe) -> None:
     paths = (tmp_path / f"{name}.jsonl" for name in "abc")
     a, b, c = (write_lines(path, rows_of(100, seed)) for seed, path in enumerate(paths))
     first = build(tmp_path / "out", [a, c], recipe)
@@ -113,9 +107,7 @@ class Killed(Processes):
             yield function(*task)
 
 
-def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_a_killed_build_keeps_its_blocks(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(200))
     build(tmp_path / "whole", [path], recipe)
     if not (child := os.fork()):
@@ -132,9 +124,7 @@ def test_a_killed_build_keeps_its_finished_blocks_and_shows_no_half_one(
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
 
 
-def test_a_killed_worker_is_told_and_the_work_goes_on_with_the_same_command(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_a_killed_worker_is_reported(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(60))
 
     class Killing(Processes):
@@ -190,9 +180,7 @@ def test_the_assembly_can_end_anywhere(
     assert ended > 15
 
 
-def test_a_shard_that_was_altered_cut_or_lost_is_made_again_and_never_lent(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_a_damaged_shard_is_made_again(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(100))
     build(tmp_path / "out", [path], recipe)
     expected = digests(tmp_path / "out")

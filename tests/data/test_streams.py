@@ -66,9 +66,7 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "raised"), [(KeyError("ours"), KeyError), (pa.ArrowKeyError("no column"), DataError)]
 )
-def test_what_arrow_cannot_read_is_an_error_of_the_file_and_a_bug_is_not(
-    error: Exception, raised: type[Exception]
-) -> None:
+def test_errors_of_arrow_name_the_file(error: Exception, raised: type[Exception]) -> None:
     with pytest.raises(raised) as risen, streams.noting_faults("rows.parquet"):
         raise error
     assert raised is KeyError or risen.value.files == ("rows.parquet",)
@@ -90,7 +88,7 @@ def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
         ("rows.jsonl", b'{\n "text": "a"\n}\n', "jq -c"),
     ],
 )
-def test_other_encodings_tables_and_pretty_printed_json_are_refused_with_a_fix(
+def test_other_formats_are_refused_with_a_fix(
     tmp_path: Path, name: str, data: bytes, fix: str
 ) -> None:
     with pytest.raises(DataError, match=fix):
