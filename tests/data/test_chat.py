@@ -55,13 +55,13 @@ REASONING = (  # of the last answer only, as Qwen3's template writes it
     "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
 ) + HEADER
 THOUGHT = "<think>\nthe fox </think> <|im_end|>\n</think>\n\n"
+FOX = "\nthe fox </think> <|im_end|> "
 REASONED_ROWS = [
     {"role": "user", "content": "Who?"},
     {"role": "assistant", "content": "A dog", "reasoning_content": "lazy"},
     {"role": "user", "content": "And?"},
-    {"role": "assistant", "content": "A fox"},
+    {"role": "assistant", "content": "A fox", "reasoning_content": FOX},
 ]
-REASONED_ROWS[-1]["reasoning_content"] = "\nthe fox </think> <|im_end|> "
 
 
 def chat_of(*turns: tuple[str, str]) -> Messages:
@@ -91,8 +91,7 @@ def fox_encoder(tokenizer: Path) -> Encoder:
 @pytest.fixture(scope="module")
 def tinyseek(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     path = tmp_path_factory.mktemp("tinyseek")
-    text = "the quick brown fox jumps over the lazy dog"
-    save(train([text] * 20, 320, "tinyseek"), path, "tinyseek")
+    save(train(["the quick brown fox jumps over"] * 20, 320, "tinyseek"), path, "tinyseek")
     return Encoder(path)
 
 
@@ -104,7 +103,6 @@ def in_transformers(directory: Path) -> Any:
 
 
 def shown(encoder: Encoder, ids: list[int]) -> str:
-    """The string, special tokens in it."""
     return str(in_transformers(encoder.directory).decode(ids, skip_special_tokens=False))
 
 
@@ -141,19 +139,22 @@ def encoded_together(encoder: Encoder, talks: list[Messages]) -> list[tuple[Any,
 
 
 def test_ids_and_mask_equal_those_of_transformers(fox_encoder: Encoder) -> None:
-    chance, opened = random.Random(1), in_transformers(fox_encoder.directory)
+    chance = random.Random(1)
     for _ in range(50):
         turns = random_chat(chance)
         assert encode_chat(fox_encoder, turns) == by_transformers(fox_encoder, turns), turns
-        prompt = opened.apply_chat_template(
-            as_dicts(turns), add_generation_prompt=True, return_dict=True
-        )
-        assert prompt_ids(fox_encoder, turns) == prompt["input_ids"]
+        prompt, _ = by_transformers(fox_encoder, turns, add_generation_prompt=True)
+        assert prompt_ids(fox_encoder, turns) == prompt
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_many_chats_are_encoded_as_each_alone(name: str, request: pytest.FixtureRequest) -> None:
-    encoder, chance = request.getfixturevalue(name), random.Random(4)
+@pytest.fixture(scope="module", params=["fox_encoder", "tinyseek"])
+def encoder(request: pytest.FixtureRequest) -> Encoder:
+    encoder: Encoder = request.getfixturevalue(request.param)
+    return encoder
+
+
+def test_many_chats_are_encoded_as_each_alone(encoder: Encoder) -> None:
+    chance = random.Random(4)
     talks = [random_chat(chance) for _ in range(40)]
     assert encoded_together(encoder, talks) == encoded_alone(encoder, talks)
     types = {(str(ids.dtype), str(live.dtype)) for ids, live in encode_chats(encoder, talks)}
@@ -161,11 +162,7 @@ def test_many_chats_are_encoded_as_each_alone(name: str, request: pytest.Fixture
     assert encode_chats(encoder, []) == []
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_answer_out_of_the_loss_changes_the_mask(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    encoder = request.getfixturevalue(name)
+def test_an_answer_out_of_the_loss_changes_the_mask(encoder: Encoder) -> None:
     turns = (*exchange("the fox", "jumps"), *exchange("and", "over"))
     context = (turns[0], replace(turns[1], in_loss=False), *turns[2:])
     ids, live = encode_chat(encoder, turns)
@@ -229,9 +226,7 @@ def test_tinyseek_is_the_string_of_its_scripts(tinyseek: Encoder) -> None:
     assert shown(tinyseek, prompt) == "User：你好\nAssistant：" and prompt == ids[: len(prompt)]
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_unknown_role_is_an_error(name: str, request: pytest.FixtureRequest) -> None:
-    encoder = request.getfixturevalue(name)
+def test_an_unknown_role_is_an_error(encoder: Encoder) -> None:
     with pytest.raises(DataError, match="'User'"):
         encode_chats(encoder, [chat_of(("User", "x"), ("assistant", "y"))])
     with pytest.raises(Exception, match="role User"):
@@ -254,9 +249,7 @@ def test_a_small_chat_is_laid_out_by_hand(fox_encoder: Encoder) -> None:
 
 
 @pytest.fixture(scope="module", params=[CHATML, MARKED], ids=["by the end", "by generation"])
-def chatml_encoder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Encoder:
+def chatml_encoder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return take(tmp_path_factory.mktemp("chatml"), request.param)
 
 
@@ -326,15 +319,14 @@ def test_forged_markers_stay_text_out_of_the_mask(chatml_encoder: Encoder, forge
         (STRIPS_ANSWERS, PADDED, (PADDED[0], STRIPPED[1])),
         (NOT_EMPTY, (Message("system", ""), *TALK[1:3]), TALK[1:3]),
         (NOT_EMPTY, TALK[:3], TALK[:3]),
-        (DAY, TALK[:3], "\n01 Jan 2025, 2025-01-01!\n" + chatml(TALK[:3])),
+        (DAY, TALK[:3], TALK[:3]),
     ],
-    ids=["strips", "strips and marks", "strips answers", "no empty", "no other", "the same day"],
 )
-def test_a_template_is_followed_that(
-    tmp_path: Path, template: str, turns: Messages, text: str | Messages
+def test_templates_are_followed(
+    tmp_path: Path, template: str, turns: Messages, text: Messages
 ) -> None:
     encoder = take(tmp_path, template)
-    expected = text if isinstance(text, str) else chatml(text)
+    expected = "\n01 Jan 2025, 2025-01-01!\n" * (template == DAY) + chatml(text)
     assert shown(encoder, encode_chat(encoder, turns)[0]) == expected
     assert live_text(encoder, turns) == turns[-1].content.strip() + "<|im_end|>"
 
@@ -361,10 +353,8 @@ def test_an_unknown_prompt_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "WARNING" in {record.levelname for record in caplog.records}
 
 
-BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
-END_BEHIND = MARKED.replace(
-    "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"
-)
+GENERATED = "+ '<|im_end|>' }}{% endgeneration %}"
+END_BEHIND = MARKED.replace(GENERATED, "}}{% endgeneration %}{{ '<|im_end|>' }}")
 
 
 @pytest.mark.parametrize(
@@ -374,10 +364,7 @@ END_BEHIND = MARKED.replace(
         (END_BEHIND, "no special token ends the answers"),
         ("{{ '<|im_start|>' + messages[0]['content'] + '<|im_end|>' }}", "'assistant' 0 times"),
         (CHATML + "{{ messages[-1]['content'] }}", "role 'assistant' 2 times"),
-        (
-            "{% for message in messages | reverse %}{{ " + BODY + " + '<|im_end|>' }}{% endfor %}",
-            "of the previous turn",
-        ),
+        (CHATML.replace("in messages %}", "in messages | reverse %}"), "of the previous turn"),
         (CHATML.replace("message['content']", "message['content'] | upper"), "role 'user' 0 times"),
         ("{% if messages[0]['role'] == 'user' %}{{ raise_exception('no Q') }}{% endif %}", "no Q"),
         ("{{ messages.nothing.there }}", "does not render the turns user, assistant"),
@@ -449,11 +436,10 @@ def test_reasoning_is_text_before_the_answer(fox_encoder: Encoder, tinyseek: Enc
     assert encode_chat(fox_encoder, answered)[0] == by_transformers(fox_encoder, answered)[0]
 
 
-@pytest.mark.parametrize(
-    ("template", "thought"),
-    [(REASONING, ""), (CHATML, "<think>\nlazy\n</think>\n\n")],
-    ids=["by the field", "without the field"],
-)
+FIRST_THOUGHT = "<think>\nlazy\n</think>\n\n"
+
+
+@pytest.mark.parametrize(("template", "thought"), [(REASONING, ""), (CHATML, FIRST_THOUGHT)])
 def test_the_template_renders_the_reasoning(tmp_path: Path, template: str, thought: str) -> None:
     encoder, turns = take(tmp_path, template), reasoned()
     before = f"{thought}A dog<|im_end|>{THOUGHT}"

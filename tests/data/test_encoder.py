@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,21 +42,15 @@ REAL = fastokens.Tokenizer
 SPECIALS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 
 
-def cut(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def with_panic(data: bytes) -> bytes:
-    """A model over which the library panics."""
-    return data.replace(b'subword_prefix": null', b'subword_prefix": "longer than a token"')
-
-
-Damage = Callable[[bytes], bytes | None]
-DAMAGES: dict[str, tuple[str, Damage]] = {
+PREFIX = b'subword_prefix": '  # with a long one the library panics
+DAMAGES: dict[str, tuple[str, Any]] = {
     "missing": ("tokenizer.json", lambda data: None),
-    "cut": ("tokenizer.json", cut),
+    "cut": ("tokenizer.json", lambda data: data[: len(data) // 2]),
     "another": ("tokenizer.json", lambda data: b'{"a": 1}'),
-    "panic": ("tokenizer.json", with_panic),
+    "panic": (
+        "tokenizer.json",
+        lambda data: data.replace(PREFIX + b"null", PREFIX + b'"a long one"'),
+    ),
     "renamed": ("tokenizer.json", lambda data: data.replace(b"<|end|>", b"<|e|>")),
     "unconfigured": ("tokenizer_config.json", lambda data: None),
     "no padding": ("tokenizer_config.json", lambda data: data.replace(b'"pad_token"', b'"pad"')),
@@ -124,14 +117,10 @@ class WrongOnProbe(Wrong):
     trigger = "\u200d"
 
 
-class Panic(BaseException):
-    """As pyo3's: no Exception."""
-
-
 class Panicking:
     @staticmethod
     def from_file(path: str) -> Any:
-        raise Panic("index out of bounds")
+        raise BaseException("index out of bounds")  # as pyo3's
 
 
 @settings(max_examples=50, deadline=None)
@@ -157,26 +146,16 @@ def test_flat_ids_are_the_ids_of_the_texts_one_after_the_other(directory: Path, 
         assert parts == encoder.encode(texts) == reference(directory, texts)
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [
-        (SimpleNamespace(Tokenizer=WrongOnProbe), "make different ids of"),
-        (SimpleNamespace(Tokenizer=Panicking), "out of bounds"),
-        (None, "not installed"),
-    ],
-)
 def test_without_a_right_fast_library_the_ids_are_the_same(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    library: Any,
-    message: str,
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "fastokens", library)
-    with caplog.at_level(logging.INFO, "ttrain"):
+    wrong, panicking = (SimpleNamespace(Tokenizer=library) for library in (WrongOnProbe, Panicking))
+    caplog.set_level(logging.INFO, "ttrain")
+    for library, message in ((wrong, "different ids"), (panicking, "bounds"), (None, "installed")):
+        monkeypatch.setitem(sys.modules, "fastokens", library)
         encoder = Encoder(directory)
-    assert encoder.kind == "tokenizers" and message in caplog.text
-    assert encoder.encode([*TEXTS, *PROBES]) == reference(directory, [*TEXTS, *PROBES])
+        assert encoder.kind == "tokenizers" and message in caplog.messages[-1]
+        assert encoder.encode([*TEXTS, *PROBES]) == reference(directory, [*TEXTS, *PROBES])
 
 
 def test_a_text_on_which_the_fast_library_fails_is_encoded_by_the_other(
@@ -221,7 +200,7 @@ def test_markup_knows_special_tokens_and_text_does_not(directory: Path, fast: bo
 
 
 @pytest.mark.parametrize(("damaged", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_refused(directory: Path, tmp_path: Path, damaged: str, damage: Damage) -> None:
+def test_damage_is_refused(directory: Path, tmp_path: Path, damaged: str, damage: Any) -> None:
     files: dict[str, Any] = {path.name: path.read_bytes() for path in directory.iterdir()}
     files[damaged] = damage(files[damaged])
     before = {name: data for name, data in files.items() if data is not None}
@@ -265,9 +244,8 @@ def test_missing_tokens_come_last(
     assert {token: encoder.special(token) for token in before.get_vocab()} == before.get_vocab()
     assert encoder.encode(SAMPLES) == reference(source, SAMPLES)
     assert [encoder.decode(ids) for ids in encoder.encode(SAMPLES)] == SAMPLES
-    ids = (encoder.pad_id, encoder.bos_id, encoder.eos_id)
-    assert ids == (size, size + 1, encoder.special("<|im_end|>"))
-    assert encoder.unk_id == -1, "it works on bytes"
+    ids = [encoder.pad_id, encoder.bos_id, encoder.eos_id, encoder.unk_id]
+    assert ids == [size, size + 1, encoder.special("<|im_end|>"), -1]
     assert (encoder.template, encoder.kind) == (template, "fastokens")
     assert encoder.end_id == encoder.special(end)
     turns = (Message("user", "x<|im_end|>"), Message("assistant", "y"))
@@ -389,12 +367,9 @@ def test_another_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # which takes 0.2 s to import
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.json").write_text("{}")
-    for name, reason in (
-        (f"{tmp_path}/nowhere", "there is no such folder; name a folder that holds tokenizer.json"),
-        (f"{tmp_path}/file.json", "there is no such folder"),
-        ("gpt2", "there is no such folder"),
-        (f"{tmp_path}/empty", "has no tokenizer.json; AutoTokenizer"),
-    ):
+    missing = "there is no such folder; name a folder that holds tokenizer.json"
+    names = dict.fromkeys((f"{tmp_path}/nowhere", f"{tmp_path}/file.json", "gpt2"), missing)
+    for name, reason in {**names, f"{tmp_path}/empty": "has no tokenizer.json; Auto"}.items():
         message = error_of(name)
         assert f"tokenizer.existing is '{name}'" in message and reason in message
 
@@ -426,9 +401,8 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
     assert result["bytes_per_token"] > 1
     assert "documents" not in result, "it was trained on none"
     files = existing.tokenizer_files(str(source.rename(tmp_path / "moved")))
-    moved = train_directory(
-        [str(rows)], tmp_path / "again", settings, Reading(), existing_files=files
-    )
+    directory = tmp_path / "again"
+    moved = train_directory([str(rows)], directory, settings, Reading(), existing_files=files)
     assert moved == result
 
 
@@ -450,10 +424,9 @@ def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_the_files_that_cou
 ) -> None:
     use_hub(monkeypatch, hub.site.url, tmp_path / "home")
     cache(tmp_path / "home", {"config.json": b"{}"})  # of a model
-    paths = existing.tokenizer_files("someone/small")
-    names = ["tokenizer.json", "tokenizer_config.json"]
-    assert [path.name for path in paths] == names
-    assert [path.read_bytes() for path in paths] == [hub.commits[COMMIT][name] for name in names]
+    paths, files = existing.tokenizer_files("someone/small"), hub.commits[COMMIT]
+    assert [path.name for path in paths] == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.read_bytes() for path in paths] == [files[path.name] for path in paths]
     assert not [path for _, path, _ in hub.site.asked if "safetensors" in path]
     hub.site.asked.clear()
     assert existing.tokenizer_files("someone/small") == paths

@@ -4,7 +4,6 @@ row is accounted for."""
 from __future__ import annotations
 
 import datetime
-import decimal
 import gzip
 import itertools
 import json
@@ -14,6 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ class Sets:
     def file(self, name: str, rows: Sequence[Any]) -> Path:
         return write_lines(self.directory / f"{name}.jsonl", rows)
 
-    def build(
-        self, name: str, files: Sequence[Path], reading: Reading = ALL, **more: Any
-    ) -> ShardSetResult:
+    def build(self, name: str, files: list[Path], reading: Reading = ALL, **more: Any) -> Any:
         return build(self.directory / name, files, more.pop("recipe", self.recipe), reading, **more)
 
     def train(self, name: str = "out") -> ShardSet:
@@ -136,11 +134,9 @@ def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets:
     plain = sets.file("a", rows_of(300))
     packed, data = sets.directory / "a.jsonl.gz", plain.read_bytes()
     packed.write_bytes(gzip.compress(data[:5000]) + gzip.compress(data[5000:]))
-    readings = {
-        "all": TENTH,
-        "sample": Reading(heldout_fraction=0, limit=30),
-        "head": Reading(heldout_fraction=0.1, limit=20, sample="head"),
-    }
+    limited = Reading(heldout_fraction=0, limit=30)
+    head = Reading(heldout_fraction=0.1, limit=20, sample="head")
+    readings = {"all": TENTH, "sample": limited, "head": head}
     for workers in (1, 2):
         with Processes(workers) as pool:
             for name, reading in readings.items():
@@ -225,21 +221,21 @@ def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: content_hash(TextDocument(row["text"])))
 
 
-@pytest.mark.parametrize("deduplicate", [True, False])
-def test_an_earlier_held_out_row_is_not_trained_on(sets: Sets, deduplicate: bool) -> None:
+@pytest.mark.parametrize(("deduplicate", "left_out"), [(True, 1), (False, 2)])
+def test_an_earlier_held_out_row_is_not_trained_on(
+    sets: Sets, deduplicate: bool, left_out: int
+) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = ONE_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
-    first = sets.file("a", [*others[:6], held_before, held_before])
-    sets.build("first", [first], reading)
+    files = [sets.file("a", [*others[:6], held_before, held_before])]
+    sets.build("first", files, reading)
     assert sets.heldout("first") == [held_before]
-    second = sets.file("b", [lowest, *others[6:]])
-    known = sets.known_heldout("first")
-    built = sets.build("both", [first, second], reading, earlier_heldout=known)
+    files.append(sets.file("b", [lowest, *others[6:]]))
+    built = sets.build("both", files, reading, earlier_heldout=sets.known_heldout("first"))
     assert sets.texts("both") == texts_of(others)
     assert sets.heldout("both") == [lowest]
-    left_out, duplicates = (1, {"duplicate": 1}) if deduplicate else (2, {})
     tally = built.tallies["train"]
-    assert tally.skipped == Counter({HELD_OUT: left_out, **duplicates})
+    assert tally.skipped == Counter({HELD_OUT: left_out, "duplicate": 2 - left_out})
     assert built.to_json()["of_earlier_heldout"] == left_out
     assert (tally.rows, tally.kept) == (13, sum(part_rows(built)))
 
@@ -255,8 +251,8 @@ def test_a_row_held_out_anyway_stays_held_out(sets: Sets) -> None:
         assert not built.tallies["train"].skipped
         assert "of_earlier_heldout" not in alone.to_json()
     none = np.zeros((0, 2), np.uint64)
-    beside_none = sets.build("none", [path], ONE_HELD_OUT, earlier_heldout=none)
-    assert beside_none.to_json()["of_earlier_heldout"] == 0
+    built = sets.build("none", [path], ONE_HELD_OUT, earlier_heldout=none)
+    assert built.to_json()["of_earlier_heldout"] == 0
     assert sets.digests("none") == sets.digests("lowest")
 
 
@@ -427,7 +423,7 @@ def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> 
 
 
 @pytest.mark.parametrize(
-    ("kept", "values"), [(2, ["é".encode(), b"\xff", b"good"]), (0, [decimal.Decimal("1.5")] * 3)]
+    ("kept", "values"), [(2, ["é".encode(), b"\xff", b"good"]), (0, [Decimal("1.5")] * 3)]
 )
 def test_parquet_bytes_are_text_where_utf8(sets: Sets, kept: int, values: list[Any]) -> None:
     path = sets.directory / "a.parquet"
@@ -458,9 +454,7 @@ def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Se
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 8), (5, 5)])
 def test_a_chat_that_the_template_refuses(sets: Sets, limit: int | None, kept: int) -> None:
-    guard = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    )
+    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     own = take(sets.directory / "own", guard + CHATML)
     talks = [[("user", f"Number {number}?"), ("assistant", str(number))] for number in range(9)]
     talks[4].insert(0, ("system", "Be brief."))
@@ -472,4 +466,4 @@ def test_a_chat_that_the_template_refuses(sets: Sets, limit: int | None, kept: i
     assert sum(tally.kept for tally in built.tallies.values()) == kept
     rejected = sets.rejected()
     assert [row["line"] for row in rejected] == [5, 8]
-    assert rejected[0]["reason"].endswith("turns system, user, assistant: no system turn")
+    assert rejected[0]["reason"].endswith("turns system, user, assistant: no system")
