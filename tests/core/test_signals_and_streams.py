@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -49,46 +47,25 @@ os.write(int(sys.argv[1]), b'to the end')
 NOTE = "standard output cannot be written ({}); the command goes on without it\n"
 
 
-@contextlib.contextmanager
-def program() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PROGRAM]
+def outcome_of(first: int, second: int | None, lines: str) -> tuple[str, int]:
+    """What the program writes until it ends with these signals and lines, and its exit code."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
-
-
-def end_of(process: subprocess.Popen[str], text: str) -> tuple[str, int]:
-    out, _ = process.communicate(text, timeout=60)
+        process.send_signal(first)
+        assert process.stdout.readline() == "asked\n"
+        if second is not None:
+            process.send_signal(second)
+        out, _ = process.communicate(lines, timeout=60)
     return out, process.returncode
 
 
-def ask_to_stop(process: subprocess.Popen[str], signum: int) -> None:
-    process.send_signal(signum)
-    assert process.stdout is not None and process.stdout.readline() == "asked\n"
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_and_gives_the_exit_code(signum: int, code: int) -> None:
-    with program() as process:
-        process.send_signal(signum)
-        assert end_of(process, "\n\n") == ("asked\nstopped\n", code)
-
-
-def test_a_second_signal_ends_at_once() -> None:
-    with program() as process:
-        ask_to_stop(process, signal.SIGHUP)
-        process.send_signal(signal.SIGTERM)
-        out, code = end_of(process, "")
-        assert "interrupted twice" in out and code == 143
-
-
-def test_one_signal_that_comes_twice_at_once_is_one_signal() -> None:
-    with program() as process:
-        ask_to_stop(process, signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)  # as `timeout` does: to its command, then to the group
-        assert end_of(process, "\n\n") == ("stopped\n", 143)
+def test_signals_ask_to_stop_and_a_second_one_ends_at_once() -> None:
+    assert outcome_of(signal.SIGINT, None, "\n\n") == ("stopped\n", 130)
+    # As `timeout` sends it: to its command, then to the group.
+    assert outcome_of(signal.SIGTERM, signal.SIGTERM, "\n\n") == ("stopped\n", 143)
+    out, code = outcome_of(signal.SIGHUP, signal.SIGTERM, "")
+    assert "interrupted twice" in out and code == 143
 
 
 def test_ctrl_c_ends_a_command_with_a_word_and_130(

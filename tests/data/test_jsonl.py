@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +47,6 @@ def test_any_chunks_give_the_lines_of_the_whole(data: list[bytes], cuts: list[in
     assert list(lines(chunks, 1000)) == list(enumerate(expected, start=1))
     short = [line[:4] for _, line in lines(chunks, 3)]
     assert short == [line[:4] for line in expected], "of a long line, enough to see that it is"
-
-
-def test_parquet_gives_the_chats_of_the_same_rows_as_json_lines(tmp_path: Path) -> None:
-    """One struct type for all rows: what a row lacks comes back as null."""
-
-    def row(arguments: object, parameters: dict[str, Any]) -> dict[str, Any]:
-        calls = [{"name": "f", "arguments": arguments}]
-        turn = {"role": "assistant", "content": None, "tool_calls": calls}
-        return {"messages": [turn], "tools": [{"name": "f", "parameters": parameters}]}
-
-    city = {"properties": {"city": {"type": "string"}}}
-    guests = {"properties": {"guests": {"minimum": 1}}, "required": ["guests"]}
-    rows = [
-        row({"city": "Rome", "list": [{"x": 1}, {"y": 2}]}, city),
-        row({"guests": 2}, guests),
-        row({}, {"properties": {}}),
-        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"instruction": "Hi", "output": "Hello", "history": [["a", "b"]]},
-    ]
-    names = dict.fromkeys(itertools.chain(*rows))
-    table = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
-    pq.write_table(table, tmp_path / "a")
-    json_lines = written(tmp_path, "\n".join(map(json.dumps, rows)).encode())
-    chats, tally = list(read([str(tmp_path / "a")], parse_conversation, Tally(), LIMIT)), Tally()
-    assert chats == list(read([str(json_lines)], parse_conversation, tally, LIMIT))
-    assert (len(chats), tally.kept) == (5, 5)
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,20 @@ Record = tuple[list[int], list[bool]]
 
 def some_records(count: int) -> list[Record]:
     chance = random.Random(count)
-    texts = [[chance.randrange(500) for _ in range(chance.randint(2, 30))] for _ in range(count)]
+    texts = [chance.choices(range(500), k=chance.randint(2, 30)) for _ in range(count)]
     return [(ids, [chance.random() < 0.5 for _ in ids]) for ids in texts]
 
 
 def write(
-    path: Path, rows: list[Record], *, kind: str = "chats", vocab: int = 500, **more: Any
-) -> dict[str, Any]:
+    path: Path, rows: list[Record], kind: str = "chats", vocab: int = 500, **more: Any
+) -> Any:
     return write_shards(path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, **more)
 
 
-@pytest.mark.parametrize("layout", [100, 1])  # tokens of a shard: some records in each, or one
-@pytest.mark.parametrize("kind", ["documents", "chats"])
-def test_records_come_back_however_they_are_cut(tmp_path: Path, layout: int, kind: str) -> None:
+@pytest.mark.parametrize(("per_shard", "kind"), [(100, "documents"), (1, "chats")])
+def test_records_come_back_however_they_are_cut(tmp_path: Path, per_shard: int, kind: str) -> None:
     rows, chance = some_records(50), random.Random(1)
-    write(tmp_path, rows, kind=kind, tokens_per_shard=layout)
+    write(tmp_path, rows, kind=kind, tokens_per_shard=per_shard)
     found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
     assert len(found) == 50
     for number, (ids, live) in enumerate(rows):
@@ -82,8 +81,7 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_new_files_alone_are_encoded(tmp_path: Path, recipe: BlockRecipe) -> None:
-    paths = (tmp_path / f"{name}.jsonl" for name in "abc")
-    a, b, c = (write_lines(path, rows_of(100, seed)) for seed, path in enumerate(paths))
+    a, b, c = (write_lines(tmp_path / f"{seed}.jsonl", rows_of(100, seed)) for seed in range(3))
     first = build(tmp_path / "out", [a, c], recipe)
     before = digests(tmp_path / "out")
     assert first.encoded_blocks == first.blocks
