@@ -21,11 +21,8 @@ def settings_of(*overrides: str, files: Any = ()) -> Settings:
 def test_counts_are_read_as_people_write_them() -> None:
     counts = {text: settings_of(f"pretrain.tokens={text}").pretrain.tokens for text in COUNTS}
     assert counts == COUNTS
-
-
-@pytest.mark.parametrize("text", ["M", "1.5", "1e999999999", "0k"])
-def test_what_is_not_a_whole_positive_count_is_refused(text: str) -> None:
-    assert "pretrain.tokens" in refused(f"pretrain.tokens={text}")
+    for text in ("M", "1.5", "1e999999999", "0k"):
+        assert "pretrain.tokens" in refused(f"pretrain.tokens={text}")
 
 
 def test_a_key_that_yaml_takes_for_a_boolean_is_a_name(tmp_path: Path) -> None:
@@ -45,10 +42,10 @@ def test_a_time_of_day_is_hour_and_minute_without_quotes(tmp_path: Path, time: s
     assert night == Night(start=time.rjust(5, "0"))
 
 
-@pytest.mark.parametrize("time", ["25:00", "6:30:10", "soon"])
-def test_no_other_time_is_read(time: str) -> None:
-    message = refused(f"nightly.deadline={time}")
-    assert "nightly.deadline" in message and "23:59" in message
+def test_no_other_time_is_read() -> None:
+    for time in ("25:00", "6:30:10", "soon"):
+        message = refused(f"nightly.deadline={time}")
+        assert "nightly.deadline" in message and "23:59" in message
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipes(tokenizer: Path) -> dict[str, BlockRecipe]:
-    """For each kind of record."""
     return {kind: recipe_of(READING, tokenizer, kind) for kind in ("documents", "chats", "pairs")}
 
 
@@ -34,7 +33,6 @@ def recipe(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty server."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with served(Site({})) as opened:
         yield opened

@@ -29,21 +29,17 @@ def error_of(setting: str, kind: Kind, *files: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "kind", "row", "actual", "fix"),
-    [
+def test_rows_of_another_kind_are_refused_with_the_setting_that_takes_them(tmp_path: Path) -> None:
+    wrong: list[tuple[str, Kind, Any, str, str]] = [
         ("data.pretrain", "documents", CHAT, "is a chat (keys: question, answer)", "data.sft="),
         ("data.sft", "chats", PAIR, "is a pair of answers", "data.dpo="),
         ("data.sft_heldout", "chats", DOCUMENT, "is a document", "data.pretrain_heldout="),
-    ],
-)
-def test_rows_of_another_kind_are_refused_with_file_line_and_the_setting_that_takes_them(
-    tmp_path: Path, setting: str, kind: Kind, row: dict[str, Any], actual: str, fix: str
-) -> None:
-    path = written(tmp_path / "my.jsonl", "", row, row)
-    message = error_of(setting, kind, path)
-    assert f"{setting} needs {kind}, but {path}:2 {actual}" in message
-    assert f"write {fix}{path}" in message
+    ]
+    for setting, kind, row, actual, fix in wrong:
+        path = written(tmp_path / "my.jsonl", "", row, row)
+        message = error_of(setting, kind, path)
+        assert f"{setting} needs {kind}, but {path}:2 {actual}" in message
+        assert f"write {fix}{path}" in message
 
 
 def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
