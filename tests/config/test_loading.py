@@ -1,7 +1,5 @@
 """Settings: precedence of layers, sources of values, messages of wrong ones, rules."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import compress, product

@@ -1,6 +1,4 @@
-"""How values are written in YAML, in files, variables and on the command line."""
-
-from __future__ import annotations
+"""How values are written in YAML, and names of settings from other libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,9 @@ import pytest
 from support.refusals import refused, settings_file
 
 from ttrain.config import Night, Settings
-from ttrain.config.loading import load
+from ttrain.config.loading import load, types_by_name
+from ttrain.config.other_names import STAGE, names
+from ttrain.config.training import TRAININGS
 
 COUNTS = {"1M": 10**6, "1.5m": 1_500_000, "250k": 250_000, "2e6": 2_000_000, "1_000_000": 10**6}
 
@@ -63,3 +63,25 @@ def test_a_wrong_file_is_answered_in_one_line(text: bytes, part: str, tmp_path: 
     path.write_bytes(text)
     message = refused(files=[path])
     assert part in message and str(path) in message and "\n" not in message
+
+
+def test_every_name_of_another_library_means_settings_that_exist() -> None:
+    keys = set(types_by_name(Settings))
+    for setting in " ".join(names()["names"].values()).split():
+        stages = {f"{stage}.{setting.removeprefix(STAGE)}" for stage in TRAININGS}
+        assert (stages if setting.startswith(STAGE) else {setting}) <= keys
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("SFT.Learning-Rate", "'sft.optim.lr'?"),
+        ("learing_rate", "'pretrain.optim.lr'"),
+        ("sft.batch_size", "'sft.tokens_per_step'? (in tokens: rows x row_length)"),
+        ("output_dir", "TTRAIN_HOME=DIR"),  # which no setting decides
+        ("resume_from_checkpoint", "same command"),
+    ],
+)
+def test_a_setting_of_another_library_is_answered_with_ours(name: str, advice: str) -> None:
+    message = refused(f"{name}=1")
+    assert f"'{name}'" in message and advice in message

@@ -1,7 +1,5 @@
 """Digests of files are never stale; digests of code change with its meaning, not its layout."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Which parts of URLs and which settings are secret; hidden values are filled in again."""
 
-from __future__ import annotations
-
 import pytest
 
 from ttrain.config import Settings, flatten

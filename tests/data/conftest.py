@@ -1,7 +1,5 @@
 """A small tokenizer and the recipes of shards that it encodes; a folder of data files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

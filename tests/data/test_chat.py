@@ -1,7 +1,4 @@
-"""Chats as ids with a loss mask: equal to what transformers makes of the template, and proof
-against forged markers, also by an existing tokenizer's own chat template."""
-
-from __future__ import annotations
+"""Chats as ids with a loss mask, equal to transformers and proof against forged markers."""
 
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Rows of chats: every live token a target once, cut at turns, and what is dropped is counted."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,4 @@
-"""Items of evaluations in training shards: matched however they are written, marked in an
-evaluation, left out on request, and known to later nights."""
-
-from __future__ import annotations
+"""Items of evaluations in training shards: matched, marked, and left out on request."""
 
 import json
 import random

@@ -1,8 +1,4 @@
-"""Rows of documents equal a naive loop: no token is lost or counted twice. Rows of several sources
-side by side, best fit against a search over all bins, and masked regions.
-"""
-
-from __future__ import annotations
+"""Rows of documents and of several sources: no token is lost or counted twice."""
 
 import itertools
 import random

@@ -1,9 +1,4 @@
-"""Encoding: the ids of `tokenizers` whatever library makes them, and no text that turns special.
-
-An existing tokenizer, from a folder or the Hub: its ids stay, and what it lacks comes after them.
-"""
-
-from __future__ import annotations
+"""Encoding, whatever library makes the ids; existing tokenizers from a folder or the Hub."""
 
 import functools
 import itertools
@@ -99,7 +94,7 @@ class Wrong:
         self._inner = REAL.from_file(path)
 
     @classmethod
-    def from_file(cls, path: str) -> Wrong:
+    def from_file(cls, path: str) -> "Wrong":
         return cls(path)
 
     def no_truncation(self) -> None: ...

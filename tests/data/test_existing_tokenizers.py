@@ -1,7 +1,5 @@
 """Chats through existing tokenizers of every kind: the ids are those of transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

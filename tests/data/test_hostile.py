@@ -1,7 +1,5 @@
 """Bad input of every kind, from a file to shards: what becomes of each row is exact."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Callable, Sequence

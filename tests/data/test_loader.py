@@ -1,10 +1,4 @@
-"""Micro-batches: the same global ones for any number of ranks and of threads, resumed at any step.
-
-The orders of rows: shuffled, a permutation that gives any place alone; weighted and grouped by
-length, against slow loops that build the whole run.
-"""
-
-from __future__ import annotations
+"""Micro-batches and orders of rows: the same for any ranks and threads, resumed at any step."""
 
 import itertools
 import threading

@@ -1,7 +1,4 @@
-"""What a setting names as input: found wherever it lies, pinned, and refused with setting, value
-and fix. Data sets on the Hub: pinned to a commit, fetched once, read without a network."""
-
-from __future__ import annotations
+"""What a setting names as input: paths, URLs and data sets on the Hub, pinned."""
 
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Near-duplicates: matched by the exact Jaccard, within a set and against earlier sets."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,9 +1,4 @@
-"""Preference pairs and rated answers, from rows of every known format to rows of a batch.
-
-Rows of pairs equal a naive reference: every pair complete, branches apart.
-"""
-
-from __future__ import annotations
+"""Preference pairs and rated answers, from rows of every known format to rows of a batch."""
 
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The quickstart's data: split by module, and as much as the settings say."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,4 @@
-"""Records: the formats of chats that are read, functions and their calls, what is rejected, and
-the place of a record by its content."""
-
-from __future__ import annotations
+"""Records: known formats of chats, function calls, rejected rows, and the held-out split."""
 
 import itertools
 import json

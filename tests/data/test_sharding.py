@@ -1,7 +1,4 @@
-"""Files to shards: the same from any number of workers, what is there is not made again, and every
-row is accounted for."""
-
-from __future__ import annotations
+"""Files to shards: the same from any number of workers, with every row accounted for."""
 
 import datetime
 import gzip

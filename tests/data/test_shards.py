@@ -1,10 +1,4 @@
-"""Shards: Arrow files that anyone can open, and records that come back as they went in.
-
-Sharding after a kill, an altered file or other inputs: finished blocks are reused, and the result
-is that of one run.
-"""
-
-from __future__ import annotations
+"""Shards: open Arrow files; after a kill, damage or new files, the result of one run."""
 
 import multiprocessing
 import os

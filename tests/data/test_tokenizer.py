@@ -1,7 +1,4 @@
-"""The tokenizer: the same bytes every time, nothing lost on the way there and back, and no text
-that turns special."""
-
-from __future__ import annotations
+"""The tokenizer: the same bytes every time, and no text is lost or turns special."""
 
 import json
 import os

@@ -1,0 +1,235 @@
+"""Reading input files: nothing is lost, damage is named by file, and the first rows are checked."""
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
+from support.web import Site
+
+from ttrain.config.data import Reading
+from ttrain.data import first_rows, json_rows, records, streams
+from ttrain.data.json_rows import Tally, lines
+from ttrain.data.records import Kind, parse_conversation
+from ttrain.errors import CannotRead, DataError, UsageError
+
+PARTS = (TEXT[:999], TEXT[999:])
+PACKED = {
+    "": TEXT,
+    ".gz": gzip.compress(b"").join(gzip.compress(part, 1) for part in PARTS),
+    ".bz2": b"".join(map(bz2.compress, PARTS)),
+    ".xz": b"".join(lzma.compress(part, preset=0) for part in PARTS),
+    ".zst": b"".join(pa.compress(part, "zstd", asbytes=True) for part in (b"", *PARTS)),
+}
+
+
+def lines_of(path: Path) -> list[bytes]:
+    with streams.noting_faults(str(path)):
+        return b"".join(streams.json_lines(str(path), "text")).splitlines()
+
+
+@pytest.mark.parametrize("ending", PACKED)
+def test_every_member_and_frame_arrives_in_bounded_pieces(tmp_path: Path, ending: str) -> None:
+    path = written(tmp_path, PACKED[ending], f"文件 名 (1) #%20.jsonl{ending}")
+    pieces = list(streams.chunks(str(path)))
+    assert b"".join(pieces) == TEXT
+    assert all(pieces) and len(pieces) > 1 and max(map(len, pieces)) < len(TEXT)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_with_its_mark_is_read_as_utf_8(tmp_path: Path, encoding: str) -> None:
+    text = "他🏽\n" * 400_000 + "half a pair: \ud83d\n"
+    data = (text if encoding == "utf-16" else f"\ufeff{text}").encode(encoding, "surrogatepass")
+    assert read(written(tmp_path, data)) == text.encode("utf-8", "surrogatepass")
+    path = written(tmp_path, data[:-1])
+    with pytest.raises(DataError, match="truncated"), streams.noting_faults(str(path)):
+        read(path)
+
+
+def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
+    rows = [{"text": "a\nb"}, 4, {"text": "世界", "n": [1, {"m": None}]}]
+    for indent in (None, 1):
+        path = written(tmp_path, json.dumps(rows, indent=indent).encode())
+        assert list(map(json.loads, lines_of(path))) == rows
+    assert lines_of(written(tmp_path, b"[]")) == []
+    assert len(lines_of(written(tmp_path, b'[{"text": "a"}]\n[1]\n'))) == 2, "lines of lists"
+    with pytest.raises(DataError, match="truncated"):
+        lines_of(written(tmp_path, b'[{"text": "a"},\n{"te'))
+
+
+def test_errors_of_arrow_name_the_file_and_a_bug_does_not() -> None:
+    with pytest.raises(DataError) as risen, streams.noting_faults("rows.parquet"):
+        raise pa.ArrowKeyError("no column")
+    assert risen.value.files == ("rows.parquet",)
+    with pytest.raises(KeyError), streams.noting_faults("rows.parquet"):
+        raise KeyError("ours")
+
+
+def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
+    text = 'A "quote" \\ and\r\n\t世界\x01' * 100_000
+    (line,) = lines_of(written(tmp_path, text.encode(), "a.txt"))
+    assert orjson.loads(line) == {"text": text}
+    rows = lines_of(written(tmp_path, SMALL, "a.txt"))
+    assert rows == SMALL.splitlines(), "rows with another name"
+
+
+def test_other_formats_are_refused_with_a_fix(tmp_path: Path) -> None:
+    for name, data, fix in (
+        ("a.txt", "ab".encode("utf-16-le"), "iconv"),
+        ("rows.jsonl", b"id,text\n1,a\n", r"\.txt"),
+        ("rows.jsonl", b'{\n "text": "a"\n}\n', "jq -c"),
+    ):
+        with pytest.raises(DataError, match=fix):
+            lines_of(written(tmp_path, data, name))
+
+
+def test_files_behind_urls_of_any_kind_are_read(tmp_path: Path, site: Site) -> None:
+    packed = PACKED[".gz"]
+    site.files = {"/rows.jsonl.gz": packed, "/a b.jsonl": TEXT}
+    fsspec.filesystem("memory").pipe("/streams/rows.jsonl.gz", packed)
+    path = written(tmp_path, packed, "rows.jsonl.gz")
+    urls = [f"{site.url}/rows.jsonl.gz?key=1", f"{site.url}/a%20b.jsonl?key=1"]
+    for location in (*urls, "memory://streams/rows.jsonl.gz", f"file://{path}"):
+        assert read(location) == TEXT
+
+
+def test_a_refusal_and_a_server_that_is_gone_are_no_damaged_file(site: Site) -> None:
+    site.statuses = [503] * 100
+    for server, reason in ((site.url, "503"), ("http://127.0.0.1:1", "connect")):
+        url = f"{server}/rows.jsonl"
+        with pytest.raises(CannotRead, match=reason), streams.noting_faults(url):
+            read(url)
+
+
+def rows_in(path: str, *groups: int) -> list[tuple[int, dict[str, Any]]]:
+    return [(number, orjson.loads(line)) for number, line in streams.parquet_lines(path, *groups)]
+
+
+def test_parquet_rows_are_numbered_through_the_file_and_come_by_group(tmp_path: Path) -> None:
+    assert not streams.is_parquet(str(written(tmp_path, b"PAR")))
+    user = {"role": "user", "content": None}
+    nested = [{"messages": [user], "x": None}, {"messages": [], "x": 1.5}]
+    path = str(written(tmp_path, table_bytes(pa.Table.from_pylist(nested))))
+    assert rows_in(path, 0, 1) == [(1, {"messages": [user]}), (2, nested[1])]
+    path = str(written(tmp_path, table_bytes(TABLE, row_group_size=1000), "no ending"))
+    assert streams.is_parquet(path)
+    assert [rows for rows, _ in streams.row_groups(path)] == [1000, 1000, 500]
+    rows = rows_in(path, 0, 3)
+    assert rows == list(enumerate(TABLE.to_pylist(), start=1))
+    assert rows_in(path, 1, 2) == rows[1000:2000]
+
+
+LIMIT = 9 << 20
+
+
+@pytest.mark.parametrize(("end", "extra"), [*itertools.product((b"\n", b""), (0, 1))])
+def test_the_limit_of_a_line_is_exact(tmp_path: Path, end: bytes, extra: int) -> None:
+    line = b'{"text": "xxxx"}'
+    tally, path = Tally(), written(tmp_path, line + end)
+    rows = list(json_rows.read([str(path)], tally, len(line) - extra))
+    assert (len(rows), tally.rejected.total()) == (1 - extra, extra)
+
+
+def test_a_line_that_is_too_long_counts_whatever_it_begins_with(tmp_path: Path) -> None:
+    tally, path = Tally(), written(tmp_path, b" " * 99 + b'{"text": "x"}\n \n{"text": "x"}')
+    assert len(list(json_rows.read([str(path)], tally, 50))) == 1
+    assert (tally.rows, tally.rejected.total(), tally.lines) == (2, 1, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\r", b"\n\n", b" "]), max_size=30),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_any_chunks_give_the_lines_of_the_whole(data: list[bytes], cuts: list[int]) -> None:
+    text = b"".join(data)
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    chunks = [text[start:end] for start, end in itertools.pairwise(borders)]
+    expected = text.removesuffix(b"\n").split(b"\n") if text else []
+    assert list(lines(chunks, 1000)) == list(enumerate(expected, start=1))
+    short = [line[:4] for _, line in lines(chunks, 3)]
+    assert short == [line[:4] for line in expected], "of a long line, enough to see that it is"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "arguments"),
+    [
+        (pa.map_(pa.string(), pa.int64()), [("n", 1), ("b", None)], "1"),
+        (pa.struct([("n", pa.timestamp("s"))]), {"n": 1}, '"1970-01-01T00:00:01"'),
+    ],
+)
+def test_parquet_arguments_are_as_in_json(
+    tmp_path: Path, kind: pa.DataType, value: Any, arguments: str
+) -> None:
+    call = pa.struct([("name", pa.string()), ("arguments", kind)])
+    turn = pa.struct([("role", pa.string()), ("tool_calls", pa.list_(call))])
+    messages = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": value}]}]]
+    pq.write_table(pa.table({"messages": pa.array(messages, pa.list_(turn))}), tmp_path / "a")
+    (chat,) = records.read([str(tmp_path / "a")], parse_conversation, Tally(), LIMIT)
+    assert f'"arguments": {{"n": {arguments}}}}}' in chat.to_json()["messages"][0]["content"]
+
+
+DOCUMENT, CHAT = {"text": "a"}, {"question": "q", "answer": "a"}
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+def rows_file(path: Path, *rows: dict[str, Any] | str) -> str:
+    text = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(text) + "\n")
+    return str(path)
+
+
+def error_of(setting: str, kind: Kind, *files: str) -> str:
+    with pytest.raises(UsageError) as error:
+        first_rows.check(setting, kind, files, Reading())
+    return str(error.value)
+
+
+def test_rows_of_another_kind_are_refused_with_the_setting_that_takes_them(tmp_path: Path) -> None:
+    wrong: list[tuple[str, Kind, Any, str, str]] = [
+        ("data.pretrain", "documents", CHAT, "is a chat (keys: question, answer)", "data.sft="),
+        ("data.sft", "chats", PAIR, "is a pair of answers", "data.dpo="),
+        ("data.sft_heldout", "chats", DOCUMENT, "is a document", "data.pretrain_heldout="),
+    ]
+    for setting, kind, row, actual, fix in wrong:
+        path = rows_file(tmp_path / "my.jsonl", "", row, row)
+        message = error_of(setting, kind, path)
+        assert f"{setting} needs {kind}, but {path}:2 {actual}" in message
+        assert f"write {fix}{path}" in message
+
+
+def test_rows_of_no_kind_are_refused_with_their_keys(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "a.jsonl", {"Title": "t", "Body": "a long text"})
+    message = error_of("data.pretrain", "documents", path)
+    assert f"{path}:1 is none" in message and "(keys: Title, Body)" in message
+    assert "reading.text_field=Body" in message
+
+
+def test_what_the_stage_counts_is_left_to_it(tmp_path: Path) -> None:
+    rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
+    files = [rows_file(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
+    first_rows.check("data.pretrain", "documents", files, Reading(rejected_fraction=1))
+
+
+def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> None:
+    empty = rows_file(tmp_path / "b.jsonl")
+    bad = rows_file(tmp_path / "a.jsonl", CHAT, {"messages": 1}, "{broken")
+    message = error_of("data.sft", "chats", bad)
+    assert message.startswith(f"data.sft is {bad}, 2 of 3 rows are bad, such as {bad}:3: ")
+    assert f"data.sft is {empty}, which has no rows" in error_of("data.sft", "chats", empty)
+    first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
+    good = rows_file(tmp_path / "good.jsonl", *[CHAT] * 3)
+    many = rows_file(tmp_path / "many.jsonl", *["{broken"] * first_rows.ROWS, *[CHAT] * 50)
+    for files in ([many], [bad, good], [empty, many]):
+        first_rows.check("data.sft", "chats", files, Reading())
