@@ -17,13 +17,7 @@ from support.planned_homes import append
 
 from ttrain.config.rules import usual_intermediate_size
 from ttrain.core import hashing
-from ttrain.core.hashing import (
-    NON_RESULT_NAMES,
-    NON_RESULT_PACKAGES,
-    DigestCache,
-    code_digests,
-    sha256_file,
-)
+from ttrain.core.hashing import NON_RESULT_NAMES, NON_RESULT_PACKAGES, DigestCache, sha256_file
 from ttrain.tasks import RUNNABLE, STAGES, TRAINING_STAGES
 
 DAY = 86400
@@ -157,7 +151,7 @@ class Package:
     def digests(self) -> Digests:
         with mock.patch.object(hashing, "PACKAGE_DIRECTORY", self.path):
             modules = {stage.module for stage in STAGES.values()}
-            digests = {module: code_digests(module, self._cache) for module in modules}
+            digests = {module: hashing.code_digests(module, self._cache) for module in modules}
         return {name: digests[stage.module] for name, stage in STAGES.items()}
 
     def changes(self) -> dict[str, set[str]]:
@@ -202,7 +196,7 @@ def test_a_stage_depends_on_the_modules_that_its_module_imports(package: Package
 
 def test_no_training_depends_on_evaluation_and_no_task_on_models(tmp_path: Path) -> None:
     cache = DigestCache(tmp_path / "digests.json")
-    code = {name: code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
+    code = {name: hashing.code_digests(stage.module, cache) for name, stage in RUNNABLE.items()}
     for name in (*TRAINING_STAGES, "reference", "task"):
         assert not any(module.startswith("ttrain.evaluate") for module in code[name]), name
     assert {"ttrain.tasks.new_model", "ttrain.model.multi_token"}.isdisjoint(code["task"])
@@ -266,7 +260,7 @@ def test_what_shapes_a_result_is_named_by_packages(package: Package) -> None:
 
 
 def test_sources_in_c_count_with_the_module_of_their_name(tmp_path: Path) -> None:
-    digests = code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
+    digests = hashing.code_digests("ttrain.tasks.pretrain", DigestCache(tmp_path / "digests.json"))
     native = {name: digests[name] for name in digests if name.endswith((".c", ".h"))}
     assert native == {
         "ttrain.train.native.c": sha256_file(ROOT / "ttrain/train/native.c"),
@@ -285,7 +279,9 @@ def test_threads_may_look_at_the_same_time(tmp_path: Path) -> None:
     gc.callbacks.append(next_thread)  # in the middle of a syntax tree
     try:
         with ThreadPoolExecutor(3) as threads:
-            first, *others = threads.map(code_digests, ["ttrain.data.loader"] * 3, [cache] * 3)
+            first, *others = threads.map(
+                hashing.code_digests, ["ttrain.data.loader"] * 3, [cache] * 3
+            )
         assert others == [first] * 2
     finally:
         gc.callbacks.remove(next_thread)

@@ -12,14 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from ttrain.cli.main import main
-from ttrain.core.text import (
-    counted,
-    first_of,
-    format_duration,
-    format_number,
-    format_size,
-    truncated,
-)
+from ttrain.core import text
 
 PROGRAM = """
 import sys, time
@@ -117,9 +110,9 @@ SECONDS = {None: "–", math.inf: "unknown", 99.6: "1 min 40 s"}
 
 
 def test_values_are_written_as_a_person_reads_them() -> None:
-    assert {given: format_number(*given) for given in NUMBERS} == NUMBERS
-    assert {count: format_size(count) for count in SIZES} == SIZES
-    assert {seconds: format_duration(seconds) for seconds in SECONDS} == SECONDS
-    assert (first_of("abc", 3), first_of("abcd", 2)) == ("a, b, c", "a, b and 2 more")
-    assert (truncated("12345", 5), truncated("123456", 5)) == ("12345", "12...")
-    assert (counted(1, "row"), counted(1200, "row")) == ("1 row", "1,200 rows")
+    assert {given: text.format_number(*given) for given in NUMBERS} == NUMBERS
+    assert {count: text.format_size(count) for count in SIZES} == SIZES
+    assert {seconds: text.format_duration(seconds) for seconds in SECONDS} == SECONDS
+    assert (text.first_of("abc", 3), text.first_of("abcd", 2)) == ("a, b, c", "a, b and 2 more")
+    assert (text.truncated("12345", 5), text.truncated("123456", 5)) == ("12345", "12...")
+    assert (text.counted(1, "row"), text.counted(1200, "row")) == ("1 row", "1,200 rows")

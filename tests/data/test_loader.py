@@ -9,15 +9,7 @@ import pytest
 
 from ttrain.data import order as ordering
 from ttrain.data.loader import Loader, MicroBatch, pad_fraction
-from ttrain.data.order import (
-    LengthGroupedOrder,
-    Order,
-    ShuffledOrder,
-    WeightedOrder,
-    derived_seed,
-    permute,
-    quotas,
-)
+from ttrain.data.order import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder, permute
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.errors import DataError
 
@@ -216,14 +208,14 @@ def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its
 def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed: int) -> list[int]:
     """Draw after draw: whose turn it is, and the next row of that group's pass."""
     cycle_length = ordering.DRAWS_PER_CYCLE
-    owners = np.repeat(np.arange(len(weights)), quotas(weights, cycle_length))
+    owners = np.repeat(np.arange(len(weights)), ordering.quotas(weights, cycle_length))
     drawn, draws = [0] * len(group_rows), []
     for draw in range(total):
         cycle, at = divmod(draw, cycle_length)
-        group = owners[place(at, cycle_length, derived_seed(seed, 0), cycle)]
+        group = owners[place(at, cycle_length, ordering.derived_seed(seed, 0), cycle)]
         turn, row = divmod(drawn[group], group_rows[group])
         drawn[group] += 1
-        drawn_row = place(row, group_rows[group], derived_seed(seed, group + 1), turn)
+        drawn_row = place(row, group_rows[group], ordering.derived_seed(seed, group + 1), turn)
         draws.append(sum(group_rows[:group]) + drawn_row)
     return draws
 
@@ -241,8 +233,8 @@ def test_a_weighted_order_equals_draws(
 
 
 def test_quotas_are_rounded_by_the_largest_remainder_and_spread_over_the_cycle() -> None:
-    assert quotas([1, 1, 1], 10_000) == [3334, 3333, 3333]
-    assert quotas([5, 3, 1], 10) == [6, 3, 1]  # 5.56, 3.33, 1.11
+    assert ordering.quotas([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert ordering.quotas([5, 3, 1], 10) == [6, 3, 1]  # 5.56, 3.33, 1.11
     order = WeightedOrder([50, 5000], [9, 1], rows_per_step=500, total_rows=10_000, seed=1)
     groups = np.array(all_rows(order)) >= 50
     share = groups.reshape(-1, 1000).mean(axis=1)
@@ -279,7 +271,7 @@ def naive_length_grouped(
             rows = sorted(shuffled[taken : taken + sum(mine)], key=lambda row: lengths[row])
             taken += sum(mine)
             dealt: dict[int, list[int]] = {}
-            key = derived_seed(seed, epoch)
+            key = ordering.derived_seed(seed, epoch)
             ranks = [place(step, len(mine), key, part) for step in range(len(mine))]
             for step in sorted(range(len(mine)), key=ranks.__getitem__):
                 dealt[step], rows = rows[: mine[step]], rows[mine[step] :]

@@ -13,20 +13,14 @@ from support.hostile_rows import outcome
 from support.shard_sets import build, write_lines
 
 from ttrain.config import Reading
+from ttrain.data import preferences
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import IGNORE
 from ttrain.data.pair_rows import PairRows
-from ttrain.data.preferences import (
-    CHOSEN,
-    PROMPT,
-    REJECTED,
-    Preference,
-    is_preference,
-    preference_of,
-)
+from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED, Preference, preference_of
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 
 USER, EARLIER = {"role": "user", "content": "Q"}, {"role": "user", "content": "P"}
@@ -89,7 +83,7 @@ def pairs(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
 
 @pytest.mark.parametrize("value", [*SAME_PAIR, PAIR.to_json()])
 def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
-    assert is_preference(value) and preference_of(value) == PAIR
+    assert preferences.is_preference(value) and preference_of(value) == PAIR
 
 
 @pytest.mark.parametrize(
