@@ -43,7 +43,7 @@ MARKED_WITH_HEADER += HEADER
 # The system turn is written into the last question: an earlier prompt does not begin the chat.
 SYSTEM_LAST = USER + "{{ '[INST] ' + m['content'] }}"
 SYSTEM_LAST += (
-    "{% if loop.last or loop.index0 == messages | length - 2 %}{{ ' Be brief.' }}{% endif %}"
+    "{% if loop.last or loop.index0 == messages|length - 2 %}{{ ' Be brief.' }}{% endif %}"
 )
 SYSTEM_LAST += "{{ '[/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}" + END
 END_BEFORE = USER + "{{ m['content'] }}{% else %}{{ eos_token + 'A: ' + m['content'] + eos_token }}"
@@ -120,27 +120,17 @@ def conversations(count: int) -> Iterator[Messages]:
     pieces = [*LINES, " ", "\n\n", "  two  ", "你好，世界", "🙂", "\u3000", "<think>", "Café"]
     for _ in range(count):
         roles = ["system"] * chance.randint(0, 1) + ["user", "assistant"] * chance.randint(1, 3)
-        yield tuple(
-            Message(role, "".join(chance.choices(pieces, k=chance.randint(1, 4)))) for role in roles
-        )
-
-
-def turns_of(**contents: str) -> Messages:
-    """A chat by role; the digits behind a role tell turns of one role apart."""
-    roles = (name.rstrip("12") for name in contents)
-    return tuple(map(Message, roles, contents.values()))
+        texts = ("".join(chance.choices(pieces, k=chance.randint(1, 4))) for _ in roles)
+        yield tuple(map(Message, roles, texts))
 
 
 def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
     """The text of each stretch of live tokens, special tokens in it."""
     pairs = zip(*chat.encode_chat(encoder, turns), strict=True)
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
-    texts = []
-    for is_live, stretch in itertools.groupby(pairs, key=lambda pair: pair[1]):
-        ids = [token for token, _ in stretch]
-        if is_live:
-            texts.append(opened.decode(ids, skip_special_tokens=False))
-    return texts
+    stretches = itertools.groupby(pairs, key=lambda pair: pair[1])
+    ids_of_runs = [[token for token, _ in stretch] for is_live, stretch in stretches if is_live]
+    return [opened.decode(ids, skip_special_tokens=False) for ids in ids_of_runs]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -154,9 +144,8 @@ def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path)
         ids, live = chat.encode_chat(encoder, messages)
         turns = as_dicts(messages)
         assert ids == opened.apply_chat_template(turns, tokenize=True, return_dict=False), messages
-        prompt = opened.apply_chat_template(
-            turns[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
-        )
+        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+        prompt = opened.apply_chat_template(turns[:-1], **options)
         assert chat.prompt_ids(encoder, messages[:-1]) == prompt, messages
         begin = len(prompt)
         if messages[-1].content.strip() and ids[:begin] == prompt:
@@ -180,13 +169,5 @@ def test_all_behind_the_prompt_is_live(
     template: str, first: str, second: str, tmp_path: Path
 ) -> None:
     encoder = install(tmp_path, tokenizer_of("byte level"), template)
-    turns = turns_of(user1="Sky?", assistant1="Blue.", user2="Sea?", assistant2="Deep.")
+    turns = tuple(map(Message, ["user", "assistant"] * 2, ("Sky?", "Blue.", "Sea?", "Deep.")))
     assert runs_trained_on(encoder, turns) == [first, second]
-
-
-def test_the_end_of_a_turn_that_renders_blank_is_not_trained_on(tmp_path: Path) -> None:
-    tool = "{% if m['role'] == 'tool' %}{{ '[TOOL]' + m['content'] + eos_token }}"
-    template = INST.replace("{% if m", tool + "{% elif m")
-    encoder = install(tmp_path, tokenizer_of("byte level"), template)
-    turns = turns_of(user="Sky?", tool=" ", assistant="Blue.")
-    assert runs_trained_on(encoder, turns) == [" Blue.</s>"]

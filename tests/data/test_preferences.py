@@ -27,23 +27,17 @@ USER, EARLIER = {"role": "user", "content": "Q"}, {"role": "user", "content": "P
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
-PAIR = Preference(
-    (Message("user", "Q"),), (Message("assistant", "good"),), (Message("assistant", "bad"),)
-)
+ANSWERS = [(Message("assistant", text),) for text in ("good", "bad")]
+PAIR = Preference((Message("user", "Q"),), *ANSWERS)
 TEXTS = {"chosen": "good", "rejected": "bad"}
-TURNS = {"chosen": GOOD, "rejected": BAD}
 CONVERSATIONS = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
-SHAREGPT = {
-    "conversations": [{"from": "human", "value": "Q"}],
-    "chosen": {"from": "gpt", "value": "good"},
-    "rejected": {"from": "gpt", "value": "bad"},
-}
+SHAREGPT = {side: {"from": "gpt", "value": text} for side, text in TEXTS.items()}
 SAME_PAIR: list[dict[str, Any]] = [
     {"prompt": "Q", **TEXTS},
     {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
     CONVERSATIONS,
-    SHAREGPT,
-    {"messages": [USER], **TURNS},
+    {"conversations": [{"from": "human", "value": "Q"}], **SHAREGPT},
+    {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     {"instruction": "Q", "input": "", **TEXTS},
     {"question": "Q", **TEXTS},
     {"prompt": " Q\n", **CONVERSATIONS},
@@ -162,14 +156,6 @@ def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: B
 PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
 
 
-class Answer(NamedTuple):
-    number: int
-    rating: int
-    inputs: list[int]
-    labels: list[int]
-    positions: list[int]
-
-
 class Record(NamedTuple):
     turns: list[list[int]]  # of the prompt
     answers: dict[int, list[int]]
@@ -214,7 +200,7 @@ def shards_of(path: Path, records: list[Record], *, is_live: bool = True) -> Sha
     return ShardSet(path)
 
 
-def answers_in(batch: Any) -> Iterator[Answer]:
+def answers_in(batch: Any) -> Iterator[tuple[Any, ...]]:
     for line, segments in enumerate(batch.segments_BT):
         branches = batch.branches_BT[line]
         for segment, branch in itertools.product(range(segments.max() + 1), (1, 2)):
@@ -224,7 +210,7 @@ def answers_in(batch: Any) -> Iterator[Answer]:
                 (number,) = numbers  # every position of the branch has its label
                 arrays = (batch.input_ids_BT, batch.labels_BT, batch.positions_BT)
                 columns = (array[line][places].tolist() for array in arrays)
-                yield Answer(batch.answer_ids_A[number], batch.ratings_A[number], *columns)
+                yield (batch.answer_ids_A[number], batch.ratings_A[number], *columns)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +224,8 @@ def test_rows_hold_the_pairs_of_a_naive_reference(
     records = some_records(seed, rated=rated)
     shards = shards_of(tmp_path, records)
     rows = PairRows(shards, row_length, PAD, END, header_length=1, packed=packed)
-    expected: list[Answer] = []
-    cut = kept = too_long = 0
+    expected: list[tuple[Any, ...]] = []
+    cut = kept = too_long = targets = 0
     for number, record in enumerate(records):
         fitting = [n for n in range(len(record.turns)) if record.size(n) <= row_length]
         if not fitting:
@@ -252,16 +238,16 @@ def test_rows_hold_the_pairs_of_a_naive_reference(
         for part, ids in record.answers.items():
             side, labels = part - CHOSEN, [*[IGNORE] * (len(prompt) - 1), *ids]
             inputs, positions = [*prompt, *ids[:-1]], [*range(len(labels))]
-            expected.append(Answer(2 * number + side, 1 - 2 * side, inputs, labels, positions))
+            expected.append((2 * number + side, 1 - 2 * side, inputs, labels, positions))
+            targets += len(ids)
     batches = [rows.batch([row]) for row in range(len(rows))]
     assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(expected)
-    live = [label for answer in expected for label in answer.labels if label != IGNORE]
     counts = rows.counts()
     assert (counts["cut_records"], counts["too_long_dropped"]) == (cut, too_long)
     assert counts["records"] == len(records)
     numbers = (0, len(records) - too_long) if rated else (len(records) - too_long, 0)
     assert (counts["pairs"], counts["rated_answers"]) == numbers
-    assert counts["target_tokens"] == len(live)
+    assert counts["target_tokens"] == targets
     assert counts["dropped_tokens"] == shards.tokens - kept
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 

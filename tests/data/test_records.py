@@ -153,15 +153,13 @@ def test_a_row_has_a_weight() -> None:
     assert parsed_with(0) == ([], {"weight 0": 1}, {})
 
 
-@pytest.mark.parametrize(
-    ("weight", "reason"),
-    [(-1, "negative"), (math.nan, "not finite"), ("9", "text, not a"), (True, "not a number")],
-)
-def test_a_weight_that_is_no_number_rejects_the_row(weight: Any, reason: str) -> None:
-    records, skipped, rejected = parsed_with(weight)
-    assert not records and not skipped
+def test_a_weight_that_is_no_number_rejects_the_row() -> None:
+    reasons = {-1: "negative", math.nan: "not finite", "9": "text, not a", True: "not a number"}
     fix = "write how often the row is drawn, .* or leave the key out"
-    assert re.match(rf"'weight' is .*{reason}.*; {fix}", *rejected)
+    for weight, reason in reasons.items():
+        records, skipped, rejected = parsed_with(weight)
+        assert not records and not skipped
+        assert re.match(rf"'weight' is .*{reason}.*; {fix}", *rejected)
 
 
 def test_the_weight_of_a_row_is_no_part_of_its_identity_nor_that_of_a_turn() -> None:
@@ -383,12 +381,10 @@ def minimind() -> Json:
     return {"conversations": [system, question, calling, RESULT, answer]}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
-)
-def test_every_form_of_functions_and_calls_gives_the_same_text(row: Json) -> None:
-    assert parsed(row).messages == CALLING
+def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
+    as_text = openai('{"a": 1, "b": "é"}')
+    for row in (openai(ARGUMENTS), as_text, minimind(), {**minimind(), "tools": None}):
+        assert parsed(row).messages == CALLING
 
 
 @pytest.mark.parametrize(("form", "called"), [("{0}", CALLED), ("[{0}, {0}]", CALLED_TWICE)])
@@ -409,14 +405,12 @@ def test_functions_without_a_system_turn_make_one() -> None:
     assert parsed(empty).messages == parsed(without).messages == expected
 
 
-@pytest.mark.parametrize(
-    "arguments", ['{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"]
-)
-def test_arguments_as_text_stay_as_they_are_written(arguments: str) -> None:
-    function = {"function": {"name": 'a"b', "arguments": arguments}}
-    text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
-    row = {"messages": [{"role": "assistant", "tool_calls": [function]}]}
-    assert parsed(row).messages == (Message("assistant", text),)
+def test_arguments_as_text_stay_as_they_are_written() -> None:
+    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
+        function = {"function": {"name": 'a"b', "arguments": arguments}}
+        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+        row = {"messages": [{"role": "assistant", "tool_calls": [function]}]}
+        assert parsed(row).messages == (Message("assistant", text),)
 
 
 def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
@@ -493,12 +487,8 @@ UNREAD: list[tuple[Json, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "keys"), UNREAD)
-def test_texts_under_keys_that_are_not_read_are_known(row: Json, keys: set[str]) -> None:
-    assert unread_keys(row) == keys
-
-
-def test_keys_that_are_not_read_are_counted_by_row() -> None:
+def test_texts_under_keys_that_are_not_read_are_known_and_counted_by_row() -> None:
+    assert [unread_keys(row) for row, _ in UNREAD] == [keys for _, keys in UNREAD]
     rows = [("a.jsonl", number, UNREAD[at][0]) for number, at in enumerate((0, 2, 2), start=1)]
     tally, total = Tally(), Tally()
     assert len(list(accepted(rows, parse_conversation, tally))) == 3
@@ -559,13 +549,11 @@ def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
     return {record for held, record in split(iter(rows), fraction) if held}
 
 
-@pytest.mark.parametrize(
-    ("count", "fraction"),
-    [
-        *[(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001)],
-        *[(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)],
-    ],
-)
+SPLITS = [(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001)]
+SPLITS += [(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)]
+
+
+@pytest.mark.parametrize(("count", "fraction"), SPLITS)
 def test_the_split_loses_nothing_in_any_order(count: int, fraction: float) -> None:
     """Copies of a row go where it goes, also if it is the only one that is held out."""
     rows = documents(count)
@@ -599,6 +587,13 @@ def heldout_of(rows: list[TextDocument]) -> set[str]:
 def test_how_much_is_held_out_of_how_many_rows() -> None:
     shares = {0: 0.2, 1: 0.2, 40: 0.2, 250: 0.2, 500: 0.1, 2000: 0.025, 2500: 0.02, 9000: 0.02}
     assert {count: heldout_share(documents(count)) for count in shares} == pytest.approx(shares)
+    # Rows that repeat others and rows beyond the limit do not count.
+    assert heldout_share(documents(40) * 100) == heldout_share(documents(40)) == 0.2
+    assert heldout_share(documents(2000), limit=250) == 0.2
+    assert heldout_share(documents(200), limit=9000) == heldout_share(documents(200))
+    rows = iter(documents(9000))
+    assert heldout_share(rows) == 0.02
+    assert len(list(rows)) == 9000 - 2500, "no more are read than decide"
 
 
 def test_of_a_hundred_rows_on_at_least_as_many_are_held_out_as_a_verdict_needs() -> None:
@@ -618,16 +613,3 @@ def test_no_row_that_was_trained_on_is_held_out_of_a_set_that_has_grown() -> Non
         held_out = heldout_of(rows[:count])
         assert not trained_on & held_out
         trained_on |= {row.text for row in rows[:count]} - held_out
-
-
-def test_rows_that_repeat_others_and_rows_beyond_the_limit_do_not_count() -> None:
-    rows = documents(40)
-    assert heldout_share(rows * 100) == heldout_share(rows) == 0.2
-    assert heldout_share(documents(2000), limit=250) == 0.2
-    assert heldout_share(documents(200), limit=9000) == heldout_share(documents(200))
-
-
-def test_of_many_rows_no_more_are_read_than_decide() -> None:
-    rows = iter(documents(9000))
-    assert heldout_share(rows) == 0.02
-    assert len(list(rows)) == 9000 - 2500
