@@ -391,9 +391,7 @@ def test_what_is_not_named_is_not_trained(own: tuple[str, ...]) -> None:
         ("data.lora=a.jsonl lora.start_from=owner/name", "lora"),
     ],
 )
-def test_the_quickstart_is_trained_on_its_own_text_unless_a_set_is_none(
-    overrides: str, trainings: str
-) -> None:
+def test_the_quickstart_is_trained_unless_a_set_is_none(overrides: str, trainings: str) -> None:
     assert " ".join(chosen(*overrides.split())[1]) == trainings
 
 

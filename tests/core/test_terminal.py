@@ -1,6 +1,5 @@
-"""Signals to stop, output whose reader is gone, and values as text."""
+"""Signals to stop a command, and output whose reader is gone or whose disk is full."""
 
-import math
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from ttrain.cli.main import main
-from ttrain.core import text
 
 PROGRAM = """
 import sys, time
@@ -95,24 +93,3 @@ def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_fu
     assert output_of(writer) == (0, "to the end", NOTE.format("Broken pipe"))
     with Path("/dev/full").open("w") as full:
         assert output_of(full) == (0, "to the end", NOTE.format("No space left on device"))
-
-
-NUMBERS = {
-    (None, "loss"): "–",
-    (math.nan, "loss"): "nan",
-    (1.40958, "eval/bits_per_byte"): "1.4096",
-    (12_829.0, "tokens"): "12,829",
-    (7_384.0, "train_seconds"): "2 h 03 min",
-    (1.5e9, "memory_bytes"): "1.5 GB",
-}
-SIZES = {9_999: "9,999 B", 10_000: "10 kB", 999_600: "1 MB", 5e15: "5e+03 TB"}
-SECONDS = {None: "–", math.inf: "unknown", 99.6: "1 min 40 s"}
-
-
-def test_values_are_written_as_a_person_reads_them() -> None:
-    assert {given: text.format_number(*given) for given in NUMBERS} == NUMBERS
-    assert {count: text.format_size(count) for count in SIZES} == SIZES
-    assert {seconds: text.format_duration(seconds) for seconds in SECONDS} == SECONDS
-    assert (text.first_of("abc", 3), text.first_of("abcd", 2)) == ("a, b, c", "a, b and 2 more")
-    assert (text.truncated("12345", 5), text.truncated("123456", 5)) == ("12345", "12...")
-    assert (text.counted(1, "row"), text.counted(1200, "row")) == ("1 row", "1,200 rows")

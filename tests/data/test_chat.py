@@ -330,9 +330,7 @@ def test_templates_are_followed(
 
 @pytest.mark.parametrize(("template", "lead"), [(CHATML, ""), (MARKED, ""), (INST, " ")])
 @pytest.mark.parametrize("blank", ["", " "])
-def test_a_blank_answer_is_not_in_the_loss(
-    tmp_path: Path, template: str, lead: str, blank: str
-) -> None:
+def test_blank_answers_are_not_live(tmp_path: Path, template: str, lead: str, blank: str) -> None:
     turns = (*exchange("fox?", blank), Message("assistant", "jumps"))
     assert live_text(take(tmp_path, template), turns) == lead + "jumps<|im_end|>"
 
@@ -384,9 +382,7 @@ def test_an_unusable_template_is_refused(tmp_path: Path, template: str, reason: 
         (MEOW + CHATML, "cat", "around the turns depends on their contents"),
     ],
 )
-def test_changed_content_is_refused(
-    tmp_path: Path, template: str, content: str, reason: str
-) -> None:
+def test_changes_are_refused(tmp_path: Path, template: str, content: str, reason: str) -> None:
     encoder = take(tmp_path, template)
     encode_chat(encoder, exchange("a dog", "x"))
     with pytest.raises(DataError, match=r"tokenizer\.template=ttrain") as refused:
@@ -449,10 +445,8 @@ def test_the_template_renders_the_reasoning(tmp_path: Path, template: str, thoug
     ids, _ = encode_chat(encoder, turns)
     assert ids.count(encoder.end_id) == 4, "a text is no special token"
     if template == REASONING:
-        rows = [
-            {**row, "reasoning_content": row.get("reasoning_content", "").strip()}
-            for row in REASONED_ROWS
-        ]
+        stripped = {"reasoning_content": FOX.strip()}
+        rows = [*REASONED_ROWS[:-1], {**REASONED_ROWS[-1], **stripped}]
         opened = in_transformers(encoder.directory)
         assert shown(encoder, ids) == opened.apply_chat_template(rows, tokenize=False)
 

@@ -29,13 +29,7 @@ Json = dict[str, Any]
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION = "Which river does the old wooden bridge of the village cross?"
 ANSWER = "The upper Rhine"
-
-
-def chat(*contents: str, system: str = "") -> Json:
-    turns = [{"role": "system", "content": system}] if system else []
-    for number, content in enumerate(contents):
-        turns.append({"role": ("user", "assistant")[number % 2], "content": content})
-    return {"messages": turns}
+TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
@@ -88,7 +82,7 @@ ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({**CHOICES, "answer": 1}, BOTH),
     ({**CHOICES, "answer": "B"}, BOTH),
     ({"question": QUESTION, "answer": ANSWER}, BOTH),
-    (chat(QUESTION, ANSWER), BOTH),
+    ({"messages": TURNS}, BOTH),
     ({"question": QUESTION, "answer": " ", "final": ANSWER}, BOTH),
     ({**CHOICES, "answer": 7}, plain(QUESTION)),
     ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
@@ -108,26 +102,18 @@ def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
-def build(
-    output: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True
-) -> Any:
+def build(out: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True) -> Any:
     against = None
     if items:
         left_out = Counter[str]()
         read = contamination.read_items(str(items), left_out)
         against = contamination.OverlapCheck(read, remove, left_out)
-    recipe = recipe_of(ALL, encoder.directory, rows.stem)
-    return shard_sets.build(output, [rows], recipe, block_bytes=2048, against=against)
-
-
-def report_of(output: Path) -> Any:
-    return json.loads((output / contamination.REPORT).read_bytes())
+    recipe = recipe_of(ALL, encoder.directory, "documents")
+    return shard_sets.build(out, [rows], recipe, block_bytes=2048, against=against)
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_documents_with_an_item_are_left_out(
-    tmp_path: Path, encoder: Encoder, remove: bool
-) -> None:
+def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, remove: bool) -> None:
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=200)) for _ in range(30)]
     texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
@@ -144,7 +130,7 @@ def test_documents_with_an_item_are_left_out(
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
     output = tmp_path / "out"
     built = build(output, encoder, documents, items, remove)
-    report = report_of(output)
+    report = json.loads((output / contamination.REPORT).read_bytes())
     counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
     assert report["tasks"] == {"items.jsonl": counts}
     assert (report["documents"], report["removed"]) == (2, remove)
@@ -164,26 +150,9 @@ def test_documents_with_an_item_are_left_out(
     assert not (output / contamination.REPORT).exists()
 
 
-def test_chats_match_without_a_common_system_turn(tmp_path: Path, encoder: Encoder) -> None:
-    """All turns are shorter than a part, after a system turn that is longer than all of them."""
-    system = "You are an assistant who answers questions about rivers in a friendly way."
-    short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say so")
-    rows = [("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
-    chats = [chat(*row, system=system) for row in (*rows, short, ("Who?", *short))]
-    items = [chat(*row, system=system) for row in (short, ("Where is this?", "It is nowhere."))]
-    documents = write_lines(tmp_path / "chats.jsonl", chats)
-    built = build(tmp_path / "out", encoder, documents, write_lines(tmp_path / "i.jsonl", items))
-    [item] = report_of(tmp_path / "out")["items"]
-    assert (item["where"], item["share"]) == ("i.jsonl:1", 1.0)
-    assert [place["line"] for place in item["places"]] == [6, 7]
-    assert built.parts["train"]["rows"] == 5
-
-
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
-    items, suite = write_lines(tmp_path / "items.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
-    suite.write_text(
-        "tasks: {a: {kind: choices, file: items.jsonl}, b: {kind: text, file: heldout}}"
-    )
+    items, suite = write_lines(tmp_path / "i.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
+    suite.write_text("tasks: {a: {kind: choices, file: i.jsonl}, b: {kind: text, file: heldout}}")
     for named in (str(items), str(suite)):
         settings = Settings.model_validate({"shards": {"decontaminate": named}})
         against = data_files(SHARDS_PRETRAIN, settings)["against"]
@@ -211,7 +180,7 @@ def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> I
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
         ("last_word", {"context": "The old bridge of the village crosses the", "target": " Rhine"}),
         ("text", {"text": POEM}),
-        ("chats", chat(QUESTION, ANSWER)),
+        ("chats", {"messages": TURNS}),
     ],
 )
 def test_items_in_training_documents_are_marked(tmp_path: Path, kind: str, row: Json) -> None:

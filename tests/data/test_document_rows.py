@@ -97,9 +97,7 @@ def test_document_rows_equal_a_naive_loop(
 
 
 @pytest.mark.parametrize("together", [4, 1 << 18])
-def test_packed_rows_hold_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
-) -> None:
+def test_packed_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
@@ -277,9 +275,7 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @settings(max_examples=20, deadline=None)
 @given(records=records_of_markers, row_length=st.integers(2, 9))
-def test_unmasked_tokens_are_learnt_once(
-    kind: Any, records: list[list[int]], row_length: int
-) -> None:
+def test_free_tokens_are_learnt_once(kind: Any, records: list[list[int]], row_length: int) -> None:
     unique, free = numbered(records)
     labels, counts = rows_of(kind, [(ids, []) for ids in unique], row_length)
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(free)
@@ -292,9 +288,7 @@ def test_unmasked_tokens_are_learnt_once(
 
 @settings(max_examples=20, deadline=None)
 @given(st.booleans(), records_of_markers, st.integers(2, 9), st.integers(0, 9))
-def test_masks_hide_answers(
-    packed: bool, records: list[list[int]], row_length: int, seed: int
-) -> None:
+def test_masked_answers(packed: bool, records: list[list[int]], row_length: int, seed: int) -> None:
     unique, free = numbered(records)
     chance = random.Random(seed)
     chats = [(ids, [chance.random() < 0.7 for _ in ids]) for ids in unique]

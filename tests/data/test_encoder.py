@@ -122,9 +122,7 @@ class Panicking:
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
 @example(texts=[*TEXTS, *PROBES])
 @example(texts=[f"a{token} {token}{token}\n" for token in SPECIALS])
-def test_fast_ids_equal_tokenizers(
-    directory: Path, text_encoder: Encoder, texts: list[str]
-) -> None:
+def test_fast_ids_are_the_same(directory: Path, text_encoder: Encoder, texts: list[str]) -> None:
     assert text_encoder.kind == "fastokens"
     assert text_encoder.encode(texts) == reference(directory, texts)
 
@@ -227,9 +225,7 @@ def source(tmp_path: Path) -> Path:
         ("own", ["<|pad|>", "<|bos|>"], "<|im_end|>"),
     ],
 )
-def test_missing_tokens_come_last(
-    tmp_path: Path, template: str, added: list[str], end: str
-) -> None:
+def test_new_tokens_come_last(tmp_path: Path, template: str, added: list[str], end: str) -> None:
     source = make(tmp_path / "source", CHATML, pad_token="<|im_end|>")
     before = opened(source)
     encoder = take(source, tmp_path / "out", template)
@@ -285,9 +281,7 @@ END_OF_TEXT = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoft
     ],
     ids=["padding is the end", "padding is unknown", "named but missing, or none"],
 )
-def test_padding_has_its_own_id(
-    tmp_path: Path, config: dict[str, Any], tokens: list[str] | str
-) -> None:
+def test_padding_is_apart(tmp_path: Path, config: dict[str, Any], tokens: list[str] | str) -> None:
     tokens = tokens.split() if isinstance(tokens, str) else tokens
     encoder = take(make(tmp_path / "source", None, **config), tmp_path / "out")
     assert [encoder.pad_id, encoder.bos_id, encoder.eos_id] == [*map(encoder.special, tokens)]
@@ -377,9 +371,7 @@ def test_another_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_an_unreadable_file_is_refused(
-    tmp_path: Path, source: Path, name: str, data: bytes
-) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, source: Path, name: str, data: bytes) -> None:
     (source / name).write_bytes(data)
     with pytest.raises(UsageError, match=name):
         take(source, tmp_path / "out")

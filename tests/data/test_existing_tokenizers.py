@@ -29,10 +29,8 @@ IM_START = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 INST = "{{ bos_token }}" + ASSISTANT + "{{ ' ' + m['content'] + eos_token }}"
 INST += "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}" + END
 THOUGHT = IM_START + "{% if m['role'] == 'assistant' and loop.last %}"
-THOUGHT += (
-    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-)
-THOUGHT += HEADER
+THOUGHT += "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+THOUGHT += "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
 MARKED = IM_START + "{% if m['role'] == 'assistant' %}{{ '<mood>calm</mood>' }}{% generation %}"
 MARKED += "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
 MARKED += "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + HEADER
@@ -42,9 +40,7 @@ MARKED_WITH_HEADER += "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|
 MARKED_WITH_HEADER += HEADER
 # The system turn is written into the last question: an earlier prompt does not begin the chat.
 SYSTEM_LAST = USER + "{{ '[INST] ' + m['content'] }}"
-SYSTEM_LAST += (
-    "{% if loop.last or loop.index0 == messages|length - 2 %}{{ ' Be brief.' }}{% endif %}"
-)
+SYSTEM_LAST += "{% if loop.revindex0 < 2 %}{{ ' Be brief.' }}{% endif %}"
 SYSTEM_LAST += "{{ '[/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}" + END
 END_BEFORE = USER + "{{ m['content'] }}{% else %}{{ eos_token + 'A: ' + m['content'] + eos_token }}"
 END_BEFORE += END
@@ -81,11 +77,8 @@ def byte_level(**flags: bool) -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    parts = {
-        "pre_tokenizer": pre.Metaspace(prepend_scheme="first"),
-        "decoder": decoders.Metaspace(),
-    }
-    return trained(model, vocab=BYTES, **parts)
+    first = pre.Metaspace(prepend_scheme="first")
+    return trained(model, vocab=BYTES, pre_tokenizer=first, decoder=decoders.Metaspace())
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {

@@ -280,9 +280,7 @@ def naive_length_grouped(
 
 
 @pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
-def test_length_grouping_equals_a_loop(
-    monkeypatch: pytest.MonkeyPatch, count: int, per_step: int
-) -> None:
+def test_grouping_equals_a_loop(monkeypatch: pytest.MonkeyPatch, count: int, per_step: int) -> None:
     monkeypatch.setattr(ordering, "GROUPED_STEPS", 3)
     lengths, total = log_normal(count), 3 * count - 2
     order = LengthGroupedOrder(lengths, per_step, total_rows=total, seed=6)

@@ -81,16 +81,13 @@ def data_url(site: Site) -> str:
     return f"{site.url}/data"
 
 
-def test_a_url_is_a_file_or_a_glob(data_url: str) -> None:
+def test_a_url_is_a_file_a_glob_or_a_folder(data_url: str) -> None:
     for pattern, names in (
         ("b.jsonl?token=1", ["b.jsonl?token=1"]),
         ("*.jsonl", [".hidden.jsonl", "b.jsonl"]),
         ("**/[cd].*", ["deep/c.jsonl", "deep/er/d.parquet"]),
     ):
         assert expand(f"{data_url}/{pattern}") == [f"{data_url}/{name}" for name in names]
-
-
-def test_a_folder_of_another_file_system_is_its_data_files() -> None:
     files = fsspec.filesystem("memory")
     for name in ("a.jsonl.gz", "deep/c.jsonl", ".hidden.jsonl", "notes.txt"):
         files.pipe(f"/set/{name}", ROW)

@@ -169,9 +169,7 @@ def test_any_chunks_give_the_lines_of_the_whole(data: list[bytes], cuts: list[in
         (pa.struct([("n", pa.timestamp("s"))]), {"n": 1}, '"1970-01-01T00:00:01"'),
     ],
 )
-def test_parquet_arguments_are_as_in_json(
-    tmp_path: Path, kind: pa.DataType, value: Any, arguments: str
-) -> None:
+def test_parquet_arguments(tmp_path: Path, kind: pa.DataType, value: Any, arguments: str) -> None:
     call = pa.struct([("name", pa.string()), ("arguments", kind)])
     turn = pa.struct([("role", pa.string()), ("tool_calls", pa.list_(call))])
     messages = [[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": value}]}]]

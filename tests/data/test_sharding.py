@@ -219,9 +219,7 @@ def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("deduplicate", "left_out"), [(True, 1), (False, 2)])
-def test_an_earlier_held_out_row_is_not_trained_on(
-    sets: Sets, deduplicate: bool, left_out: int
-) -> None:
+def test_earlier_held_out_rows_are_left_out(sets: Sets, deduplicate: bool, left_out: int) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = ONE_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
     files = [sets.file("a", [*others[:6], held_before, held_before])]

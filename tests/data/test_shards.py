@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,9 @@ def some_records(count: int) -> list[Record]:
     return [(ids, [chance.random() < 0.5 for _ in ids]) for ids in texts]
 
 
-def write(
-    path: Path, rows: list[Record], kind: str = "chats", vocab: int = 500, **more: Any
-) -> Any:
-    return write_shards(path, rows, kind=kind, vocab_size=vocab, tokenizer="t" * 64, **more)
-
-
-@pytest.mark.parametrize(("per_shard", "kind"), [(100, "documents"), (1, "chats")])
-def test_records_come_back_however_they_are_cut(tmp_path: Path, per_shard: int, kind: str) -> None:
-    rows, chance = some_records(50), random.Random(1)
-    write(tmp_path, rows, kind=kind, tokens_per_shard=per_shard)
-    found, flat = ShardSet(tmp_path), [number for ids, _ in rows for number in ids]
-    assert len(found) == 50
-    for number, (ids, live) in enumerate(rows):
-        stored = [values.tolist() for values in found.row(number)]
-        assert stored == ([ids] if kind == "documents" else [ids, live])
-    assert found.lengths.tolist() == [len(ids) for ids, _ in rows]
-    assert found.starts.tolist() == [0, *accumulate(len(ids) for ids, _ in rows)]
-    pairs = [sorted(chance.choices(range(len(flat) + 1), k=2)) for _ in range(40)]
-    for start, end in [(0, len(flat)), (5, 5), (len(flat), len(flat)), *pairs]:
-        assert found.stream(start, end).tolist() == flat[start:end]
+def write(path: Path, rows: list[Record], **more: Any) -> Any:
+    defaults = {"kind": "chats", "vocab_size": 500, "tokenizer": "t" * 64}
+    return write_shards(path, rows, **{**defaults, **more})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +39,7 @@ def test_records_come_back_however_they_are_cut(tmp_path: Path, per_shard: int, 
 )
 def test_a_shard_opens_with_arrow_alone(tmp_path: Path, vocab: int, dtype: pa.DataType) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
-    index = write(tmp_path, rows, vocab=vocab)
+    index = write(tmp_path, rows, vocab_size=vocab)
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
     assert table.schema.field("tokens").type == pa.large_list(dtype)
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
@@ -129,7 +111,7 @@ def test_a_killed_worker_is_reported(tmp_path: Path, recipe: BlockRecipe) -> Non
     assert multiprocessing.active_children() == []
 
 
-def test_the_assembly_can_end_anywhere(
+def test_assembly_ends_anywhere(
     tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file operation of the assembly is once the last one of its process."""
