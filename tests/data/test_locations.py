@@ -38,28 +38,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_its_data_files_in_sorted_order(folder: Path) -> None:
-    assert expand(str(folder)) == [str(folder / name) for name in DATA]
-    assert expand(f"file://{folder}") == expand(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("patterns", "names"),
-    [
+def test_a_path_is_a_file_folder_or_glob(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    for patterns, names in (
+        ("{0}", " ".join(DATA)),
+        ("file://{0}", " ".join(DATA)),
         ("{0}/.hidden.jsonl", ".hidden.jsonl"),
         ("{0}/**/*.ndjson", "deep/er/d.ndjson"),
         ("{0}/f.* {0}/b.jsonl {0}/[a-c]*.jsonl file://{0}/b.jsonl", "f.parquet b.jsonl"),
         ("{0}/[1]文件?.jsonl", "[1]文件?.jsonl"),  # which looks like a glob
         ("{0}/*.jsonl", "[1]文件?.jsonl b.jsonl"),
         ("~/b.jsonl ~/deep", "b.jsonl deep/c.jsonl.zst deep/er/d.ndjson"),
-    ],
-)
-def test_a_file_is_itself_and_a_glob_what_it_matches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, patterns: str, names: str
-) -> None:
-    monkeypatch.setenv("HOME", str(folder))
-    expected = [str(folder / name) for name in names.split()]
-    assert expand(*patterns.format(folder).split()) == expected
+    ):
+        expected = [str(folder / name) for name in names.split()]
+        assert expand(*patterns.format(folder).split()) == expected
 
 
 def test_a_missing_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.shard_sets import build as build_shards
-from support.shard_sets import digests, texts_in, write_lines
+from support.shard_sets import build, digests, texts_in, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
@@ -16,20 +15,14 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Processes
-from ttrain.data.sharding import ShardSetResult
 
 BAND_ROWS = near_duplicates.rows_of_bands(0.8)
-BLOCK = 16_384
 PINNED = [3029725062, 3324641135, 3708436563]
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
 ENGLISH = ["the", "of", "and", "river", "stone", "bright", "walk", "under", "seven", "lamp"]
 ENGLISH += ["over", "quickly", "memory", "garden", "paper", "small", "voice"]
 CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水"
-
-
-def build(*arguments: Any, **options: Any) -> ShardSetResult:
-    return build_shards(*arguments, **{"block_bytes": BLOCK, **options})
 
 
 def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
@@ -42,7 +35,7 @@ def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
 def edited(
     rng: random.Random, words: list[str], share: float, chinese: bool = False, together: bool = True
 ) -> list[str]:
-    """The text with this share of its words replaced: one after the other, or anywhere."""
+    """The text with this share of its words replaced, one after the other or anywhere."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
     changed = [*words]
@@ -52,15 +45,11 @@ def edited(
     return changed
 
 
-def shingles(text: str) -> set[bytes]:
-    """One by one, for comparison."""
-    letters, size = plain(text), near_duplicates.SHINGLE_BYTES
-    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} - {b""}
-
-
 def similarity(first: str, second: str) -> float:
-    a, b = shingles(first), shingles(second)
-    return len(a & b) / max(1, len(a | b))
+    size, sets = near_duplicates.SHINGLE_BYTES, []
+    for letters in (plain(first), plain(second)):
+        sets.append({letters[at : at + size] for at in range(len(letters) - size + 1)})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
 def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:

