@@ -34,7 +34,6 @@ def make(path: Path, data: bytes = b"data", mtime_ns: int = LONG_AGO) -> Path:
 
 
 def read_bytes() -> int:
-    """What this process has read from files so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -166,7 +165,6 @@ class Package:
                 file.write_bytes(self._files[file])
 
     def files_of(self, name: str) -> list[Path]:
-        """The module's file, or those of the package."""
         stem = self.path.joinpath(*name.split(".")[1:])
         file = stem.with_suffix(".py")
         return [file] if file.is_file() else sorted(stem.rglob("*.py"))

@@ -214,18 +214,15 @@ def take(source: Path, output: Path, template: str = "ttrain") -> Encoder:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tokenizer without a chat template."""
     return make(tmp_path / "source", None)
 
 
-@pytest.mark.parametrize(
-    ("template", "added", "end"),
-    [
-        ("ttrain", ["<|pad|>", "<|bos|>", *jinja_templates.ROLE_TOKENS, "<|end|>"], "<|end|>"),
-        ("own", ["<|pad|>", "<|bos|>"], "<|im_end|>"),
-    ],
-)
-def test_new_tokens_come_last(tmp_path: Path, template: str, added: list[str], end: str) -> None:
+ROLES_AND_END = [*jinja_templates.ROLE_TOKENS, "<|end|>"]
+
+
+@pytest.mark.parametrize(("template", "more"), [("ttrain", ROLES_AND_END), ("own", [])])
+def test_new_tokens_come_last(tmp_path: Path, template: str, more: list[str]) -> None:
+    added = ["<|pad|>", "<|bos|>", *more]
     source = make(tmp_path / "source", CHATML, pad_token="<|im_end|>")
     before = opened(source)
     encoder = take(source, tmp_path / "out", template)
@@ -238,7 +235,7 @@ def test_new_tokens_come_last(tmp_path: Path, template: str, added: list[str], e
     ids = [encoder.pad_id, encoder.bos_id, encoder.eos_id, encoder.unk_id]
     assert ids == [size, size + 1, encoder.special("<|im_end|>"), -1]
     assert (encoder.template, encoder.kind) == (template, "fastokens")
-    assert encoder.end_id == encoder.special(end)
+    assert encoder.end_id == encoder.special("<|end|>" if more else "<|im_end|>")
     turns = (Message("user", "x<|im_end|>"), Message("assistant", "y"))
     trained_on = list(itertools.compress(*encode_chat(encoder, turns)))
     assert trained_on == [*encoder.encode(["y"])[0], encoder.end_id]
@@ -252,8 +249,7 @@ def test_transformers_opens_what_was_taken(tmp_path: Path) -> None:
     opened = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     ids = (opened.pad_token_id, opened.bos_token_id, opened.eos_token_id)
     assert ids == (encoder.pad_id, encoder.bos_id, encoder.eos_id) and len(set(ids)) == 3
-    assert opened.chat_template == CHATML
-    assert opened.model_max_length == 1234
+    assert (opened.chat_template, opened.model_max_length) == (CHATML, 1234)
     text_ids = opened("the fox, über", add_special_tokens=False)["input_ids"]
     assert [text_ids] == encoder.encode(["the fox, über"])
     tokens = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"}
@@ -275,25 +271,23 @@ END_OF_TEXT = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoft
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({**END_OF_TEXT, "pad_token": "<|endoftext|>"}, ["<|pad|>", *["<|endoftext|>"] * 2]),
+        ({**END_OF_TEXT, "pad_token": "<|endoftext|>"}, "<|pad|> <|endoftext|> <|endoftext|>"),
         (dict.fromkeys(["pad_token", "unk_token"], "<|im_start|>"), "<|pad|> <|bos|> <|im_end|>"),
         ({"pad_token": "[PAD]", "bos_token": "[B]", "eos_token": None}, "[PAD] [B] <|eos|>"),
     ],
-    ids=["padding is the end", "padding is unknown", "named but missing, or none"],
 )
-def test_padding_is_apart(tmp_path: Path, config: dict[str, Any], tokens: list[str] | str) -> None:
-    tokens = tokens.split() if isinstance(tokens, str) else tokens
+def test_padding_is_apart(tmp_path: Path, config: Any, tokens: str) -> None:
     encoder = take(make(tmp_path / "source", None, **config), tmp_path / "out")
-    assert [encoder.pad_id, encoder.bos_id, encoder.eos_id] == [*map(encoder.special, tokens)]
+    ids = [encoder.pad_id, encoder.bos_id, encoder.eos_id]
+    assert ids == [*map(encoder.special, tokens.split())]
     assert encoder.pad_id not in (encoder.eos_id, encoder.unk_id)
-    for token in tokens:
+    for token in tokens.split():
         assert encoder.special(token) not in encoder.encode([token])[0]
 
 
 def test_older_folders_keep_their_tokens_elsewhere(tmp_path: Path, source: Path) -> None:
-    (source / "special_tokens_map.json").write_text(
-        '{"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}'
-    )
+    tokens = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}
+    (source / "special_tokens_map.json").write_text(json.dumps(tokens))
     templates = {"tool_use": "x", "default": CHATML}
     named = [{"name": name, "template": template} for name, template in templates.items()]
     config = source / "tokenizer_config.json"

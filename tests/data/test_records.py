@@ -104,7 +104,6 @@ JSON = st.recursive(
 
 
 def chat(*turns: Json, **more: Any) -> Json:
-    """A row with a question before and an answer after these turns."""
     return {"messages": [QUESTION, *turns, ANSWER], **more}
 
 
@@ -113,7 +112,6 @@ def turn(role: str, **more: Any) -> Json:
 
 
 def call(**changes: Any) -> Json:
-    """An assistant's turn with one call."""
     return {"role": "assistant", "content": None, "tool_calls": [{**EMPTY_CALL, **changes}]}
 
 
@@ -141,7 +139,6 @@ def documents(count: int) -> list[TextDocument]:
 
 
 def parsed_with(weight: Any) -> tuple[list[Record], Json, Json]:
-    """The records of a document with this weight, and what was skipped and rejected."""
     tally, rows = Tally(), [("a", 1, {"text": "x", "weight": weight})]
     records = [record for _, record in accepted(rows, document_parser("text"), tally)]
     return records, dict(tally.skipped), dict(tally.rejected)

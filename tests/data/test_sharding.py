@@ -372,7 +372,7 @@ def test_blocks_hold_every_byte_once(tmp_path: Path, recipe: BlockRecipe, size: 
 
 
 def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(sets: Sets) -> None:
-    plain = sets.file("a", [{"text": LINES[0]}, {"text": "x" * 50_000}, {"text": LINES[1]}])
+    plain = sets.file("a", [{"text": text} for text in (LINES[0], "x" * 50_000, LINES[1])])
     packed = sets.directory / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     recipe = replace(sets.recipe, max_line_bytes=2048)
