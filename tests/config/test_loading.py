@@ -67,7 +67,7 @@ def test_a_later_file_wins_and_both_keep_what_only_they_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["sft", "lora"])
-def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults(name: str) -> None:
+def test_naming_one_field_leaves_the_other_defaults(name: str) -> None:
     own = getattr(Settings(), name).optim
     changed = getattr(settings_of(f"{name}.optim.lr=0.5"), name).optim
     assert changed == own.model_copy(update={"lr": 0.5})

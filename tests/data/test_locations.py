@@ -119,7 +119,11 @@ def test_a_version_changes_with_the_bytes(site: Site, data_url: str) -> None:
     assert before != locations.version(f"{data_url}/deep/c.jsonl"), "although the mark is the same"
     site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
     assert locations.version(url) != before
-    site.etags = False
+    site.etags, site.dates = False, True
+    before = locations.version(url)
+    site.files["/data/b.jsonl"] = ROW * 2
+    assert locations.version(url) != before
+    site.dates = False
     for statuses, reason in (([], rf"{url}.*ETag"), ([503] * 100, "503")):
         site.statuses = statuses
         with pytest.raises(UsageError, match=reason):

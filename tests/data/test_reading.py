@@ -217,7 +217,13 @@ def test_a_few_rows_that_are_mostly_bad_or_none_are_refused(tmp_path: Path) -> N
     # What the stage counts is left to it.
     rows = [[CHAT, DOCUMENT, "{broken"], ["{broken"], [], [{"text": " "}], [{"text": 1}]]
     files = [rows_file(tmp_path / f"{number}.jsonl", *part) for number, part in enumerate(rows)]
-    first_rows.check("data.pretrain", "documents", files, Reading(rejected_fraction=1))
+    tolerant = Reading(rejected_fraction=1)
+    first_rows.check("data.pretrain", "documents", files, tolerant)
+    rated = rows_file(tmp_path / "rated.jsonl", {"prompt": "q", "completion": "a", "label": 1})
+    first_rows.check("data.dpo", "pairs", [rated], tolerant)
+    first_rows.check(
+        "data.sft", "chats", [rows_file(tmp_path / "c.jsonl", {"messages": 1})], tolerant
+    )
 
 
 CONTENT = json_error("unexpected content after document")

@@ -214,7 +214,7 @@ def test_where_nothing_is_held_out_one_row_and_its_copies_are(sets: Sets) -> Non
 
 
 def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By their hashes; the first row is held out of a set without held-out rows."""
+    """The first row is held out of a set without held-out rows."""
     return sorted(rows, key=lambda row: content_hash(TextDocument(row["text"])))
 
 
@@ -310,11 +310,8 @@ def test_a_limit_counts_what_is_trained_on_beside_held_out_rows(sets: Sets) -> N
     reading = ONE_HELD_OUT.model_copy(update={"limit": 50, "sample": "head"})
     assert part_rows(sets.build("1", [train], reading)) == (49, 1)
     assert texts_of(sets.heldout("1")) == sets.texts("1", "heldout")
-
-
-def test_files_without_a_row_make_an_empty_set_whatever_the_limit(sets: Sets) -> None:
-    built = sets.build("1", [sets.file("a", [])], Reading(heldout_fraction=0.1, limit=5))
-    assert (*part_rows(built), built.blocks) == (0, 0, 0)
+    empty = sets.build("none", [sets.file("a", [])], Reading(heldout_fraction=0.1, limit=5))
+    assert (*part_rows(empty), empty.blocks) == (0, 0, 0)
 
 
 # --- bad rows, blocks and lines
