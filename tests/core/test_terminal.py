@@ -46,7 +46,6 @@ NOTE = "standard output cannot be written ({}); the command goes on without it\n
 
 
 def outcome_of(first: int, second: int | None, lines: str) -> tuple[str, int]:
-    """What the program writes until it ends with these signals and lines, and its exit code."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

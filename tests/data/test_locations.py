@@ -54,6 +54,15 @@ def test_a_path_is_a_file_folder_or_glob(folder: Path, monkeypatch: pytest.Monke
         assert expand(*patterns.format(folder).split()) == expected
 
 
+def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", "b.jsonl", "c.csv", "notes.md"):
+        (tmp_path / name).write_bytes(ROW)
+    assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
+    assert f"{tmp_path}: a.txt, c.csv;" in caplog.text
+    (tmp_path / "b.jsonl").unlink()
+    assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
+
+
 def test_a_missing_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "none").mkdir()
     monkeypatch.chdir(folder / "deep")

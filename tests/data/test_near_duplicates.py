@@ -4,9 +4,8 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 from support.shard_sets import build, digests, texts_in, write_lines
 
 from ttrain.config import Reading
@@ -104,38 +103,38 @@ def test_planted_near_duplicates_are_found(tmp_path: Path, recipe: BlockRecipe) 
     assert built.parts["train"]["rows"] == tally.kept
 
 
-class Nights(NamedTuple):
-    files: list[Path]  # of three nights, with near-duplicates within and between them
-    whole: Path  # one set of all
-    outputs: list[Path]  # a set of each, which knows those before
+def near_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*near*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def nights(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe) -> Nights:
-    folder = tmp_path_factory.mktemp("nights")
+def test_nights_and_a_growing_set_keep_what_one_set_of_all_keeps(
+    tmp_path: Path, tokenizer: Path, recipe: BlockRecipe
+) -> None:
+    """With near-duplicates within and between the nights; a night knows those before."""
     texts = [*itertools.chain(*planted(80, seed=3))]
     random.Random(1).shuffle(texts)
-    size = len(texts) // 3
+    size, whole, grown = len(texts) // 3, tmp_path / "whole", tmp_path / "grown"
     files, outputs = list[Path](), list[Path]()
-    for night in range(3):
-        part = rows(texts[night * size : (night + 1) * size])
-        files.append(write_lines(folder / f"n{night}.jsonl", part))
-        build(folder / f"{night}", files[-1:], recipe, SPLIT, earlier=outputs)
-        outputs.append(folder / f"{night}")
-    build(folder / "whole", files, recipe, SPLIT)
-    return Nights(files, folder / "whole", outputs)
-
-
-def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, nights: Nights) -> None:
-    outputs = nights.outputs
+    with Processes(2) as pool:
+        for night in range(3):
+            night_rows = rows(texts[night * size : (night + 1) * size])
+            files.append(write_lines(tmp_path / f"n{night}.jsonl", night_rows))
+            build(tmp_path / f"{night}", files[-1:], recipe, SPLIT, earlier=outputs)
+            outputs.append(tmp_path / f"{night}")
+            built = build(grown, files, recipe, SPLIT, pool=pool)
+    build(whole, files, recipe, SPLIT)
     for part in ("train", "heldout"):
         kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
-        assert kept == texts_in(nights.whole, tokenizer, part) and kept
+        assert kept == texts_in(whole, tokenizer, part) and kept
     places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
     assert len(places) > 15
-    assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)]
+    assert places == [(row["file"], row["line"]) for row in dropped(whole)]
     sets = {row["original"].get("set", "") for row in dropped(outputs[2])}
     assert {"/".join(output.parts[-2:]) for output in outputs[:2]} <= sets
+    assert built.encoded_blocks < built.blocks
+    for kind in (FOLDER, REPORT.parent):
+        assert near_files(grown / kind) == near_files(whole / kind) != {}
+    assert digests(grown) == digests(whole)
 
 
 def test_edits_are_not_chained(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
@@ -147,20 +146,6 @@ def test_edits_are_not_chained(tmp_path: Path, recipe: BlockRecipe, tokenizer: P
     assert all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
     build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
     assert texts_in(tmp_path / "out", tokenizer) == texts[::2]
-
-
-def near_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*near*") if path.is_file()}
-
-
-def test_a_growing_set_equals_one_set(tmp_path: Path, recipe: BlockRecipe, nights: Nights) -> None:
-    with Processes(2) as pool:
-        for count in (1, 2, 3):
-            grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
-    assert grown.encoded_blocks < grown.blocks
-    for kind in (FOLDER, REPORT.parent):
-        assert near_files(tmp_path / "out" / kind) == near_files(nights.whole / kind) != {}
-    assert digests(tmp_path / "out") == digests(nights.whole)
 
 
 def test_copies_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:

@@ -80,21 +80,19 @@ def test_every_format_gives_the_same_pair(value: dict[str, Any]) -> None:
     assert preferences.is_preference(value) and preference_of(value) == PAIR
 
 
-@pytest.mark.parametrize(
-    ("prompt", "before", "contents"),  # before: the turns before both answers
-    [
+def test_a_prompt_within_answers_stands_once() -> None:
+    for prompt, before, contents in (  # before: the turns before both answers
         ("Q", [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
         ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
         ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
         ([SYSTEM, USER], [USER], "Be brief. Q"),
         ([SYSTEM], [EARLIER], "Be brief."),
-    ],
-)
-def test_a_prompt_within_answers_stands_once(prompt: Any, before: Any, contents: str) -> None:
-    pair = preference_of({"prompt": prompt, "chosen": [*before, GOOD], "rejected": [*before, BAD]})
-    assert " ".join(turn.content for turn in pair.prompt) == contents
-    own = [BAD] if before[-1] == USER else [*before, BAD]
-    assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in own]
+    ):
+        sides = {"chosen": [*before, GOOD], "rejected": [*before, BAD]}
+        pair = preference_of({"prompt": prompt, **sides})
+        assert " ".join(turn.content for turn in pair.prompt) == contents
+        own = [BAD] if before[-1] == USER else [*before, BAD]
+        assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in own]
     pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
     assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
 
