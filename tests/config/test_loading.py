@@ -1,7 +1,5 @@
 """Settings: precedence of layers, sources of values, messages of wrong ones, rules."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import compress, product
@@ -18,6 +16,7 @@ from ttrain.config import TRAININGS, Settings, flatten, loading, rules
 from ttrain.config.loading import LoadedSettings, known_keys, load
 from ttrain.tasks import STAGES
 
+EMBEDDING_RATE, HEAD_RATE = "pretrain.optim.embedding_lr", "pretrain.optim.head_lr"
 KEY, VARIABLE = "sft.optim.lr", "TTRAIN__SFT__OPTIM__LR"
 # The weakest first.
 LAYERS = {"profile": 1e-4, "file": 2e-4, "environment": 3e-4, "command line": 4e-4}
@@ -35,22 +34,18 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("present", list(product((False, True), repeat=4)))
 def test_the_strongest_layer_wins(tmp_path: Path, profile: str, present: tuple[bool, ...]) -> None:
-    names = list(compress(LAYERS, present))
     path = settings_file(tmp_path, f"sft: {{optim: {{lr: {LAYERS['file']}}}}}")
+    has_profile, has_file, has_variable, has_override = present
     loaded = load(
-        [f"{KEY}={LAYERS['command line']}"] if "command line" in names else [],
-        files=[path] if "file" in names else [],
-        profiles=[profile] if "profile" in names else [],
-        environment={VARIABLE: str(LAYERS["environment"])} if "environment" in names else {},
+        [f"{KEY}={LAYERS['command line']}"] if has_override else [],
+        files=[path] if has_file else [],
+        profiles=[profile] if has_profile else [],
+        environment={VARIABLE: str(LAYERS["environment"])} if has_variable else {},
     )
-    sources = {
-        "profile": "profile mine",
-        "file": str(path),
-        "environment": VARIABLE,
-        "command line": "command line",
-    }
-    assert loaded.settings.sft.optim.lr == (LAYERS[names[-1]] if names else Settings().sft.optim.lr)
-    assert loaded.sources == ({KEY: sources[names[-1]]} if names else {})
+    names = list(compress(("profile mine", str(path), VARIABLE, "command line"), present))
+    rates = [Settings().sft.optim.lr, *compress(LAYERS.values(), present)]
+    assert loaded.settings.sft.optim.lr == rates[-1]
+    assert loaded.sources == ({KEY: names[-1]} if names else {})
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -72,7 +67,7 @@ def test_a_later_file_wins_and_both_keep_what_only_they_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["sft", "lora"])
-def test_naming_one_field_of_a_section_leaves_the_stages_own_defaults(name: str) -> None:
+def test_naming_one_field_leaves_the_other_defaults(name: str) -> None:
     own = getattr(Settings(), name).optim
     changed = getattr(settings_of(f"{name}.optim.lr=0.5"), name).optim
     assert changed == own.model_copy(update={"lr": 0.5})
@@ -85,9 +80,7 @@ def test_an_empty_section_changes_nothing(tmp_path: Path, profile: str, text: st
     assert loaded.sources == {KEY: "profile mine"}
 
 
-def test_an_unknown_key_names_neighbour_and_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_keys_name_a_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = settings_file(tmp_path, "sft: {epoch: 2}")
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "bad.yaml").write_text("runtime: {device_: cpu}")
@@ -171,9 +164,7 @@ def test_a_setting_twice_in_a_file_or_behind_a_wrong_prefix_is_refused(tmp_path:
     ("stage", "chosen", "other", "budget"),
     [("pretrain", "epochs", "tokens", (None, 2.0)), ("sft", "tokens", "epochs", (2, None))],
 )
-def test_naming_one_budget_clears_the_other(
-    stage: str, chosen: str, other: str, budget: Any
-) -> None:
+def test_one_budget_clears_the_other(stage: str, chosen: str, other: str, budget: Any) -> None:
     loaded = load([f"{stage}.{chosen}=2"], environment={})
     section = getattr(loaded.settings, stage)
     assert (section.tokens, section.epochs) == budget
@@ -182,20 +173,13 @@ def test_naming_one_budget_clears_the_other(
         f"{stage}.{other}": f"{stage}.{chosen} is set",
     }
     weaker = load([f"{stage}.{chosen}=2"], environment={f"TTRAIN__{stage}__{other}".upper(): "7"})
-    assert getattr(weaker.settings, stage) == section, (
-        "a stronger layer's budget takes a weaker one's away"
-    )
+    assert getattr(weaker.settings, stage) == section
 
 
 def test_missing_names_are_reported_and_fifteen_neighbours_are_not(tmp_path: Path) -> None:
     assert "'runtime.stages" not in refused("timeout_seconds=5"), "fifteen say nothing"
     assert "small" in refused(profiles=["huge"]), "an unknown profile names those there are"
     assert "nowhere.yaml" in refused(files=[tmp_path / "nowhere.yaml"])
-
-
-@pytest.mark.parametrize("value", ["a.jsonl, b.jsonl", "[a.jsonl, b.jsonl]"])
-def test_paths_come_as_a_list_or_between_commas(value: str) -> None:
-    assert settings_of(f"data.pretrain={value}").data.pretrain == ("a.jsonl", "b.jsonl")
 
 
 WHOLE = ("*.jsonl", "data #2", "2026-11-28", "2026", "0123", "no", "on", "null-1", "a: b")
@@ -226,6 +210,8 @@ def test_a_text_is_taken_whole_whatever_yaml_reads_in_it(text: str) -> None:
         ("dpo.adapter=none", "none"),
         ("nightly.rate=2", 2.0),
         ("name='0123'", "0123"),
+        ("data.pretrain=a.jsonl, b.jsonl", ("a.jsonl", "b.jsonl")),
+        ("data.pretrain=[a.jsonl, b.jsonl]", ("a.jsonl", "b.jsonl")),
         ("data.pretrain=[2026-11-28, no, 'a,b']", ("2026-11-28", "no", "a,b")),
         ("data.pretrain=[{path: 0123, weight: 2}]", ({"path": "0123", "weight": 2.0},)),
         ("data.pretrain='[ab].jsonl'", ("[ab].jsonl",)),
@@ -248,12 +234,9 @@ def test_what_follows_a_list_or_a_value_of_any_type_is_not_dropped() -> None:
 
 
 def test_a_wrong_source_of_a_weighted_list_is_named_without_inner_names() -> None:
-    assert (
-        refused("data.sft=[{weight: 2}]")
-        == "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
-    )
-    message = refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]")
-    assert message == (
+    missing = "data.sft.0 is {'weight': 2} (from command line) but needs the key 'path'"
+    assert refused("data.sft=[{weight: 2}]") == missing
+    assert refused("data.sft=[{path: a, weight: 0}, {path: b, wight: 1}]") == (
         "data.sft.0.weight is 0 (from command line) but must be greater than 0\n"
         "data.sft.1.wight is 1 (from command line) but there is no such setting"
     )
@@ -303,12 +286,12 @@ def test_config_show_prints_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         'model.kind: "qwen3"  # default',
     } <= set(lines)
     assert [line.partition(":")[0] for line in lines] == known_keys()
-    done = runner.invoke(app, ["config", "show", "--json", "--profile", "small"])
-    shown = json.loads(done.stdout)
+    command = ["config", "show", "--json"]
+    shown = json.loads(runner.invoke(app, [*command, "--profile", "small"]).stdout)
     assert shown["name"] == {"value": "small", "source": "profile small"}
     assert set(shown) == set(known_keys())
-    schema = json.loads(runner.invoke(app, ["config", "show", "--schema", "--json"]).stdout)
-    assert set(schema["properties"]) == set(Settings.model_fields)
+    schema = json.loads(runner.invoke(app, [*command[:2], "--schema"]).stdout)
+    assert schema["properties"].keys() == Settings.model_fields.keys()
     assert schema["additionalProperties"] is False
 
 
@@ -342,35 +325,32 @@ def test_the_defaults_are_what_auto_makes_of_them() -> None:
     assert rules.automatic(usual) == {key: usual[key] for key in rules.KEYS}
 
 
-def test_a_small_head_is_its_own_and_learns_twice_as_fast() -> None:
-    large = "model.layers=8"  # a head of 0.16 of the layers' parameters
-    assert followed(large) == {**followed(), rules.TIED: False, "pretrain.optim.head_lr": 8e-3}
-    assert followed(large, "model.tie_embeddings=true") == followed()
-    assert followed("model.tie_embeddings=false")["pretrain.optim.head_lr"] == 8e-3
-    assert followed("tokenizer.vocab_size=1000")[rules.TIED] is False
+OWN_HEAD = {rules.TIED: False, HEAD_RATE: 8e-3}
+ONE_RATE = {rules.BETAS_KEY: (0.9, 0.95), EMBEDDING_RATE: None, HEAD_RATE: None}
+FOLLOWING = {  # {overrides: what of the settings that follow changes}
+    "model.layers=8": OWN_HEAD,  # a head of 0.16 of the layers' parameters
+    "model.layers=8 model.tie_embeddings=true": {},
+    "pretrain.tokens=100k": {rules.BATCH_KEY: 1024},
+    "pretrain.tokens=1M": {rules.BATCH_KEY: 2048},
+    "pretrain.tokens=20M": {rules.BATCH_KEY: 8192},
+    "pretrain.tokens=1B": {rules.BATCH_KEY: 65536},
+    "pretrain.optim.kind=adamw": ONE_RATE,
+    "pretrain.start_from=./model": ONE_RATE,
+    "pretrain.optim.head_lr=0.1 pretrain.optim.head_lr=auto": {},
+    "model.tie_embeddings=false": OWN_HEAD,
+    "tokenizer.vocab_size=1000": OWN_HEAD,
+    "model.hidden_size=512 model.heads=8": {
+        rules.TIED: False,
+        EMBEDDING_RATE: 0.02,
+        HEAD_RATE: 4e-3,
+    },
+    "pretrain.optim.betas=[0.9,0.99]": {rules.BETAS_KEY: (0.9, 0.99)},
+}
 
 
-def test_the_batch_follows_the_budget_and_rates_of_embedding_and_head_the_width() -> None:
-    batches = {"100k": 1024, "1M": 2048, "20M": 8192, "1B": 65536}
-    for tokens, batch in batches.items():
-        assert followed(f"pretrain.tokens={tokens}")[rules.BATCH_KEY] == batch
-    wide = followed("model.hidden_size=512", "model.heads=8")
-    assert (wide["pretrain.optim.embedding_lr"], wide["pretrain.optim.head_lr"]) == (0.02, 4e-3)
-    assert wide["pretrain.optim.lr"] == followed()["pretrain.optim.lr"]
-
-
-@pytest.mark.parametrize("override", ["pretrain.optim.kind=adamw", "pretrain.start_from=./model"])
-def test_other_optimizers_and_existing_models_have_one_rate(override: str) -> None:
-    values = followed(override)
-    assert values[rules.BETAS_KEY] == (0.9, 0.95)
-    assert values["pretrain.optim.embedding_lr"] is values["pretrain.optim.head_lr"] is None
-
-
-def test_a_number_overrides_and_auto_gives_it_back() -> None:
-    rate = "pretrain.optim.head_lr"
-    values = followed(f"{rate}=0.1", "pretrain.optim.betas=[0.9,0.99]")
-    assert values[rules.BETAS_KEY] == (0.9, 0.99)
-    assert followed(f"{rate}=0.1", f"{rate}=auto") == followed()
+@pytest.mark.parametrize(("overrides", "changes"), FOLLOWING.items())
+def test_settings_follow_from_others(overrides: str, changes: dict[str, Any]) -> None:
+    assert followed(*overrides.split()) == {**followed(), **changes}
 
 
 @pytest.mark.parametrize("stage", TRAININGS)
@@ -395,14 +375,24 @@ def test_what_is_not_named_is_not_trained(own: tuple[str, ...]) -> None:
     assert trainings == own
 
 
-def test_the_quickstart_is_trained_on_its_own_text_unless_a_set_is_none() -> None:
-    assert chosen()[1] == chosen("data.pretrain=python-docs")[1] == ("pretrain", "sft", "lora")
-    assert chosen("data.dpo=python-docs")[1] == ("pretrain", "sft", "dpo", "lora")
-    assert chosen("data.lora=none")[1] == chosen("data.lora=null")[1] == ("pretrain", "sft")
-    assert chosen("data.sft=[none]")[1] == ("pretrain", "lora")
-    assert chosen("data.sft=none", "data.lora=none")[1] == ("pretrain",)
-    assert chosen("data.pretrain=a.jsonl", "data.lora=python-docs")[1] == ("pretrain", "lora")
-    assert chosen("data.tokenizer=a.jsonl")[1] == ("pretrain", "sft", "lora")
+@pytest.mark.parametrize(
+    ("overrides", "trainings"),
+    [
+        ("", "pretrain sft lora"),
+        ("data.pretrain=python-docs", "pretrain sft lora"),
+        ("data.dpo=python-docs", "pretrain sft dpo lora"),
+        ("data.lora=none", "pretrain sft"),
+        ("data.lora=null", "pretrain sft"),
+        ("data.sft=[none]", "pretrain lora"),
+        ("data.sft=none data.lora=none", "pretrain"),
+        ("data.pretrain=a.jsonl data.lora=python-docs", "pretrain lora"),
+        ("data.tokenizer=a.jsonl", "pretrain sft lora"),
+        ("data.sft=a.jsonl sft.start_from=owner/name", "sft"),  # without documents
+        ("data.lora=a.jsonl lora.start_from=owner/name", "lora"),
+    ],
+)
+def test_the_quickstart_is_trained_unless_a_set_is_none(overrides: str, trainings: str) -> None:
+    assert " ".join(chosen(*overrides.split())[1]) == trainings
 
 
 def test_a_stage_starts_from_the_nearest_one_that_has_data() -> None:
@@ -413,14 +403,3 @@ def test_a_stage_starts_from_the_nearest_one_that_has_data() -> None:
     message = refused(*data, "lora.start_from=sft")
     assert "lora.start_from" in message and "data.sft" in message
     assert "lora.start_from=pretrain" in message
-
-
-def test_an_existing_model_needs_no_documents() -> None:
-    data, trainings = chosen("data.sft=a.jsonl", "sft.start_from=owner/name")
-    assert (data, trainings) == ({"sft": ("a.jsonl",)}, ("sft",))
-    assert chosen("data.lora=a.jsonl", "lora.start_from=owner/name")[1] == ("lora",)
-
-
-def test_the_schema_that_config_show_prints_is_json() -> None:
-    shown = CliRunner().invoke(app, ["config", "show", "--schema"]).stdout
-    assert json.loads(shown)["properties"].keys() == Settings.model_fields.keys()

@@ -1,7 +1,5 @@
 """Which parts of URLs and which settings are secret; hidden values are filled in again."""
 
-from __future__ import annotations
-
 import pytest
 
 from ttrain.config import Settings, flatten
@@ -11,62 +9,31 @@ from ttrain.errors import DataError
 
 SECRET = "hunter2"
 LOCATIONS = [
-    (f"s3://key:{SECRET}@bucket/x.jsonl", "s3://***@bucket/x.jsonl"),
     (f"s3://key:a/{SECRET}/+b@bucket/x.jsonl", "s3://***@bucket/x.jsonl"),
     (f"s3://bucket/x.jsonl?versionId={SECRET}", "s3://bucket/x.jsonl?***"),
     (f"s3://bucket/x.jsonl#{SECRET}", "s3://bucket/x.jsonl#***"),
     (f"https://{SECRET}@host/x.jsonl", "https://***@host/x.jsonl"),
-    (f"https://user:p@{SECRET}@host/x.jsonl", "https://***@host/x.jsonl"),
-    (f"https://host/x.jsonl?sv=1&sig={SECRET}", "https://host/x.jsonl?***"),
     (f"HTTPS://user:{SECRET}@[::1]:8443/x.jsonl", "HTTPS://***@[::1]:8443/x.jsonl"),
-    (
-        f"simplecache::https://user:{SECRET}@host/x.jsonl?a={SECRET}",
-        "simplecache::https://***@host/x.jsonl?***",
-    ),
-    (
-        f"zip://in?.jsonl::https://u:{SECRET}@host/x.zip?{SECRET}",
-        "zip://in?.jsonl::https://***@host/x.zip?***",
-    ),
+    (f"zip://in?.jsonl::https://u:{SECRET}@h/x.zip?a", "zip://in?.jsonl::https://***@h/x.zip?***"),
     (f"postgresql://user:p@{SECRET}@host/db", "postgresql://***@host/db"),
     (f"ftp://user:p@ss/{SECRET}@a/{SECRET}@host.org/x", "ftp://***@host.org/x"),
     (f"https://user:{SECRET}@host:80/a@b/x", "https://***@host:80/a@b/x"),
 ]
-OPEN = [
-    "/data/a?b#c@d.jsonl",
-    "file:///data/a?b#c.jsonl",
-    "data/*.jsonl",
-    "python-docs",
-    "hf://owner/name@main/data/part-?.jsonl",
-    "s3://bucket/day=0?/part-?.jsonl",
-    "s3://bucket/a#1.jsonl",
-    "https://host:8443/a@b/x.jsonl",
-    "http://[::1]:80/a@b/x.jsonl",
-    "abfs://container@account.dfs.core.windows.net/x.jsonl",
-    "zip://a.jsonl::https://host/x.zip",
-]
-
-
-SECRETS = [
-    *("hub.token", "hf_token", "apiKey", "db.password", "PASSWORD", "aws_secret_access_key"),
-    *("notify.webhook_url", "a.private-key", "auth", "proxy.authorization", "x.credentials"),
-    *("x.access_key", "tokens.token", "user.pwd", "task.secrets.wandb", "hub.refresh_tokens"),
-    *("task.hubSecrets.first[0]", "api_key_2", "DB_PASSWORD_1", "gateway.password_1"),
-    *("hub_token_2", "my token", "secrets[0].x", "credentials.a"),
-]
-NO_SECRETS = [
-    *("pretrain.tokens", "tokens", "tokens_per_step", "tokenizer.vocab_size", "pad_token"),
-    *("multi_token", "model.keys", "key", "key_file", "notify.webhook_file", "webhook_file"),
-    *("secret_file", "secrets_path", "secrets.file", "credentials.path", "sft.author"),
-    *("attention", "tokenizer.eos_token", "pretrain.validation_tokens"),
-]
+OPEN = ["/data/a?b#c@d.jsonl", "file:///data/a?b#c.jsonl", "hf://owner/name@main/part-?.jsonl"]
+OPEN += ["s3://bucket/day=0?/part-?.jsonl", "s3://bucket/a#1.jsonl", "https://host:80/a@b/x.jsonl"]
+OPEN += ["abfs://container@account.dfs.core.windows.net/x.jsonl", "zip://a.jsonl::https://host/x"]
+SECRETS = "hub.token hf_token apiKey db.password PASSWORD aws_secret_access_key x.access_key auth "
+SECRETS += "notify.webhook_url a.private-key proxy.authorization x.credentials user.pwd api_key_2 "
+SECRETS += "task.hubSecrets.first[0] DB_PASSWORD_1 hub.refresh_tokens credentials.a"
+NO_SECRETS = "pretrain.tokens tokens_per_step pad_token multi_token model.keys key key_file "
+NO_SECRETS += "notify.webhook_file secrets_path secrets.file sft.author attention"
 
 
 @pytest.mark.parametrize(("location", "shown"), LOCATIONS)
 def test_a_url_is_shown_without_user_password_query_and_fragment(location: str, shown: str) -> None:
     assert redact.url(location) == redact.url(shown) == shown
     assert is_hidden(shown) and not is_hidden(location)
-    for url in (location, shown):
-        assert redact.text(f"cannot read {url} now") == f"cannot read {shown} now"
+    assert redact.text(f"cannot read {location} now") == f"cannot read {shown} now"
     assert masked({"data.sft": [{"path": location}]}) == {"data.sft": [{"path": shown}]}
     assert SECRET not in str(DataError(f"{location} is corrupt"))
     data = {"sft": [location], "lora": [{"path": location, "weight": 2}]}
@@ -90,30 +57,14 @@ def test_a_text_keeps_what_stands_around_its_urls() -> None:
     assert redact.text(f"see {page}") == f"see {page}", "the address of a page is no source of data"
     assert redact.text("use ghp_" + "a" * 36 + " here") == "use *** here"
     assert redact.without_user("http://u:p@host:5000/x?y=1") == "http://host:5000/x?y=1"
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
+    for words, shown in (
         (f"https://h/a b?sig={SECRET}&se=2026", "https://h/a b?sig=***&se=2026"),
-        (
-            f"no file a b.jsonl?sv=1&X-Amz-Signature={SECRET}",
-            "no file a b.jsonl?sv=1&X-Amz-Signature=***",
-        ),
         (f"GET /a?token={SECRET} HTTP/1.1", "GET /a?token=*** HTTP/1.1"),
-        (
-            f"X-Amz-Security-Token={SECRET}, signature={SECRET}",
-            "X-Amz-Security-Token=***, signature=***",
-        ),
+        (f"X-Amz-Token={SECRET}, signature={SECRET}", "X-Amz-Token=***, signature=***"),
         (f"host=h user=u password={SECRET}", "host=h user=u password=***"),
-        (
-            "key=1a2b tokens=5 token=7 model.signature=x design=9",
-            "key=1a2b tokens=5 token=7 model.signature=x design=9",
-        ),
-    ],
-)
-def test_secret_parameters_are_hidden_wherever_a_text_has_them(words: str, shown: str) -> None:
-    assert redact.text(words) == redact.text(shown) == shown
+        ("key=1a2b tokens=5 token=7 model.signature=x design=9",) * 2,
+    ):
+        assert redact.text(words) == redact.text(shown) == shown
 
 
 def test_the_current_settings_fill_in_what_a_record_hides() -> None:
@@ -124,22 +75,16 @@ def test_the_current_settings_fill_in_what_a_record_hides() -> None:
         "lora": [{"path": "https://host/get?***", "weight": 2}],
         "pretrain": ["https://***@elsewhere/a.jsonl"],
     }
-    assert restored({"data": record}, {"data": now})["data"] == {
-        "sft": [user, "c.jsonl"],
-        "lora": [{"path": query, "weight": 2}],
-        "pretrain": record["pretrain"],
-    }
+    expected = {"sft": [user, "c.jsonl"], "lora": [{"path": query, "weight": 2}]}
+    assert restored({"data": record}, {"data": now})["data"] == {**record, **expected}
 
 
-@pytest.mark.parametrize("name", SECRETS)
-def test_a_secret_is_known_by_its_name(name: str) -> None:
-    assert is_secret(name) and masked({name: SECRET}) == {name: HIDDEN}
-    assert masked({name: [SECRET]}) == {name: [HIDDEN]}
-
-
-@pytest.mark.parametrize("name", NO_SECRETS)
-def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
-    assert not is_secret(name) and masked({name: "shown"}) == {name: "shown"}
+def test_a_secret_is_known_by_its_name() -> None:
+    for name in (*SECRETS.split(), "my token"):
+        assert masked({name: SECRET}) == {name: HIDDEN}
+        assert masked({name: [SECRET]}) == {name: [HIDDEN]}
+    for name in NO_SECRETS.split():
+        assert not is_secret(name) and masked({name: "shown"}) == {name: "shown"}
 
 
 def test_no_setting_of_ours_but_the_webhook_is_hidden() -> None:

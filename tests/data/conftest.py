@@ -1,7 +1,5 @@
 """A small tokenizer and the recipes of shards that it encodes; a folder of data files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipes(tokenizer: Path) -> dict[str, BlockRecipe]:
-    """For each kind of record."""
     return {kind: recipe_of(READING, tokenizer, kind) for kind in ("documents", "chats", "pairs")}
 
 
@@ -34,7 +31,6 @@ def recipe(recipes: dict[str, BlockRecipe]) -> BlockRecipe:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty server."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with served(Site({})) as opened:
         yield opened

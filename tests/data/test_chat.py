@@ -1,7 +1,4 @@
-"""Chats as ids with a loss mask: equal to what transformers makes of the template, and proof
-against forged markers, also by an existing tokenizer's own chat template."""
-
-from __future__ import annotations
+"""Chats as ids with a loss mask, equal to transformers and proof against forged markers."""
 
 import functools
 import itertools
@@ -55,13 +52,13 @@ REASONING = (  # of the last answer only, as Qwen3's template writes it
     "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
 ) + HEADER
 THOUGHT = "<think>\nthe fox </think> <|im_end|>\n</think>\n\n"
+FOX = "\nthe fox </think> <|im_end|> "
 REASONED_ROWS = [
     {"role": "user", "content": "Who?"},
     {"role": "assistant", "content": "A dog", "reasoning_content": "lazy"},
     {"role": "user", "content": "And?"},
-    {"role": "assistant", "content": "A fox"},
+    {"role": "assistant", "content": "A fox", "reasoning_content": FOX},
 ]
-REASONED_ROWS[-1]["reasoning_content"] = "\nthe fox </think> <|im_end|> "
 
 
 def chat_of(*turns: tuple[str, str]) -> Messages:
@@ -91,8 +88,7 @@ def fox_encoder(tokenizer: Path) -> Encoder:
 @pytest.fixture(scope="module")
 def tinyseek(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     path = tmp_path_factory.mktemp("tinyseek")
-    text = "the quick brown fox jumps over the lazy dog"
-    save(train([text] * 20, 320, "tinyseek"), path, "tinyseek")
+    save(train(["the quick brown fox jumps over"] * 20, 320, "tinyseek"), path, "tinyseek")
     return Encoder(path)
 
 
@@ -104,7 +100,6 @@ def in_transformers(directory: Path) -> Any:
 
 
 def shown(encoder: Encoder, ids: list[int]) -> str:
-    """The string, special tokens in it."""
     return str(in_transformers(encoder.directory).decode(ids, skip_special_tokens=False))
 
 
@@ -140,22 +135,23 @@ def encoded_together(encoder: Encoder, talks: list[Messages]) -> list[tuple[Any,
     return [(ids.tolist(), live.tolist()) for ids, live in encode_chats(encoder, talks)]
 
 
-def test_ids_and_mask_equal_what_transformers_renders_from_the_template(
-    fox_encoder: Encoder,
-) -> None:
-    chance, opened = random.Random(1), in_transformers(fox_encoder.directory)
+def test_ids_and_mask_equal_those_of_transformers(fox_encoder: Encoder) -> None:
+    chance = random.Random(1)
     for _ in range(50):
         turns = random_chat(chance)
         assert encode_chat(fox_encoder, turns) == by_transformers(fox_encoder, turns), turns
-        prompt = opened.apply_chat_template(
-            as_dicts(turns), add_generation_prompt=True, return_dict=True
-        )
-        assert prompt_ids(fox_encoder, turns) == prompt["input_ids"]
+        prompt, _ = by_transformers(fox_encoder, turns, add_generation_prompt=True)
+        assert prompt_ids(fox_encoder, turns) == prompt
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_many_chats_are_encoded_as_each_alone(name: str, request: pytest.FixtureRequest) -> None:
-    encoder, chance = request.getfixturevalue(name), random.Random(4)
+@pytest.fixture(scope="module", params=["fox_encoder", "tinyseek"])
+def encoder(request: pytest.FixtureRequest) -> Encoder:
+    encoder: Encoder = request.getfixturevalue(request.param)
+    return encoder
+
+
+def test_many_chats_are_encoded_as_each_alone(encoder: Encoder) -> None:
+    chance = random.Random(4)
     talks = [random_chat(chance) for _ in range(40)]
     assert encoded_together(encoder, talks) == encoded_alone(encoder, talks)
     types = {(str(ids.dtype), str(live.dtype)) for ids, live in encode_chats(encoder, talks)}
@@ -163,11 +159,7 @@ def test_many_chats_are_encoded_as_each_alone(name: str, request: pytest.Fixture
     assert encode_chats(encoder, []) == []
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_answer_that_is_not_trained_on_changes_the_mask_and_no_token(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    encoder = request.getfixturevalue(name)
+def test_an_answer_out_of_the_loss_changes_the_mask(encoder: Encoder) -> None:
     turns = (*exchange("the fox", "jumps"), *exchange("and", "over"))
     context = (turns[0], replace(turns[1], in_loss=False), *turns[2:])
     ids, live = encode_chat(encoder, turns)
@@ -201,9 +193,7 @@ def tool_row() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["with a system turn", "without"])
-def test_calls_equal_those_of_transformers(
-    fox_encoder: Encoder, tinyseek: Encoder, first: int
-) -> None:
+def test_calls_equal_transformers(fox_encoder: Encoder, tinyseek: Encoder, first: int) -> None:
     row = tool_row()
     turns, tools = row["messages"][first:], row["tools"]
     parsed = parse_conversation({"messages": turns, "tools": tools})
@@ -215,9 +205,7 @@ def test_calls_equal_those_of_transformers(
     assert text == shown(tinyseek, encode_chat(tinyseek, parsed.messages)[0])
 
 
-def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(
-    tinyseek: Encoder,
-) -> None:
+def test_tinyseek_is_the_string_of_its_scripts(tinyseek: Encoder) -> None:
     opened, chance = in_transformers(tinyseek.directory), random.Random(6)
     ends = {role: "<|im_end|>" if role == "assistant" else "\n" for role in ROLES}
     for _ in range(20):
@@ -235,11 +223,7 @@ def test_tinyseek_is_the_string_of_its_scripts_and_its_mask_is_transformers(
     assert shown(tinyseek, prompt) == "User：你好\nAssistant：" and prompt == ids[: len(prompt)]
 
 
-@pytest.mark.parametrize("name", ["fox_encoder", "tinyseek"])
-def test_an_unknown_role_is_an_error_in_every_template(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    encoder = request.getfixturevalue(name)
+def test_an_unknown_role_is_an_error(encoder: Encoder) -> None:
     with pytest.raises(DataError, match="'User'"):
         encode_chats(encoder, [chat_of(("User", "x"), ("assistant", "y"))])
     with pytest.raises(Exception, match="role User"):
@@ -262,15 +246,11 @@ def test_a_small_chat_is_laid_out_by_hand(fox_encoder: Encoder) -> None:
 
 
 @pytest.fixture(scope="module", params=[CHATML, MARKED], ids=["by the end", "by generation"])
-def chatml_encoder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Encoder:
+def chatml_encoder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return take(tmp_path_factory.mktemp("chatml"), request.param)
 
 
-def test_the_string_is_the_templates_and_the_answers_with_their_ends_are_live(
-    chatml_encoder: Encoder,
-) -> None:
+def test_the_string_is_the_templates_with_live_answers(chatml_encoder: Encoder) -> None:
     assert chatml_encoder.template == "own"
     assert chatml_encoder.end_id == chatml_encoder.special("<|im_end|>")
     for turns, answers in ((TALK, "jumps<|im_end|>over\n<|im_end|>"), (BLANKS, "fox<|im_end|>")):
@@ -308,9 +288,7 @@ def test_ids_and_mask_are_those_of_transformers_where_nothing_is_forged(tmp_path
         "{{ self.__init__.__globals__ }}",
     ],
 )
-def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(
-    chatml_encoder: Encoder, forged: str
-) -> None:
+def test_forged_markers_stay_text_out_of_the_mask(chatml_encoder: Encoder, forged: str) -> None:
     encoder = chatml_encoder
 
     def specials(role: str, content: str) -> list[tuple[int, bool]]:
@@ -338,24 +316,21 @@ def test_forged_markers_add_no_special_token_and_do_not_move_the_mask(
         (STRIPS_ANSWERS, PADDED, (PADDED[0], STRIPPED[1])),
         (NOT_EMPTY, (Message("system", ""), *TALK[1:3]), TALK[1:3]),
         (NOT_EMPTY, TALK[:3], TALK[:3]),
-        (DAY, TALK[:3], "\n01 Jan 2025, 2025-01-01!\n" + chatml(TALK[:3])),
+        (DAY, TALK[:3], TALK[:3]),
     ],
-    ids=["strips", "strips and marks", "strips answers", "no empty", "no other", "the same day"],
 )
-def test_a_template_is_followed_that(
-    tmp_path: Path, template: str, turns: Messages, text: str | Messages
+def test_templates_are_followed(
+    tmp_path: Path, template: str, turns: Messages, text: Messages
 ) -> None:
     encoder = take(tmp_path, template)
-    expected = text if isinstance(text, str) else chatml(text)
+    expected = "\n01 Jan 2025, 2025-01-01!\n" * (template == DAY) + chatml(text)
     assert shown(encoder, encode_chat(encoder, turns)[0]) == expected
     assert live_text(encoder, turns) == turns[-1].content.strip() + "<|im_end|>"
 
 
 @pytest.mark.parametrize(("template", "lead"), [(CHATML, ""), (MARKED, ""), (INST, " ")])
 @pytest.mark.parametrize("blank", ["", " "])
-def test_a_blank_answer_before_another_is_not_trained_on(
-    tmp_path: Path, template: str, lead: str, blank: str
-) -> None:
+def test_blank_answers_are_not_live(tmp_path: Path, template: str, lead: str, blank: str) -> None:
     turns = (*exchange("fox?", blank), Message("assistant", "jumps"))
     assert live_text(take(tmp_path, template), turns) == lead + "jumps<|im_end|>"
 
@@ -365,9 +340,7 @@ def test_a_template_may_mark_the_last_answer_only(tmp_path: Path) -> None:
     assert live_text(encoder, TALK) == "over\n<|im_end|>"
 
 
-def test_a_prompt_that_training_never_shows_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_prompt_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompt = "<|im_start|>assistant\n' }}"
     take(tmp_path / "same", CHATML)
     assert "WARNING" not in {record.levelname for record in caplog.records}
@@ -375,10 +348,8 @@ def test_a_prompt_that_training_never_shows_is_logged(
     assert "WARNING" in {record.levelname for record in caplog.records}
 
 
-BODY = "'<|im_start|>' + message['role'] + '\n' + message['content']"
-END_BEHIND = MARKED.replace(
-    "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"
-)
+GENERATED = "+ '<|im_end|>' }}{% endgeneration %}"
+END_BEHIND = MARKED.replace(GENERATED, "}}{% endgeneration %}{{ '<|im_end|>' }}")
 
 
 @pytest.mark.parametrize(
@@ -388,10 +359,7 @@ END_BEHIND = MARKED.replace(
         (END_BEHIND, "no special token ends the answers"),
         ("{{ '<|im_start|>' + messages[0]['content'] + '<|im_end|>' }}", "'assistant' 0 times"),
         (CHATML + "{{ messages[-1]['content'] }}", "role 'assistant' 2 times"),
-        (
-            "{% for message in messages | reverse %}{{ " + BODY + " + '<|im_end|>' }}{% endfor %}",
-            "of the previous turn",
-        ),
+        (CHATML.replace("in messages %}", "in messages | reverse %}"), "of the previous turn"),
         (CHATML.replace("message['content']", "message['content'] | upper"), "role 'user' 0 times"),
         ("{% if messages[0]['role'] == 'user' %}{{ raise_exception('no Q') }}{% endif %}", "no Q"),
         ("{{ messages.nothing.there }}", "does not render the turns user, assistant"),
@@ -399,9 +367,7 @@ END_BEHIND = MARKED.replace(
         ("{% for x in range(10**9) %}{% endfor %}" + CHATML, "too big"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused_with_its_reason(
-    tmp_path: Path, template: str, reason: str
-) -> None:
+def test_an_unusable_template_is_refused(tmp_path: Path, template: str, reason: str) -> None:
     with pytest.raises(DataError, match=r"^tokenizer\.template") as refused:
         take(tmp_path, template)
     assert reason in str(refused.value) and "set tokenizer.template=ttrain" in str(refused.value)
@@ -416,9 +382,7 @@ def test_a_template_that_cannot_be_used_is_refused_with_its_reason(
         (MEOW + CHATML, "cat", "around the turns depends on their contents"),
     ],
 )
-def test_a_content_that_the_template_changes_is_refused(
-    tmp_path: Path, template: str, content: str, reason: str
-) -> None:
+def test_changes_are_refused(tmp_path: Path, template: str, content: str, reason: str) -> None:
     encoder = take(tmp_path, template)
     encode_chat(encoder, exchange("a dog", "x"))
     with pytest.raises(DataError, match=r"tokenizer\.template=ttrain") as refused:
@@ -448,9 +412,7 @@ def reasoned(**change: bool) -> Messages:
     return tuple(replace(turn, **change) if turn.thought else turn for turn in parsed.messages)
 
 
-def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
-    fox_encoder: Encoder, tinyseek: Encoder
-) -> None:
+def test_reasoning_is_text_before_the_answer(fox_encoder: Encoder, tinyseek: Encoder) -> None:
     turns, masked = reasoned(), reasoned(thought_in_loss=False)
     assert turns[-1].content == THOUGHT + "A fox"
     assert tuple(Message.from_json(turn.to_json()) for turn in masked) == masked
@@ -467,14 +429,11 @@ def test_reasoning_is_text_before_the_answer_and_trained_on_unless_it_is_masked(
     assert encode_chat(fox_encoder, answered)[0] == by_transformers(fox_encoder, answered)[0]
 
 
-@pytest.mark.parametrize(
-    ("template", "thought"),
-    [(REASONING, ""), (CHATML, "<think>\nlazy\n</think>\n\n")],
-    ids=["by the field", "without the field"],
-)
-def test_reasoning_is_rendered_as_the_template_does_it(
-    tmp_path: Path, template: str, thought: str
-) -> None:
+FIRST_THOUGHT = "<think>\nlazy\n</think>\n\n"
+
+
+@pytest.mark.parametrize(("template", "thought"), [(REASONING, ""), (CHATML, FIRST_THOUGHT)])
+def test_the_template_renders_the_reasoning(tmp_path: Path, template: str, thought: str) -> None:
     encoder, turns = take(tmp_path, template), reasoned()
     before = f"{thought}A dog<|im_end|>{THOUGHT}"
     assert live_text(encoder, turns) == before + "A fox<|im_end|>"
@@ -486,17 +445,13 @@ def test_reasoning_is_rendered_as_the_template_does_it(
     ids, _ = encode_chat(encoder, turns)
     assert ids.count(encoder.end_id) == 4, "a text is no special token"
     if template == REASONING:
-        rows = [
-            {**row, "reasoning_content": row.get("reasoning_content", "").strip()}
-            for row in REASONED_ROWS
-        ]
+        stripped = {"reasoning_content": FOX.strip()}
+        rows = [*REASONED_ROWS[:-1], {**REASONED_ROWS[-1], **stripped}]
         opened = in_transformers(encoder.directory)
         assert shown(encoder, ids) == opened.apply_chat_template(rows, tokenize=False)
 
 
-def test_whether_reasoning_is_trained_on_decides_the_masks_of_shards_and_their_keys(
-    tmp_path: Path, recipes: dict[str, BlockRecipe]
-) -> None:
+def test_learn_reasoning_decides_the_masks(tmp_path: Path, recipes: dict[str, BlockRecipe]) -> None:
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": REASONED_ROWS}])
     live = []
     for recipe in (recipes["chats"], replace(recipes["chats"], learn_reasoning=False)):

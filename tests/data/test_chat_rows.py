@@ -1,7 +1,6 @@
 """Rows of chats: every live token a target once, cut at turns, and what is dropped is counted."""
 
-from __future__ import annotations
-
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -60,16 +59,12 @@ def pieces_of(rows: ChatRows) -> list[Piece]:
 
 
 @pytest.mark.parametrize(("packed", "per_shard"), [(True, 100), (False, 10**6), (False, 1)])
-def test_chats_that_fit_come_whole_and_once_with_their_mask(
-    tmp_path: Path, packed: bool, per_shard: int
-) -> None:
+def test_chats_that_fit_come_whole_and_once(tmp_path: Path, packed: bool, per_shard: int) -> None:
     chats = some_chats(1, 60, turns=2, longest=6)
     rows = chat_rows(tmp_path, chats, row_length=48, packed=packed, per_shard=per_shard)
     expected = []
     for ids, live in chats:
-        labels = [
-            token if scored else IGNORE for token, scored in zip(ids[1:], live[1:], strict=True)
-        ]
+        labels = [ids[at] if live[at] else IGNORE for at in range(1, len(ids))]
         expected.append((ids[:-1], labels, list(range(len(ids) - 1))))
     assert sorted(pieces_of(rows)) == sorted(expected)
     counts = rows.counts()
@@ -81,9 +76,8 @@ def test_chats_that_fit_come_whole_and_once_with_their_mask(
     batch = rows.batch(range(3))
     muted = batch.without_targets()
     assert batch.live_tokens > 0 == muted.live_tokens
-    assert np.array_equal(muted.input_ids_BT, batch.input_ids_BT) and np.array_equal(
-        muted.segments_BT, batch.segments_BT
-    )
+    assert np.array_equal(muted.input_ids_BT, batch.input_ids_BT)
+    assert np.array_equal(muted.segments_BT, batch.segments_BT)
 
 
 # --- long ones
@@ -101,9 +95,7 @@ def numbered(chats: list[Record]) -> tuple[list[Record], list[int]]:
 @pytest.mark.parametrize(
     ("packed", "row_length", "seed"), [(True, 8, 0), (True, 20, 1), (False, 12, 2), (False, 33, 3)]
 )
-def test_every_live_token_is_a_target_once(
-    tmp_path: Path, packed: bool, row_length: int, seed: int
-) -> None:
+def test_live_tokens_are_targets(tmp_path: Path, packed: bool, row_length: int, seed: int) -> None:
     """Every piece has one and is a stretch of its chat; an answer that fits is in one piece."""
     chats, tokens = numbered(some_chats(seed, 50, turns=4, longest=25))
     rows = chat_rows(tmp_path, chats, row_length, packed=packed, per_shard=300)
@@ -117,9 +109,7 @@ def test_every_live_token_is_a_target_once(
         stretches.append((ids, start, end + 1))
         seen |= {*inputs, *labels}
     learnt = Counter(label for _, labels, _ in pieces for label in labels if label != IGNORE)
-    assert learnt == Counter(
-        token for ids, live in chats for token, flag in zip(ids, live, strict=True) if flag
-    )
+    assert learnt == Counter(token for chat in chats for token in itertools.compress(*chat))
     assert len(pieces) == counts["pieces"] > 60
     assert counts["target_tokens"] == learnt.total()
     assert counts["cut_records"] == sum(len(ids) > row_length + 1 for ids, _ in chats) > 0

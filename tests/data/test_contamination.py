@@ -1,7 +1,4 @@
-"""Items of evaluations in training shards: matched however they are written, marked in an
-evaluation, left out on request, and known to later nights."""
-
-from __future__ import annotations
+"""Items of evaluations in training shards: matched, marked, and left out on request."""
 
 import json
 import random
@@ -32,20 +29,13 @@ Json = dict[str, Any]
 POEM = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。"
 QUESTION = "Which river does the old wooden bridge of the village cross?"
 ANSWER = "The upper Rhine"
-
-
-def chat(*contents: str, system: str = "") -> Json:
-    turns = [{"role": "system", "content": system}] if system else []
-    for number, content in enumerate(contents):
-        turns.append({"role": ("user", "assistant")[number % 2], "content": content})
-    return {"messages": turns}
+TURNS = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
 
 
 def test_words_are_the_same_whatever_case_width_and_punctuation() -> None:
     assert words_of("Ｔhe  CAFÉ,\n(1)") == words_of("the cafe\u0301 1") == ["the", "café", "1"]
     assert words_of("—… 🙂 \u200b\0") == [] and words_of("你好，Welt！") == ["你", "好", "welt"]
-    for text in ("Ｔhe  CAFÉ,\n(1)", POEM, "한국어 텍스트", "Straße, ÜBER ﬁ ½ ①"):
-        assert plain(text) == "".join(words_of(text)).encode()
+    assert plain("Straße, ÜBER ﬁ ½ ①") == "".join(words_of("Straße, ÜBER ﬁ ½ ①")).encode()
 
 
 def grams(words: Sequence[str], size: int) -> set[tuple[str, ...]]:
@@ -80,96 +70,67 @@ def test_matches_are_those_of_a_naive_search(seed: int) -> None:
 
 def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     instruction = " ".join(f"instruction{number}" for number in range(14))
-    words = range(14)
-    ends = [" ".join([f"{n}", *(f"end{n}of{word}" for word in words)]) for n in range(50)]
+    ends = [" ".join(f"end{n}of{word}" for word in range(14)) for n in range(17)]
     index = GramIndex([f"{instruction} {end}" for end in ends])
     assert index.find(f"{instruction} z" * 9) == {}
     assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
 CHOICES = {"question": QUESTION, "choices": ["a", ANSWER]}
-ITEM_ROWS: dict[str, tuple[bytes, list[Json]]] = {
-    "question and answer": (
-        plain(QUESTION + ANSWER),
-        [
-            {**CHOICES, "answer": 1},
-            {**CHOICES, "answer": "B"},
-            {"question": QUESTION, "answer": ANSWER},
-            chat(QUESTION, ANSWER),
-            {"question": QUESTION, "answer": " ", "final": ANSWER},
-        ],
-    ),
-    "question": (
-        plain(QUESTION),
-        [{**CHOICES, "answer": 7}, {"question": QUESTION, "answer": [{"role": "assistant"}]}],
-    ),
-    "last word": (
-        b"thebridgecrossestherhine",
-        [{"context": "The bridge crosses the", "target": " Rhine"}],
-    ),
-    "text": (plain(POEM), [{"text": POEM}]),
-}
+BOTH = plain(QUESTION + ANSWER)
+ITEM_ROWS: list[tuple[Json, bytes]] = [
+    ({**CHOICES, "answer": 1}, BOTH),
+    ({**CHOICES, "answer": "B"}, BOTH),
+    ({"question": QUESTION, "answer": ANSWER}, BOTH),
+    ({"messages": TURNS}, BOTH),
+    ({"question": QUESTION, "answer": " ", "final": ANSWER}, BOTH),
+    ({**CHOICES, "answer": 7}, plain(QUESTION)),
+    ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
+    ({"text": POEM}, plain(POEM)),
+]
 
 
-@pytest.mark.parametrize(("text", "rows"), ITEM_ROWS.values(), ids=ITEM_ROWS)
-def test_rows_of_every_kind_of_task_are_items(
-    tmp_path: Path, text: bytes, rows: list[Json]
-) -> None:
-    bad = [{"title": "nothing"}, b"no JSON"]
-    left_out = Counter[str]()
-    path = write_lines(tmp_path / "items.jsonl", [*bad, *rows])
+def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
+    bad, left_out = [{"title": "nothing"}, b"no JSON"], Counter[str]()
+    path = write_lines(tmp_path / "items.jsonl", [*bad, *(row for row, _ in ITEM_ROWS)])
     items = contamination.read_items(str(path), left_out)
     assert left_out == {"items.jsonl": 2}
-    assert [item.digest for item in items] == [contamination.digest_of_text(text)] * len(rows)
+    expected = [contamination.digest_of_text(text) for _, text in ITEM_ROWS]
+    assert [item.digest for item in items] == expected
     assert items[0].location == "items.jsonl:3"
     with pytest.raises(DataError, match="no item"):
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
-def build(
-    output: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True
-) -> Any:
+def build(out: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True) -> Any:
     against = None
     if items:
         left_out = Counter[str]()
         read = contamination.read_items(str(items), left_out)
         against = contamination.OverlapCheck(read, remove, left_out)
-    kind = "chats" if "chats" in rows.name else "documents"
-    recipe = recipe_of(ALL, encoder.directory, kind)
-    return shard_sets.build(output, [rows], recipe, block_bytes=2048, against=against)
-
-
-def report_of(output: Path) -> Json:
-    return dict(json.loads((output / contamination.REPORT).read_bytes()))
+    recipe = recipe_of(ALL, encoder.directory, "documents")
+    return shard_sets.build(out, [rows], recipe, block_bytes=2048, against=against)
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_documents_that_hold_an_item_are_left_out(
-    tmp_path: Path, encoder: Encoder, remove: bool
-) -> None:
+def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, remove: bool) -> None:
     rng = random.Random(1)
     texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=200)) for _ in range(30)]
     texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
     texts[20] = f"{texts[20][:50]} {QUESTION.upper()} -- {ANSWER}!"
     texts[25] = f"{texts[25]} {QUESTION[:20]}"  # too little
-    questions = {
-        "a": (POEM[:12], [POEM[12:], "白日依山盡"], 0),
-        "b": (QUESTION, ["Danube", ANSWER], 1),
-        "c": ("What is it that none of the documents of the training set says?", ["a", "b"], 1),
-        "too short": ("1+1", ["2", "3"], 0),
-    }
+    unknown = "What is it that none of the documents of the training set says?"
     rows: list[Json] = [
-        {"question": question, "choices": choices, "answer": answer}
-        for question, choices, answer in questions.values()
+        {"question": POEM[:12], "choices": [POEM[12:], "白日依山盡"], "answer": 0},
+        {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1},
+        {"question": unknown, "choices": ["a", "b"], "answer": 1},
+        {"question": "1+1", "choices": ["2", "3"], "answer": 0},  # too short
     ]
     items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
     output = tmp_path / "out"
-    unchecked = build(tmp_path / "plain", encoder, documents, None)
-    assert unchecked.contamination is None
-    assert not (tmp_path / "plain" / contamination.REPORT).exists()
     built = build(output, encoder, documents, items, remove)
-    report = report_of(output)
+    report = json.loads((output / contamination.REPORT).read_bytes())
     counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
     assert report["tasks"] == {"items.jsonl": counts}
     assert (report["documents"], report["removed"]) == (2, remove)
@@ -179,50 +140,26 @@ def test_documents_that_hold_an_item_are_left_out(
     assert str(tmp_path) not in json.dumps(report)
     lines = {item["where"].rpartition(":")[2]: item["documents"] for item in report["items"]}
     assert lines == {"1": 1, "2": 1}
-    places = [place for item in report["items"] for place in item["places"]]
-    assert {place["file"] for place in places} == {documents.name}
-    tally = built.tallies["train"]
-    removed = 2 if remove else 0
-    assert built.parts["train"]["rows"] + built.parts["heldout"]["rows"] == 30 - removed
+    tally, removed = built.tallies["train"], 2 if remove else 0
+    assert built.parts["train"]["rows"] == 30 - removed
     assert tally.kept + tally.skipped.total() + tally.rejected.total() == tally.rows == 30
     assert tally.skipped[contamination.OVERLAPS] == removed
     kept = shard_sets.texts_in(output, encoder.directory)
     assert any("床前" in text for text in kept) is not remove
-    again = build(output, encoder, documents, None)
-    assert again.parts["train"]["shards"] == unchecked.parts["train"]["shards"], "shards come back"
+    assert build(output, encoder, documents, None).parts["train"]["rows"] == 30
     assert not (output / contamination.REPORT).exists()
-    assert contamination.read_item_shares(output) == {}
-
-
-def test_chats_match_with_all_turns_and_not_by_the_system_turn_that_others_have_too(
-    tmp_path: Path, encoder: Encoder
-) -> None:
-    """All turns are shorter than a part, after a system turn that is longer than all of them."""
-    system = "You are an assistant who answers questions about rivers in a friendly way."
-    short = ("Which river is it?", "The Rhine", "And the city?", "Cologne, I say so")
-    rows = [("Say it in Latin!", f"Non possum dicere {number}") for number in range(5)]
-    chats = [chat(*row, system=system) for row in (*rows, short, ("Who?", *short))]
-    items = [chat(*row, system=system) for row in (short, ("Where is this?", "It is nowhere."))]
-    documents = write_lines(tmp_path / "chats.jsonl", chats)
-    built = build(tmp_path / "out", encoder, documents, write_lines(tmp_path / "i.jsonl", items))
-    [item] = report_of(tmp_path / "out")["items"]
-    assert (item["where"], item["share"]) == ("i.jsonl:1", 1.0)
-    assert [place["line"] for place in item["places"]] == [6, 7]
-    assert built.parts["train"]["rows"] == 5
 
 
 def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_path: Path) -> None:
-    items, suite = write_lines(tmp_path / "items.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
-    suite.write_text(
-        "tasks: {poems: {kind: choices, file: items.jsonl}, prose: {kind: text, file: heldout}}"
-    )
+    items, suite = write_lines(tmp_path / "i.jsonl", [{"text": POEM}]), tmp_path / "suite.yaml"
+    suite.write_text("tasks: {a: {kind: choices, file: i.jsonl}, b: {kind: text, file: heldout}}")
     for named in (str(items), str(suite)):
         settings = Settings.model_validate({"shards": {"decontaminate": named}})
         against = data_files(SHARDS_PRETRAIN, settings)["against"]
         assert [file.location for file in against] == [str(items)]
         assert "against" not in data_files(TOKENIZER, settings)
     assert data_files(SHARDS_PRETRAIN, Settings()) == {}
-    suite.write_text("tasks:\n  arc: {kind: harness, task: arc_easy}\n")
+    suite.write_text("tasks: {arc: {kind: harness, task: arc_easy}}")
     with pytest.raises(UsageError, match="arc"):
         evaluation_files((str(suite),))
 
@@ -232,9 +169,9 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
 
 def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> Items[Any]:
     file = write_lines(directory / "task.jsonl", rows)
-    task = {"kind": kind, "file": file.name, "by": ["lang"], **more}
-    spec = Suite.model_validate({"tasks": {"task": task}}).tasks["task"]
-    return run.functions_of(spec)[0]("task", spec, SuiteFiles(directory))
+    spec = Suite.model_validate({"tasks": {"task": {"kind": kind, "file": file.name, **more}}})
+    task = spec.tasks["task"]
+    return run.functions_of(task)[0]("task", task, SuiteFiles(directory))
 
 
 @pytest.mark.parametrize(
@@ -243,22 +180,16 @@ def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> I
         ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
         ("last_word", {"context": "The old bridge of the village crosses the", "target": " Rhine"}),
         ("text", {"text": POEM}),
-        ("chats", chat(QUESTION, ANSWER)),
+        ("chats", {"messages": TURNS}),
     ],
 )
-def test_items_that_training_documents_hold_are_marked(
-    tmp_path: Path, kind: str, row: Json
-) -> None:
+def test_items_in_training_documents_are_marked(tmp_path: Path, kind: str, row: Json) -> None:
     written = json.dumps(row, ensure_ascii=False)
-    other, another = (
-        json.loads(written.replace("Rhine", f"Elbe {n}").replace("床", f"{n}")) for n in range(2)
-    )
-    rows = [{**other, "lang": "en"}, {**row, "lang": "en"}, {**another, "lang": "zh"}]
+    rows = [json.loads(written.replace("Rhine", "Elbe").replace("床", "x")), row]
     items = items_of(kind, rows, tmp_path)
     [item] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), Counter())
     marked = run.mark_overlaps(items, {item.digest})
-    assert marked.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0, 2)}
-    assert marked.digests == items.digests
+    assert marked.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0,)}
     assert run.mark_overlaps(items, {"other"}) is items
     if kind in ("choices", "last_word"):  # worked examples are no part of an item
         with_examples = items_of(kind, rows, tmp_path, shots=1)
@@ -277,8 +208,6 @@ def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None
     config = Settings(evaluate=Evaluate(suites=str(suite), **few))
     (tmp_path / "output").mkdir()
     inputs = {"base": tmp_path / "base", "documents": documents}
-    result = run_here(evaluate, config, tmp_path / "output", inputs, settings.runtime)
-    assert result["counts"]["texts/items"] == 3
+    metrics = run_here(evaluate, config, tmp_path / "output", inputs, settings.runtime)["metrics"]
     name = "texts/bits_per_byte/base/overlap"
-    metrics = result["metrics"]
     assert metrics[f"{name}:no"] != pytest.approx(metrics[f"{name}:yes"], rel=1e-6)

@@ -1,8 +1,4 @@
-"""Rows of documents equal a naive loop: no token is lost or counted twice. Rows of several sources
-side by side, best fit against a search over all bins, and masked regions.
-"""
-
-from __future__ import annotations
+"""Rows of documents and of several sources: no token is lost or counted twice."""
 
 import itertools
 import random
@@ -31,11 +27,9 @@ records_of_markers = st.lists(marked_record, min_size=1, max_size=6)
 PACKED = pytest.param(partial(SeparateDocumentRows, packed=True), id="packed")
 
 
-def shard_set(path: Path, documents: list[list[int]], tokens_per_shard: int = 10**6) -> ShardSet:
-    common: Any = {"kind": "documents", "vocab_size": 1 << 20}
-    write_shards(
-        path, [(ids, []) for ids in documents], tokens_per_shard=tokens_per_shard, **common
-    )
+def shard_set(path: Path, documents: list[list[int]], per_shard: int = 10**6) -> ShardSet:
+    common: Any = {"kind": "documents", "vocab_size": 1 << 20, "tokens_per_shard": per_shard}
+    write_shards(path, [(ids, []) for ids in documents], **common)
     return ShardSet(path)
 
 
@@ -46,18 +40,14 @@ def lines(batch: Batch, row: int = 0) -> tuple[list[int], ...]:
 
 def some_documents(seed: int, count: int, longest: int) -> list[list[int]]:
     chance = random.Random(seed)
-    return [
-        [chance.randrange(3, 100) for _ in range(chance.randint(1, longest))] for _ in range(count)
-    ]
+    return [chance.choices(range(3, 100), k=chance.randint(1, longest)) for _ in range(count)]
 
 
 def naive_rows(
     documents: list[list[int]], row_length: int, stride: int, kind: Any
 ) -> list[tuple[list[int], ...]]:
     """Token by token: the token, the next one of its document, its position and its document."""
-    places = [
-        [(number, at) for at in range(len(document))] for number, document in enumerate(documents)
-    ]
+    places = [list(itertools.product([n], range(len(ids)))) for n, ids in enumerate(documents)]
     streams = [list(itertools.chain.from_iterable(places))] if kind is DocumentRows else places
     rows: list[tuple[list[int], ...]] = []
     for stream in streams:
@@ -67,16 +57,12 @@ def naive_rows(
             for number, at in stream[start : min(start + row_length, len(stream) - 1)]:
                 ids, labels, positions, segments = row
                 ids.append(documents[number][at])
-                labels.append(
-                    documents[number][at + 1] if at + 1 < len(documents[number]) else IGNORE
-                )
+                labels.append([*documents[number], IGNORE][at + 1])
                 positions.append(positions[-1] + 1 if segments and segments[-1] == number else 0)
                 segments.append(number)
-            missing = row_length - len(row[0])
-            padding = (PAD, IGNORE, 0, -1)
-            rows.append(
-                tuple(part + [value] * missing for part, value in zip(row, padding, strict=True))
-            )
+            for part, padding in zip(row, (PAD, IGNORE, 0, -1), strict=True):
+                part += [padding] * (row_length - len(part))
+            rows.append(row)
             if start + row_length >= len(stream) - 1:
                 break
             start += stride
@@ -85,19 +71,19 @@ def naive_rows(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("tokens_per_shard", "row_length", "stride", "longest"),
+    ("per_shard", "row_length", "stride", "longest"),
     [
         *[(10**6, 8, 8, 5), (20, 8, 4, 40), (1, 9, 5, 9)],
         *[(10**6, 64, 64, 10), (20, 10, 1, 25), (1, 8, 8, 40)],
     ],
 )
 def test_document_rows_equal_a_naive_loop(
-    tmp_path: Path, kind: Any, tokens_per_shard: int, row_length: int, stride: int, longest: int
+    tmp_path: Path, kind: Any, per_shard: int, row_length: int, stride: int, longest: int
 ) -> None:
     if kind is SeparateDocumentRows:  # each shape with two sizes of a shard
-        tokens_per_shard = {10**6: 20, 20: 1, 1: 10**6}[tokens_per_shard]
+        per_shard = {10**6: 20, 20: 1, 1: 10**6}[per_shard]
     documents = some_documents(row_length * longest, 30, longest)
-    rows = kind(shard_set(tmp_path, documents, tokens_per_shard), row_length, PAD, stride=stride)
+    rows = kind(shard_set(tmp_path, documents, per_shard), row_length, PAD, stride=stride)
     rows.trimmed = False
     expected = naive_rows(documents, row_length, stride, kind)
     batch, counts = rows.batch(range(len(rows))), rows.counts()
@@ -111,9 +97,7 @@ def test_document_rows_equal_a_naive_loop(
 
 
 @pytest.mark.parametrize("together", [4, 1 << 18])
-def test_packed_rows_hold_whole_windows_of_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
-) -> None:
+def test_packed_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     monkeypatch.setattr("ttrain.data.packing.PACKED_TOGETHER", together)
     documents = some_documents(5, 30, 12)
     shards = shard_set(tmp_path, documents, 50)
@@ -127,9 +111,8 @@ def test_packed_rows_hold_whole_windows_of_documents(
             end = begin + 1 + next_begins[0] if len(next_begins) else 8
             pieces.append([part[begin:end].tolist() for part in (ids, labels, positions, segments)])
     single = alone.batch(range(len(alone)))
-    expected = [
-        [part[:length] for part in lines(single, row)] for row, length in enumerate(alone.lengths())
-    ]
+    lengths = enumerate(alone.lengths())
+    expected = [[part[:length] for part in lines(single, row)] for row, length in lengths]
     assert sorted(pieces) == sorted(expected)
     assert len(packed) < len(alone) and packed.counts()["fill"] > (0.9 if together > 4 else 0.6)
 
@@ -144,25 +127,21 @@ def test_the_multiplicity_is_a_count_of_all_labels(
     rows = kind(shard_set(tmp_path, documents, 50), row_length, PAD, stride=stride)
     counts, live = rows.counts(), rows.batch(range(len(rows))).live_tokens
     assert counts["target_tokens"] == live
-    assert counts["target_multiplicity"] == pytest.approx(
-        live / sum(len(document) - 1 for document in documents)
-    )
+    targets = sum(len(document) - 1 for document in documents)
+    assert counts["target_multiplicity"] == pytest.approx(live / targets)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows"),
-    [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)],
-)
-def test_the_number_of_rows_is_what_the_stream_needs(
-    tmp_path: Path, lengths: list[int], rows: int
-) -> None:
-    assert (
-        len(DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)) == rows
-    )
+SIZES = [([], 0), ([1], 0), ([2], 1), ([9], 1), ([10], 2), ([1, 1], 1), ([4, 5], 1)]
+
+
+@pytest.mark.parametrize(("lengths", "count"), SIZES)
+def test_the_number_of_rows_is_minimal(tmp_path: Path, lengths: list[int], count: int) -> None:
+    rows = DocumentRows(shard_set(tmp_path, [[5] * length for length in lengths]), 8, PAD)
+    assert len(rows) == count
 
 
 def test_opening_reads_the_index_only_and_a_row_only_its_shard(tmp_path: Path) -> None:
-    shards = shard_set(tmp_path, some_documents(1, 40, 30), tokens_per_shard=100)
+    shards = shard_set(tmp_path, some_documents(1, 40, 30), per_shard=100)
     last = sorted(tmp_path.glob("*.arrow"))[-1]
     for path in tmp_path.glob("*.arrow"):
         if path != last:
@@ -191,17 +170,14 @@ def test_mixed_rows_are_the_rows_of_the_groups_one_after_the_other(shards: Shard
     assert len(mixed) == len(groups[0]) + len(groups[1]) == 6 + 1
     alone = [lines(group.batch([row])) for group in groups for row in range(len(group))]
     assert [lines(mixed.batch([row])) for row in range(len(mixed))] == alone
-    assert (
-        mixed.lengths().tolist() == [*groups[0].lengths(), *groups[1].lengths()] == [8] * 5 + [1, 6]
-    )
+    lengths = [length for group in groups for length in group.lengths()]
+    assert mixed.lengths().tolist() == lengths == [8] * 5 + [1, 6]
 
 
 def test_counts_of_mixed_rows_are_sums_and_weighted_means(shards: ShardSet) -> None:
     groups = [DocumentRows(shards.group(number), 8, 0, stride=4) for number in range(2)]
-    counts, rows = (
-        MixedRows(groups, [1, 1]).counts(),
-        sum(group.counts()["rows"] for group in groups),
-    )
+    counts = MixedRows(groups, [1, 1]).counts()
+    rows = sum(group.counts()["rows"] for group in groups)
     assert counts["rows"] == rows == counts["rows_of_source_0"] + counts["rows_of_source_1"]
     assert (counts["records"], counts["row_length"]) == (3, 8)
     assert counts["target_multiplicity"] == pytest.approx(counts["target_tokens"] / (29 + 6 + 11))
@@ -241,9 +217,7 @@ def naive_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 40))
-def test_best_fit_equals_a_search_over_all_bins_and_never_exceeds_one(
-    data: Any, capacity: int
-) -> None:
+def test_best_fit_equals_a_search_over_all_bins(data: Any, capacity: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
     bins = best_fit(lengths, capacity)
     assert bins == naive_best_fit(lengths, capacity)
@@ -281,9 +255,8 @@ def numbered(records: list[list[int]]) -> tuple[list[list[int]], set[int]]:
     """The records with all tokens but the markers made unique, and the possible targets."""
     unique, free = [], set()
     for number, record in enumerate(records):
-        named = [
-            token if token <= 4 else 100 + 1000 * number + at for at, token in enumerate(record)
-        ]
+        first = 100 + 1000 * number
+        named = [token if token <= 4 else first + at for at, token in enumerate(record)]
         flags = state_machine(record, PAIRS)
         free |= {token for token, masked in zip(named[1:], flags[1:], strict=True) if not masked}
         unique.append(named)
@@ -302,9 +275,7 @@ def rows_of(kind: Any, records: Any, row_length: int, **options: Any) -> tuple[A
 @pytest.mark.parametrize("kind", [*KINDS, PACKED])
 @settings(max_examples=20, deadline=None)
 @given(records=records_of_markers, row_length=st.integers(2, 9))
-def test_only_tokens_that_are_not_masked_are_learnt_once(
-    kind: Any, records: list[list[int]], row_length: int
-) -> None:
+def test_free_tokens_are_learnt_once(kind: Any, records: list[list[int]], row_length: int) -> None:
     unique, free = numbered(records)
     labels, counts = rows_of(kind, [(ids, []) for ids in unique], row_length)
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(free)
@@ -317,14 +288,10 @@ def test_only_tokens_that_are_not_masked_are_learnt_once(
 
 @settings(max_examples=20, deadline=None)
 @given(st.booleans(), records_of_markers, st.integers(2, 9), st.integers(0, 9))
-def test_masked_answers_are_not_learnt(
-    packed: bool, records: list[list[int]], row_length: int, seed: int
-) -> None:
+def test_masked_answers(packed: bool, records: list[list[int]], row_length: int, seed: int) -> None:
     unique, free = numbered(records)
-    chats = [
-        (ids, (np.random.default_rng(seed + len(ids)).random(len(ids)) < 0.7).tolist())
-        for ids in unique
-    ]
+    chance = random.Random(seed)
+    chats = [(ids, [chance.random() < 0.7 for _ in ids]) for ids in unique]
     learnt = [
         {token for token, live in list(zip(*chat, strict=True))[1:] if live and token in free}
         for chat in chats

@@ -1,16 +1,10 @@
-"""Encoding: the ids of `tokenizers` whatever library makes them, and no text that turns special.
-
-An existing tokenizer, from a folder or the Hub: its ids stay, and what it lacks comes after them.
-"""
-
-from __future__ import annotations
+"""Encoding, whatever library makes the ids; existing tokenizers from a folder or the Hub."""
 
 import functools
 import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,21 +37,15 @@ REAL = fastokens.Tokenizer
 SPECIALS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 
 
-def cut(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def with_panic(data: bytes) -> bytes:
-    """A model over which the library panics."""
-    return data.replace(b'subword_prefix": null', b'subword_prefix": "longer than a token"')
-
-
-Damage = Callable[[bytes], bytes | None]
-DAMAGES: dict[str, tuple[str, Damage]] = {
+PREFIX = b'subword_prefix": '  # with a long one the library panics
+DAMAGES: dict[str, tuple[str, Any]] = {
     "missing": ("tokenizer.json", lambda data: None),
-    "cut": ("tokenizer.json", cut),
+    "cut": ("tokenizer.json", lambda data: data[: len(data) // 2]),
     "another": ("tokenizer.json", lambda data: b'{"a": 1}'),
-    "panic": ("tokenizer.json", with_panic),
+    "panic": (
+        "tokenizer.json",
+        lambda data: data.replace(PREFIX + b"null", PREFIX + b'"a long one"'),
+    ),
     "renamed": ("tokenizer.json", lambda data: data.replace(b"<|end|>", b"<|e|>")),
     "unconfigured": ("tokenizer_config.json", lambda data: None),
     "no padding": ("tokenizer_config.json", lambda data: data.replace(b'"pad_token"', b'"pad"')),
@@ -106,7 +94,7 @@ class Wrong:
         self._inner = REAL.from_file(path)
 
     @classmethod
-    def from_file(cls, path: str) -> Wrong:
+    def from_file(cls, path: str) -> "Wrong":
         return cls(path)
 
     def no_truncation(self) -> None: ...
@@ -124,23 +112,17 @@ class WrongOnProbe(Wrong):
     trigger = "\u200d"
 
 
-class Panic(BaseException):
-    """As pyo3's: no Exception."""
-
-
 class Panicking:
     @staticmethod
     def from_file(path: str) -> Any:
-        raise Panic("index out of bounds")
+        raise BaseException("index out of bounds")  # as pyo3's
 
 
 @settings(max_examples=50, deadline=None)
 @given(texts=st.lists(st.text(max_size=40), max_size=4))
 @example(texts=[*TEXTS, *PROBES])
 @example(texts=[f"a{token} {token}{token}\n" for token in SPECIALS])
-def test_the_fast_ids_are_those_of_tokenizers(
-    directory: Path, text_encoder: Encoder, texts: list[str]
-) -> None:
+def test_fast_ids_are_the_same(directory: Path, text_encoder: Encoder, texts: list[str]) -> None:
     assert text_encoder.kind == "fastokens"
     assert text_encoder.encode(texts) == reference(directory, texts)
 
@@ -157,26 +139,16 @@ def test_flat_ids_are_the_ids_of_the_texts_one_after_the_other(directory: Path, 
         assert parts == encoder.encode(texts) == reference(directory, texts)
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [
-        (SimpleNamespace(Tokenizer=WrongOnProbe), "make different ids of"),
-        (SimpleNamespace(Tokenizer=Panicking), "out of bounds"),
-        (None, "not installed"),
-    ],
-)
 def test_without_a_right_fast_library_the_ids_are_the_same(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    library: Any,
-    message: str,
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "fastokens", library)
-    with caplog.at_level(logging.INFO, "ttrain"):
+    wrong, panicking = (SimpleNamespace(Tokenizer=library) for library in (WrongOnProbe, Panicking))
+    caplog.set_level(logging.INFO, "ttrain")
+    for library, message in ((wrong, "different ids"), (panicking, "bounds"), (None, "installed")):
+        monkeypatch.setitem(sys.modules, "fastokens", library)
         encoder = Encoder(directory)
-    assert encoder.kind == "tokenizers" and message in caplog.text
-    assert encoder.encode([*TEXTS, *PROBES]) == reference(directory, [*TEXTS, *PROBES])
+        assert encoder.kind == "tokenizers" and message in caplog.messages[-1]
+        assert encoder.encode([*TEXTS, *PROBES]) == reference(directory, [*TEXTS, *PROBES])
 
 
 def test_a_text_on_which_the_fast_library_fails_is_encoded_by_the_other(
@@ -190,9 +162,7 @@ def test_a_text_on_which_the_fast_library_fails_is_encoded_by_the_other(
     assert encoder.kind == "tokenizers" and "limit exceeded" in caplog.text
 
 
-def test_its_length_is_its_highest_id_plus_one_also_with_holes(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_its_length_is_its_highest_id_plus_one(directory: Path, tmp_path: Path) -> None:
     for path in directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     spec = spec_of(directory)
@@ -212,9 +182,7 @@ def test_the_special_ids_are_where_the_configuration_says(text_encoder: Encoder)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_markup_knows_special_tokens_and_text_after_it_does_not(
-    directory: Path, fast: bool
-) -> None:
+def test_markup_knows_special_tokens_and_text_does_not(directory: Path, fast: bool) -> None:
     encoder = Encoder(directory, fast=fast)
     assert encoder.encode_markup("<|user|>a<|end|>") == [5, *encoder.encode(["a"])[0], 8]
     assert min(encoder.encode(["<|user|>a<|end|>"])[0]) >= len(SPECIALS)
@@ -225,9 +193,7 @@ def test_markup_knows_special_tokens_and_text_after_it_does_not(
 
 
 @pytest.mark.parametrize(("damaged", "damage"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_tokenizer_is_refused_and_left_as_it_is(
-    directory: Path, tmp_path: Path, damaged: str, damage: Damage
-) -> None:
+def test_damage_is_refused(directory: Path, tmp_path: Path, damaged: str, damage: Any) -> None:
     files: dict[str, Any] = {path.name: path.read_bytes() for path in directory.iterdir()}
     files[damaged] = damage(files[damaged])
     before = {name: data for name, data in files.items() if data is not None}
@@ -248,20 +214,15 @@ def take(source: Path, output: Path, template: str = "ttrain") -> Encoder:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A tokenizer without a chat template."""
     return make(tmp_path / "source", None)
 
 
-@pytest.mark.parametrize(
-    ("template", "added", "end"),
-    [
-        ("ttrain", ["<|pad|>", "<|bos|>", *jinja_templates.ROLE_TOKENS, "<|end|>"], "<|end|>"),
-        ("own", ["<|pad|>", "<|bos|>"], "<|im_end|>"),
-    ],
-)
-def test_what_is_missing_comes_after_the_vocabulary_whose_ids_stay(
-    tmp_path: Path, template: str, added: list[str], end: str
-) -> None:
+ROLES_AND_END = [*jinja_templates.ROLE_TOKENS, "<|end|>"]
+
+
+@pytest.mark.parametrize(("template", "more"), [("ttrain", ROLES_AND_END), ("own", [])])
+def test_new_tokens_come_last(tmp_path: Path, template: str, more: list[str]) -> None:
+    added = ["<|pad|>", "<|bos|>", *more]
     source = make(tmp_path / "source", CHATML, pad_token="<|im_end|>")
     before = opened(source)
     encoder = take(source, tmp_path / "out", template)
@@ -271,11 +232,10 @@ def test_what_is_missing_comes_after_the_vocabulary_whose_ids_stay(
     assert {token: encoder.special(token) for token in before.get_vocab()} == before.get_vocab()
     assert encoder.encode(SAMPLES) == reference(source, SAMPLES)
     assert [encoder.decode(ids) for ids in encoder.encode(SAMPLES)] == SAMPLES
-    ids = (encoder.pad_id, encoder.bos_id, encoder.eos_id)
-    assert ids == (size, size + 1, encoder.special("<|im_end|>"))
-    assert encoder.unk_id == -1, "it works on bytes"
+    ids = [encoder.pad_id, encoder.bos_id, encoder.eos_id, encoder.unk_id]
+    assert ids == [size, size + 1, encoder.special("<|im_end|>"), -1]
     assert (encoder.template, encoder.kind) == (template, "fastokens")
-    assert encoder.end_id == encoder.special(end)
+    assert encoder.end_id == encoder.special("<|end|>" if more else "<|im_end|>")
     turns = (Message("user", "x<|im_end|>"), Message("assistant", "y"))
     trained_on = list(itertools.compress(*encode_chat(encoder, turns)))
     assert trained_on == [*encoder.encode(["y"])[0], encoder.end_id]
@@ -289,8 +249,7 @@ def test_transformers_opens_what_was_taken(tmp_path: Path) -> None:
     opened = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     ids = (opened.pad_token_id, opened.bos_token_id, opened.eos_token_id)
     assert ids == (encoder.pad_id, encoder.bos_id, encoder.eos_id) and len(set(ids)) == 3
-    assert opened.chat_template == CHATML
-    assert opened.model_max_length == 1234
+    assert (opened.chat_template, opened.model_max_length) == (CHATML, 1234)
     text_ids = opened("the fox, über", add_special_tokens=False)["input_ids"]
     assert [text_ids] == encoder.encode(["the fox, über"])
     tokens = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"}
@@ -312,29 +271,23 @@ END_OF_TEXT = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoft
 @pytest.mark.parametrize(
     ("config", "tokens"),
     [
-        ({**END_OF_TEXT, "pad_token": "<|endoftext|>"}, ["<|pad|>", *["<|endoftext|>"] * 2]),
+        ({**END_OF_TEXT, "pad_token": "<|endoftext|>"}, "<|pad|> <|endoftext|> <|endoftext|>"),
         (dict.fromkeys(["pad_token", "unk_token"], "<|im_start|>"), "<|pad|> <|bos|> <|im_end|>"),
         ({"pad_token": "[PAD]", "bos_token": "[B]", "eos_token": None}, "[PAD] [B] <|eos|>"),
     ],
-    ids=["padding is the end", "padding is unknown", "named but missing, or none"],
 )
-def test_padding_is_not_the_end_nor_unknown(
-    tmp_path: Path, config: dict[str, Any], tokens: list[str] | str
-) -> None:
-    tokens = tokens.split() if isinstance(tokens, str) else tokens
+def test_padding_is_apart(tmp_path: Path, config: Any, tokens: str) -> None:
     encoder = take(make(tmp_path / "source", None, **config), tmp_path / "out")
-    assert [encoder.pad_id, encoder.bos_id, encoder.eos_id] == [*map(encoder.special, tokens)]
+    ids = [encoder.pad_id, encoder.bos_id, encoder.eos_id]
+    assert ids == [*map(encoder.special, tokens.split())]
     assert encoder.pad_id not in (encoder.eos_id, encoder.unk_id)
-    for token in tokens:
+    for token in tokens.split():
         assert encoder.special(token) not in encoder.encode([token])[0]
 
 
-def test_older_folders_keep_their_tokens_and_templates_elsewhere(
-    tmp_path: Path, source: Path
-) -> None:
-    (source / "special_tokens_map.json").write_text(
-        '{"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}'
-    )
+def test_older_folders_keep_their_tokens_elsewhere(tmp_path: Path, source: Path) -> None:
+    tokens = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}
+    (source / "special_tokens_map.json").write_text(json.dumps(tokens))
     templates = {"tool_use": "x", "default": CHATML}
     named = [{"name": name, "template": template} for name, template in templates.items()]
     config = source / "tokenizer_config.json"
@@ -355,9 +308,7 @@ def test_older_folders_keep_their_tokens_and_templates_elsewhere(
     assert take(source, tmp_path / "file", "own").jinja == "\n" + CHATML
 
 
-def test_a_vocabulary_from_which_text_would_vanish_is_refused_unless_it_has_an_unknown_token(
-    tmp_path: Path, source: Path
-) -> None:
+def test_a_vocabulary_that_loses_text_is_refused(tmp_path: Path, source: Path) -> None:
     spec = spec_of(source)
     del spec["model"]["vocab"]["é"]
     spec["model"]["merges"] = []
@@ -395,18 +346,13 @@ def error_of(name: str) -> str:
     return str(refused.value)
 
 
-def test_what_is_no_tokenizer_is_refused_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # which takes 0.2 s to import
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.json").write_text("{}")
-    for name, reason in (
-        (f"{tmp_path}/nowhere", "there is no such folder; name a folder that holds tokenizer.json"),
-        (f"{tmp_path}/file.json", "there is no such folder"),
-        ("gpt2", "there is no such folder"),
-        (f"{tmp_path}/empty", "has no tokenizer.json; AutoTokenizer"),
-    ):
+    missing = "there is no such folder; name a folder that holds tokenizer.json"
+    names = dict.fromkeys((f"{tmp_path}/nowhere", f"{tmp_path}/file.json", "gpt2"), missing)
+    for name, reason in {**names, f"{tmp_path}/empty": "has no tokenizer.json; Auto"}.items():
         message = error_of(name)
         assert f"tokenizer.existing is '{name}'" in message and reason in message
 
@@ -419,9 +365,7 @@ def test_what_is_no_tokenizer_is_refused_with_the_fix(
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_refused_by_name(
-    tmp_path: Path, source: Path, name: str, data: bytes
-) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, source: Path, name: str, data: bytes) -> None:
     (source / name).write_bytes(data)
     with pytest.raises(UsageError, match=name):
         take(source, tmp_path / "out")
@@ -438,18 +382,15 @@ def test_the_stage_takes_it_and_measures_it(tmp_path: Path) -> None:
     assert result["bytes_per_token"] > 1
     assert "documents" not in result, "it was trained on none"
     files = existing.tokenizer_files(str(source.rename(tmp_path / "moved")))
-    moved = train_directory(
-        [str(rows)], tmp_path / "again", settings, Reading(), existing_files=files
-    )
+    directory = tmp_path / "again"
+    moved = train_directory([str(rows)], directory, settings, Reading(), existing_files=files)
     assert moved == result
 
 
 # --- the Hub
 
 
-def test_a_name_on_the_hub_is_read_from_the_cache_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path.name: path.read_bytes() for path in make(tmp_path / "source", CHATML).iterdir()}
     snapshot = cache(tmp_path / "home", {**files, "model.safetensors": b"x"})
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "home")
@@ -464,10 +405,9 @@ def test_a_name_that_the_cache_lacks_is_fetched_once_and_only_the_files_that_cou
 ) -> None:
     use_hub(monkeypatch, hub.site.url, tmp_path / "home")
     cache(tmp_path / "home", {"config.json": b"{}"})  # of a model
-    paths = existing.tokenizer_files("someone/small")
-    names = ["tokenizer.json", "tokenizer_config.json"]
-    assert [path.name for path in paths] == names
-    assert [path.read_bytes() for path in paths] == [hub.commits[COMMIT][name] for name in names]
+    paths, files = existing.tokenizer_files("someone/small"), hub.commits[COMMIT]
+    assert [path.name for path in paths] == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.read_bytes() for path in paths] == [files[path.name] for path in paths]
     assert not [path for _, path, _ in hub.site.asked if "safetensors" in path]
     hub.site.asked.clear()
     assert existing.tokenizer_files("someone/small") == paths

@@ -1,10 +1,4 @@
-"""Micro-batches: the same global ones for any number of ranks and of threads, resumed at any step.
-
-The orders of rows: shuffled, a permutation that gives any place alone; weighted and grouped by
-length, against slow loops that build the whole run.
-"""
-
-from __future__ import annotations
+"""Micro-batches and orders of rows: the same for any ranks and threads, resumed at any step."""
 
 import itertools
 import threading
@@ -15,15 +9,7 @@ import pytest
 
 from ttrain.data import order as ordering
 from ttrain.data.loader import Loader, MicroBatch, pad_fraction
-from ttrain.data.order import (
-    LengthGroupedOrder,
-    Order,
-    ShuffledOrder,
-    WeightedOrder,
-    derived_seed,
-    permute,
-    quotas,
-)
+from ttrain.data.order import LengthGroupedOrder, Order, ShuffledOrder, WeightedOrder, permute
 from ttrain.data.packing import IGNORE, Array, Batch, Rows
 from ttrain.errors import DataError
 
@@ -59,7 +45,6 @@ def lengths_of(count: int) -> Array:
 
 
 def orders(rows: int, per_step: int, total: int, seed: int = 5) -> list[Order]:
-    """One of each kind over the same rows."""
     return [
         ShuffledOrder(rows, per_step, total, seed),
         WeightedOrder([rows - 3, 3], [0.7, 0.3], per_step, total, seed),
@@ -94,20 +79,15 @@ def as_lists(steps: Iterable[list[MicroBatch]]) -> list[Lists]:
 @pytest.mark.parametrize(
     ("per_step", "rows_per_device", "kind"), [(2, 3, 1), (5, 3, 2), (8, 16, 0), (13, 1, 2)]
 )
-def test_any_number_of_ranks_sees_the_same_global_batches(
-    per_step: int, rows_per_device: int, kind: int
-) -> None:
+def test_any_ranks_see_the_same_batches(per_step: int, rows_per_device: int, kind: int) -> None:
     order = orders(17, per_step, 2 * 17 + 1)[kind]
     for step in range(order.steps):
         alone = live_rows(loader(order, rows_per_device=rows_per_device).step(step))
         rows_alone = [row for number in sorted(alone) for row in alone[number]]
         assert rows_alone == order.step_rows(step).tolist()
         for world in (2, 3, 4):
-            loaders = (
-                loader(order, rows_per_device=rows_per_device, rank=r, world=world)
-                for r in range(world)
-            )
-            ranks = [rank_loader.step(step) for rank_loader in loaders]
+            split = {"rows_per_device": rows_per_device, "world": world}
+            ranks = [loader(order, rank=rank, **split).step(step) for rank in range(world)]
             # All take part in every collective.
             assert len({len(micro_batches) for micro_batches in ranks}) == 1
             numbers = [micro.number for micro_batches in ranks for micro in micro_batches]
@@ -120,9 +100,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(
 
 
 @pytest.mark.parametrize(("kind", "rank", "world"), [(0, 0, 1), (1, 0, 3), (1, 2, 3), (2, 0, 1)])
-def test_a_loader_resumes_at_any_step_and_its_state_counts_consumed_steps(
-    kind: int, rank: int, world: int
-) -> None:
+def test_a_loader_resumes_at_any_step(kind: int, rank: int, world: int) -> None:
     order = orders(11, 4, 30, seed=3)[kind]
 
     def opened() -> Loader:
@@ -230,14 +208,14 @@ def test_a_step_takes_the_next_places_of_its_epochs_order_and_each_epoch_has_its
 def naive_weighted(group_rows: list[int], weights: list[float], total: int, seed: int) -> list[int]:
     """Draw after draw: whose turn it is, and the next row of that group's pass."""
     cycle_length = ordering.DRAWS_PER_CYCLE
-    owners = np.repeat(np.arange(len(weights)), quotas(weights, cycle_length))
+    owners = np.repeat(np.arange(len(weights)), ordering.quotas(weights, cycle_length))
     drawn, draws = [0] * len(group_rows), []
     for draw in range(total):
         cycle, at = divmod(draw, cycle_length)
-        group = owners[place(at, cycle_length, derived_seed(seed, 0), cycle)]
+        group = owners[place(at, cycle_length, ordering.derived_seed(seed, 0), cycle)]
         turn, row = divmod(drawn[group], group_rows[group])
         drawn[group] += 1
-        drawn_row = place(row, group_rows[group], derived_seed(seed, group + 1), turn)
+        drawn_row = place(row, group_rows[group], ordering.derived_seed(seed, group + 1), turn)
         draws.append(sum(group_rows[:group]) + drawn_row)
     return draws
 
@@ -255,26 +233,19 @@ def test_a_weighted_order_equals_draws(
 
 
 def test_quotas_are_rounded_by_the_largest_remainder_and_spread_over_the_cycle() -> None:
-    assert quotas([1, 1, 1], 10_000) == [3334, 3333, 3333]
-    assert quotas([5, 3, 1], 10) == [6, 3, 1]  # 5.56, 3.33, 1.11
+    assert ordering.quotas([1, 1, 1], 10_000) == [3334, 3333, 3333]
+    assert ordering.quotas([5, 3, 1], 10) == [6, 3, 1]  # 5.56, 3.33, 1.11
     order = WeightedOrder([50, 5000], [9, 1], rows_per_step=500, total_rows=10_000, seed=1)
     groups = np.array(all_rows(order)) >= 50
     share = groups.reshape(-1, 1000).mean(axis=1)
     assert groups.mean() == 0.1 and 0.06 < share.min() < share.max() < 0.14
 
 
-@pytest.mark.parametrize(
-    ("rows", "weights", "reason"),
-    [
-        ([5, 0], [0.5, 0.5], r"source 2 .* 0\.5 "),
-        ([5, 5], [1e-6, 1.0], "source 1 .* 1e-06 .*10000"),
-    ],
-)
-def test_a_source_that_would_never_be_drawn_is_refused(
-    rows: list[int], weights: list[float], reason: str
-) -> None:
-    with pytest.raises(DataError, match=reason):
-        WeightedOrder(rows, weights, 4, 100, seed=1)
+def test_sources_never_drawn_are_refused() -> None:
+    with pytest.raises(DataError, match=r"source 2 .* 0\.5 "):
+        WeightedOrder([5, 0], [0.5, 0.5], 4, 100, seed=1)
+    with pytest.raises(DataError, match=r"source 1 .* 1e-06 .*10000"):
+        WeightedOrder([5, 5], [1e-6, 1.0], 4, 100, seed=1)
 
 
 def log_normal(count: int) -> Array:
@@ -300,7 +271,7 @@ def naive_length_grouped(
             rows = sorted(shuffled[taken : taken + sum(mine)], key=lambda row: lengths[row])
             taken += sum(mine)
             dealt: dict[int, list[int]] = {}
-            key = derived_seed(seed, epoch)
+            key = ordering.derived_seed(seed, epoch)
             ranks = [place(step, len(mine), key, part) for step in range(len(mine))]
             for step in sorted(range(len(mine)), key=ranks.__getitem__):
                 dealt[step], rows = rows[: mine[step]], rows[mine[step] :]
@@ -309,9 +280,7 @@ def naive_length_grouped(
 
 
 @pytest.mark.parametrize(("count", "per_step"), [(61, 4), (10, 7), (33, 5), (8, 8)])
-def test_a_length_grouped_order_equals_a_loop_over_a_run(
-    monkeypatch: pytest.MonkeyPatch, count: int, per_step: int
-) -> None:
+def test_grouping_equals_a_loop(monkeypatch: pytest.MonkeyPatch, count: int, per_step: int) -> None:
     monkeypatch.setattr(ordering, "GROUPED_STEPS", 3)
     lengths, total = log_normal(count), 3 * count - 2
     order = LengthGroupedOrder(lengths, per_step, total_rows=total, seed=6)
@@ -326,10 +295,8 @@ def test_grouping_halves_the_padding_with_steps_in_random_order() -> None:
     rows = NumberedRows(log_normal(2000))
     grouped = LengthGroupedOrder(rows.lengths(), 32, 2000, seed=1)
     shuffled = ShuffledOrder(2000, 32, 2000, seed=1)
-    fractions = [
-        pad_fraction(rows, Loader(rows, order, rows_per_device=8)) for order in (grouped, shuffled)
-    ]
-    assert fractions[0] < fractions[1] / 2
+    loaders = [Loader(rows, order, rows_per_device=8) for order in (grouped, shuffled)]
+    assert pad_fraction(rows, loaders[0]) < pad_fraction(rows, loaders[1]) / 2
     lengths = log_normal(8000)
     order = LengthGroupedOrder(lengths, 16, 8000, seed=3)
     means = np.array([lengths[order.step_rows(step)].mean() for step in range(order.steps)])
@@ -338,9 +305,7 @@ def test_grouping_halves_the_padding_with_steps_in_random_order() -> None:
 
 
 @pytest.mark.parametrize("kind", range(3))
-def test_a_budget_in_tokens_ends_with_the_step_in_which_it_has_been_read(
-    monkeypatch: pytest.MonkeyPatch, kind: int
-) -> None:
+def test_a_token_budget_ends_within_its_step(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     monkeypatch.setattr(ordering, "COUNTED_TOGETHER", 7)
     order = orders(rows=16, per_step=3, total=3 * 90)[kind]
     order.row_tokens = lengths_of(16)
@@ -363,9 +328,7 @@ def test_rows_that_count_alike_have_their_tokens_without_being_drawn() -> None:
     assert order.steps_to_read(33) == 2
 
 
-def test_a_million_steps_are_skipped_by_the_work_of_at_most_one_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_skipping_a_million_steps_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     work, inner = [0], ordering.feistel
 
     def counted(values: Array, *arguments: int) -> Array:

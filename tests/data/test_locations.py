@@ -1,7 +1,4 @@
-"""What a setting names as input: found wherever it lies, pinned, and refused with setting, value
-and fix. Data sets on the Hub: pinned to a commit, fetched once, read without a network."""
-
-from __future__ import annotations
+"""What a setting names as input: paths, URLs and data sets on the Hub, pinned."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from ttrain.data import locations, streams
 from ttrain.data.check import check
 from ttrain.errors import DataError, UsageError
 
-DATA = ["[1] 文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]
+DATA = ["[1]文件?.jsonl", "a.jsonl.gz", "b.jsonl", "deep/c.jsonl.zst", "deep/er/d.ndjson"]
 DATA += ["e.ndjson.gz", "f.parquet", "g.jsonl.bz2", "h.jsonl.xz"]
 NO_DATA = ["notes.txt", "i.json", "j.jsonl.old", ".hidden.jsonl", ".hidden/k.jsonl"]
 NO_DATA += ["deep/._l.jsonl", "m.jsonl/n.txt"]
@@ -28,7 +25,6 @@ TRAIN = [f"hf://owner/some-set@{NEW}/{name}" for name in NAMES[1:3]]
 
 
 def reason_of(pattern: str) -> str:
-    """Why the pattern is refused, behind the setting and the value."""
     with pytest.raises(UsageError, match=re.escape(f"data.pretrain is '{pattern}'")) as refused:
         expand(pattern)
     return str(refused.value)
@@ -42,53 +38,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_its_data_files_of_any_depth_in_sorted_order_without_hidden_ones(
-    folder: Path,
-) -> None:
-    assert expand(str(folder)) == [str(folder / name) for name in DATA]
-    assert expand(f"file://{folder}") == expand(str(folder))
+def test_a_path_is_a_file_folder_or_glob(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    for patterns, names in (
+        ("{0}", " ".join(DATA)),
+        ("file://{0}", " ".join(DATA)),
+        ("{0}/.hidden.jsonl", ".hidden.jsonl"),
+        ("{0}/**/*.ndjson", "deep/er/d.ndjson"),
+        ("{0}/f.* {0}/b.jsonl {0}/[a-c]*.jsonl file://{0}/b.jsonl", "f.parquet b.jsonl"),
+        ("{0}/[1]文件?.jsonl", "[1]文件?.jsonl"),  # which looks like a glob
+        ("{0}/*.jsonl", "[1]文件?.jsonl b.jsonl"),
+        ("~/b.jsonl ~/deep", "b.jsonl deep/c.jsonl.zst deep/er/d.ndjson"),
+    ):
+        expected = [str(folder / name) for name in names.split()]
+        assert expand(*patterns.format(folder).split()) == expected
 
 
-def test_what_is_left_out_of_a_folder_is_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.txt", "b.jsonl", "c.csv", "notes.md"):
         (tmp_path / name).write_bytes(ROW)
-    for _ in range(2):
-        assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
-    assert len(caplog.messages) == 1 and f"{tmp_path}: a.txt, c.csv;" in caplog.messages[0]
+    assert expand(str(tmp_path)) == [str(tmp_path / "b.jsonl")]
+    assert f"{tmp_path}: a.txt, c.csv;" in caplog.text
     (tmp_path / "b.jsonl").unlink()
     assert expand(str(tmp_path)) == [str(tmp_path / "a.txt")]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "names"),
-    [
-        ("{0}/notes.txt", "notes.txt"),
-        ("{0}/.hidden.jsonl", ".hidden.jsonl"),
-        ("{0}/**/*.ndjson", "deep/er/d.ndjson"),
-        ("{0}/f.* {0}/b.jsonl {0}/[a-c]*.jsonl file://{0}/b.jsonl", "f.parquet b.jsonl"),
-        ("~/b.jsonl ~/deep", "b.jsonl deep/c.jsonl.zst deep/er/d.ndjson"),
-    ],
-)
-def test_a_file_is_itself_and_a_glob_what_it_matches(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, patterns: str, names: str
-) -> None:
-    monkeypatch.setenv("HOME", str(folder))
-    expected = [str(folder / name) for name in names.split()]
-    assert expand(*patterns.format(folder).split()) == expected
-
-
-def test_a_name_that_looks_like_a_glob_is_a_file_and_matches_globs(folder: Path) -> None:
-    assert expand(str(folder / DATA[0])) == [str(folder / DATA[0])]
-    assert expand(f"{folder}/*.jsonl") == [str(folder / DATA[0]), str(folder / "b.jsonl")]
-
-
-def test_a_missing_file_is_refused_with_setting_value_and_fix(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "none").mkdir()
-    (folder / "none" / "table.csv").touch()
     monkeypatch.chdir(folder / "deep")
     for pattern in (f"{folder}/nowhere.jsonl", f"{folder}/a\0b"):
         assert "no such file" in reason_of(pattern)
@@ -101,37 +77,25 @@ def test_a_missing_file_is_refused_with_setting_value_and_fix(
 
 @pytest.fixture
 def data_url(site: Site) -> str:
-    """A folder of a server, with files at several depths."""
     names = ("b.jsonl", "deep/c.jsonl", "deep/er/d.parquet", "notes.txt", ".hidden.jsonl")
     site.files = {f"/data/{name}": ROW for name in names}
     return f"{site.url}/data"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
+def test_a_url_is_a_file_a_glob_or_a_folder(data_url: str) -> None:
+    for pattern, names in (
         ("b.jsonl?token=1", ["b.jsonl?token=1"]),
         ("*.jsonl", [".hidden.jsonl", "b.jsonl"]),
         ("**/[cd].*", ["deep/c.jsonl", "deep/er/d.parquet"]),
-        ("deep/*", ["deep/c.jsonl"]),
-    ],
-)
-def test_a_url_is_a_file_or_a_glob_as_a_path_is(
-    data_url: str, pattern: str, names: list[str]
-) -> None:
-    assert expand(f"{data_url}/{pattern}") == [f"{data_url}/{name}" for name in names]
-
-
-def test_a_folder_of_another_file_system_is_its_data_files() -> None:
+    ):
+        assert expand(f"{data_url}/{pattern}") == [f"{data_url}/{name}" for name in names]
     files = fsspec.filesystem("memory")
     for name in ("a.jsonl.gz", "deep/c.jsonl", ".hidden.jsonl", "notes.txt"):
         files.pipe(f"/set/{name}", ROW)
     assert expand("memory://set") == ["memory:///set/a.jsonl.gz", "memory:///set/deep/c.jsonl"]
 
 
-def test_what_a_server_does_not_give_is_an_error_and_not_less_data(
-    site: Site, data_url: str
-) -> None:
+def test_what_a_server_does_not_give_is_an_error(site: Site, data_url: str) -> None:
     assert "404" in reason_of(f"{data_url}/nowhere.jsonl")
     assert "no such file" in reason_of(f"{data_url}/*.nothing")
     assert "foo" in reason_of("foo://b.jsonl")
@@ -144,9 +108,7 @@ def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site, data_url: str
     site.etags = False
     for function, address in (
         (expand, f"{data_url}/nowhere.jsonl"),
-        (expand, "foo://b.jsonl"),
         (locations.filesystem, "foo://b.jsonl"),
-        (locations.version, f"{data_url}/nowhere.jsonl"),
         (locations.version, f"{data_url}/b.jsonl"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"{address}?***")) as refused:
@@ -154,23 +116,19 @@ def test_no_part_of_a_query_is_shown_whatever_it_holds(site: Site, data_url: str
         assert "first" not in str(refused.value) and "second" not in str(refused.value)
     site.files["/data/b.jsonl"] = b"[]\n[]\n"
     (report,) = check([f"{data_url}/b.jsonl{query}"], Reading())
-    assert report.error and report.error.startswith(f"{data_url}/b.jsonl?***: 2 of 2 rows")
+    assert report.error and f"{data_url}/b.jsonl?***" in report.error
     assert "second" not in report.error
 
 
-def test_a_version_changes_with_the_bytes_and_is_requested_again_each_time(
-    site: Site, data_url: str
-) -> None:
+def test_a_version_changes_with_the_bytes(site: Site, data_url: str) -> None:
     url = f"{data_url}/b.jsonl"
     before = locations.version(url)
     assert before and locations.version(url) == before
-    site.dates = True
-    assert locations.version(url) == before, "the date counts only where there is no other mark"
     assert not site.requests("GET"), "without reading the file"
     assert before != locations.version(f"{data_url}/deep/c.jsonl"), "although the mark is the same"
     site.files["/data/b.jsonl"] = b'{"text":"b"}\n'
     assert locations.version(url) != before
-    site.etags = False
+    site.etags, site.dates = False, True
     before = locations.version(url)
     site.files["/data/b.jsonl"] = ROW * 2
     assert locations.version(url) != before
@@ -181,12 +139,10 @@ def test_a_version_changes_with_the_bytes_and_is_requested_again_each_time(
             locations.version(url)
 
 
-@pytest.mark.parametrize(
-    "location", ["DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"]
-)
-def test_a_protocol_whose_servers_run_code_is_refused(location: str) -> None:
-    with pytest.raises(UsageError, match="dask://"):
-        expand(location)
+def test_a_protocol_whose_servers_run_code_is_refused() -> None:
+    for location in ("DASK://127.0.0.1:1::file:///x.jsonl", "zip://x.jsonl::dask::file:///x.zip"):
+        with pytest.raises(UsageError, match="dask://"):
+            expand(location)
 
 
 # --- the Hub
@@ -208,51 +164,32 @@ def online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]
         yield opened
 
 
-def test_a_data_set_is_its_training_split_at_a_commit_that_is_requested_once(
-    online: FakeHub,
-) -> None:
+def test_a_data_set_is_its_training_split_at_a_commit(online: FakeHub) -> None:
     assert expand("hf://owner/some-set") == expand("hf://datasets/owner/some-set") == TRAIN
     assert [locations.version(location) for location in TRAIN] == TRAIN
     online.repos["owner/some-set"]["main"] = OLD
-    requests = len(online.site.asked)
     test = f"hf://owner/some-set@{NEW}/data/test.jsonl"
-    assert expand("hf://owner/some-set/data") == [test, *TRAIN]
-    assert len(online.site.asked) == requests, "one process sees one commit"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "commit", "names"),
-    [
+    assert expand("hf://owner/some-set/data") == [test, *TRAIN], "one process sees one commit"
+    for pattern, commit, names in (
         ("/data/t*0*.jsonl", NEW, NAMES[1:3]),
         ("@v1", OLD, ["only.jsonl.gz"]),
         ("@refs%2Fconvert%2Fparquet/default/test", CONVERTED, ["default/test/0.parquet"]),
-    ],
-)
-def test_files_of_a_data_set_are_named_by_path_or_glob(
-    online: FakeHub, pattern: str, commit: str, names: list[str]
-) -> None:
-    expected = [f"hf://owner/some-set@{commit}/{name}" for name in names]
-    assert expand(f"hf://owner/some-set{pattern}") == expected
+    ):
+        expected = [f"hf://owner/some-set@{commit}/{name}" for name in names]
+        assert expand(f"hf://owner/some-set{pattern}") == expected
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
+def test_what_the_hub_lacks_is_refused(online: FakeHub) -> None:
+    for pattern, reason in (
         ("hf://owner/other", "no data set owner/other.*hf auth login"),
         ("hf://owner/some-set@v9", "no data set owner/some-set@v9"),
         ("hf://owner/some-set/nowhere", "owner/some-set holds .*README.md"),
         ("hf://owner", "not the name of a data set.*hf://owner/name"),
-    ],
-)
-def test_what_the_hub_does_not_have_is_refused_with_the_fix(
-    online: FakeHub, pattern: str, reason: str
-) -> None:
-    assert re.search(reason, reason_of(pattern))
+    ):
+        assert re.search(reason, reason_of(pattern))
 
 
-def test_a_file_is_fetched_once_and_read_from_the_cache_offline(
-    online: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_fetched_once(online: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     data = online.commits[NEW]["data/train-00000-of-00002.jsonl"] = ROW * 10_000
     location = expand("hf://owner/some-set")[0]
     assert read(location) == data

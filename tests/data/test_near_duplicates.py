@@ -1,16 +1,12 @@
 """Near-duplicates: matched by the exact Jaccard, within a set and against earlier sets."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
-from support.shard_sets import build as build_shards
-from support.shard_sets import digests, opened, texts_in, write_lines
+from support.shard_sets import build, digests, texts_in, write_lines
 
 from ttrain.config import Reading
 from ttrain.data import near_duplicates
@@ -18,21 +14,14 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Processes
-from ttrain.data.sharding import ShardSetResult
-from ttrain.data.shards import read_shard
 
 BAND_ROWS = near_duplicates.rows_of_bands(0.8)
-BLOCK = 16_384
 PINNED = [3029725062, 3324641135, 3708436563]
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
 ENGLISH = ["the", "of", "and", "river", "stone", "bright", "walk", "under", "seven", "lamp"]
 ENGLISH += ["over", "quickly", "memory", "garden", "paper", "small", "voice"]
 CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水"
-
-
-def build(*arguments: Any, **options: Any) -> ShardSetResult:
-    return build_shards(*arguments, **{"block_bytes": BLOCK, **options})
 
 
 def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
@@ -45,7 +34,7 @@ def text(rng: random.Random, words: int, chinese: bool = False) -> list[str]:
 def edited(
     rng: random.Random, words: list[str], share: float, chinese: bool = False, together: bool = True
 ) -> list[str]:
-    """The text with this share of its words replaced: one after the other, or anywhere."""
+    """The text with this share of its words replaced, one after the other or anywhere."""
     count = max(1, round(share * len(words)))
     start = rng.randrange(len(words) - count + 1)
     changed = [*words]
@@ -55,15 +44,11 @@ def edited(
     return changed
 
 
-def shingles(text: str) -> set[bytes]:
-    """One by one, for comparison."""
-    letters, size = plain(text), near_duplicates.SHINGLE_BYTES
-    return {letters[at : at + size] for at in range(max(1, len(letters) - size + 1))} - {b""}
-
-
 def similarity(first: str, second: str) -> float:
-    a, b = shingles(first), shingles(second)
-    return len(a & b) / max(1, len(a | b))
+    size, sets = near_duplicates.SHINGLE_BYTES, []
+    for letters in (plain(first), plain(second)):
+        sets.append({letters[at : at + size] for at in range(len(letters) - size + 1)})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
 def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
@@ -75,9 +60,8 @@ def planted(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
         separator = "" if chinese else " "
         words = text(rng, rng.randrange(30, 200), chinese)
         share = rng.choice((0.01, 0.02, 0.05, 0.1, 0.2))
-        copy = edited(rng, words, share, chinese, together=number % 2 == 0)
         originals.append(separator.join(words))
-        copies.append(separator.join(copy))
+        copies.append(separator.join(edited(rng, words, share, chinese, together=number % 2 == 0)))
     return originals, copies
 
 
@@ -101,14 +85,11 @@ def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_v
     assert pinned.tolist() == PINNED
 
 
-def test_planted_near_duplicates_are_found_to_the_exact_similarity(
-    tmp_path: Path, recipe: BlockRecipe
-) -> None:
+def test_planted_near_duplicates_are_found(tmp_path: Path, recipe: BlockRecipe) -> None:
     """Recall and precision against the exact Jaccard of all planted pairs."""
     originals, copies = planted(250)
-    expected = {
-        n for n, pair in enumerate(zip(originals, copies, strict=True)) if similarity(*pair) >= 0.8
-    }
+    similarities = list(map(similarity, originals, copies))
+    expected = {number for number in range(250) if similarities[number] >= 0.8}
     assert 90 < len(expected) < 200
     path = write_lines(tmp_path / "a.jsonl", rows([*originals, *copies]))
     built = build(tmp_path / "out", [path], recipe, NEAR, block_bytes=1 << 18)
@@ -122,97 +103,57 @@ def test_planted_near_duplicates_are_found_to_the_exact_similarity(
     assert built.parts["train"]["rows"] == tally.kept
 
 
-def test_a_chain_of_edits_does_not_join_two_texts(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
-) -> None:
-    rng = random.Random(5)
-    chain = [text(rng, 200)]
-    for start in range(5):
-        chain.append([*chain[-1][: 15 * start], *text(rng, 15), *chain[-1][15 * start + 15 :]])
-    texts = [" ".join(words) for words in chain]
-    kept: list[str] = []
-    for candidate in texts:
-        if all(similarity(candidate, other) < 0.8 for other in kept):
-            kept.append(candidate)
-    assert 1 < len(kept) < len(texts) and all(
-        similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts)
-    )
-    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
-    assert texts_in(tmp_path / "out", tokenizer) == kept
-
-
-class Nights(NamedTuple):
-    """The files of three nights, one set of all, and a set of each, which knows those before."""
-
-    files: list[Path]
-    whole: Path
-    outputs: list[Path]
-
-
-@pytest.fixture(scope="module")
-def nights(tmp_path_factory: pytest.TempPathFactory, recipe: BlockRecipe) -> Nights:
-    """With near-duplicates within and between the nights."""
-    folder = tmp_path_factory.mktemp("nights")
-    texts = [*itertools.chain(*planted(80, seed=3))]
-    random.Random(1).shuffle(texts)
-    size = len(texts) // 3
-    files = [
-        write_lines(folder / f"n{n}.jsonl", rows(texts[n * size : (n + 1) * size]))
-        for n in range(3)
-    ]
-    build(folder / "whole", files, recipe, SPLIT)
-    outputs = list[Path]()
-    for number, path in enumerate(files):
-        build(folder / f"{number}", [path], recipe, SPLIT, earlier=outputs)
-        outputs.append(folder / f"{number}")
-    return Nights(files, folder / "whole", outputs)
-
-
-def test_nights_one_by_one_keep_what_one_set_of_all_keeps(tokenizer: Path, nights: Nights) -> None:
-    outputs = nights.outputs
-    for part in ("train", "heldout"):
-        kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
-        assert kept == texts_in(nights.whole, tokenizer, part) and kept
-    places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
-    assert len(places) > 15
-    assert places == [(row["file"], row["line"]) for row in dropped(nights.whole)]
-    of_earlier = [row for row in dropped(outputs[2]) if "set" in row["original"]]
-    assert {row["original"]["set"] for row in of_earlier} == {
-        "/".join(output.parts[-2:]) for output in outputs[:2]
-    }
-    for row in of_earlier:  # the shard and the row of the original lead to its text
-        place = row["original"]
-        column = read_shard(outputs[int(place["set"][-1])] / place["shard"])
-        ids = column.tokens[column.offsets[place["row"]] : column.offsets[place["row"] + 1]]
-        line = (nights.files[0].parent / row["file"]).read_bytes().splitlines()[row["line"] - 1]
-        assert similarity(json.loads(line)["text"], opened(tokenizer).decode(ids.tolist())) >= 0.8
-
-
 def near_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*near*") if path.is_file()}
 
 
-def test_a_growing_set_equals_one_of_all_files(
-    tmp_path: Path, recipe: BlockRecipe, nights: Nights
+def test_nights_and_a_growing_set_keep_what_one_set_of_all_keeps(
+    tmp_path: Path, tokenizer: Path, recipe: BlockRecipe
 ) -> None:
+    """With near-duplicates within and between the nights; a night knows those before."""
+    texts = [*itertools.chain(*planted(80, seed=3))]
+    random.Random(1).shuffle(texts)
+    size, whole, grown = len(texts) // 3, tmp_path / "whole", tmp_path / "grown"
+    files, outputs = list[Path](), list[Path]()
     with Processes(2) as pool:
-        for count in (1, 2, 3):
-            grown = build(tmp_path / "out", nights.files[:count], recipe, SPLIT, pool=pool)
-    assert grown.encoded_blocks < grown.blocks
+        for night in range(3):
+            night_rows = rows(texts[night * size : (night + 1) * size])
+            files.append(write_lines(tmp_path / f"n{night}.jsonl", night_rows))
+            build(tmp_path / f"{night}", files[-1:], recipe, SPLIT, earlier=outputs)
+            outputs.append(tmp_path / f"{night}")
+            built = build(grown, files, recipe, SPLIT, pool=pool)
+    build(whole, files, recipe, SPLIT)
+    for part in ("train", "heldout"):
+        kept = [row for output in outputs for row in texts_in(output, tokenizer, part)]
+        assert kept == texts_in(whole, tokenizer, part) and kept
+    places = [(row["file"], row["line"]) for output in outputs for row in dropped(output)]
+    assert len(places) > 15
+    assert places == [(row["file"], row["line"]) for row in dropped(whole)]
+    sets = {row["original"].get("set", "") for row in dropped(outputs[2])}
+    assert {"/".join(output.parts[-2:]) for output in outputs[:2]} <= sets
+    assert built.encoded_blocks < built.blocks
     for kind in (FOLDER, REPORT.parent):
-        assert near_files(tmp_path / "out" / kind) == near_files(nights.whole / kind) != {}
-    assert digests(tmp_path / "out") == digests(nights.whole)
+        assert near_files(grown / kind) == near_files(whole / kind) != {}
+    assert digests(grown) == digests(whole)
 
 
-def test_training_documents_like_those_of_held_out_files_go(
-    tmp_path: Path, recipe: BlockRecipe, tokenizer: Path
-) -> None:
+def test_edits_are_not_chained(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
+    rng = random.Random(5)
+    first = text(rng, 200)
+    second = [*text(rng, 15), *first[15:]]
+    texts = [" ".join(words) for words in (first, second, [*second[:-15], *text(rng, 15)])]
+    assert similarity(texts[0], texts[2]) < 0.8
+    assert all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
+    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
+    assert texts_in(tmp_path / "out", tokenizer) == texts[::2]
+
+
+def test_copies_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), " ".join(text(rng, 100))
-    like = edited(rng, words, 0.02)
-    copies = [" ".join(words), " ".join(edited(rng, words, 0.02))]
-    held = write_lines(tmp_path / "held.jsonl", rows(copies))
-    train = write_lines(tmp_path / "train.jsonl", rows([" ".join(like), other]))
+    like, copy = (" ".join(edited(rng, words, 0.02)) for _ in range(2))
+    held = write_lines(tmp_path / "held.jsonl", rows([" ".join(words), copy]))
+    train = write_lines(tmp_path / "train.jsonl", rows([like, other]))
     build(tmp_path / "out", [train], recipe, NEAR, heldout=[held])
     assert texts_in(tmp_path / "out", tokenizer) == [other]
     assert len(texts_in(tmp_path / "out", tokenizer, "heldout")) == 2

@@ -1,21 +1,16 @@
 """The quickstart's data: split by module, and as much as the settings say."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.tiny_data import write_shards
 
-from ttrain.config import Pretrain, PythonDocs
-from ttrain.data import python_docs, tokenizer
-from ttrain.tasks.common.rows import open_rows
+from ttrain.config import PythonDocs
+from ttrain.data import python_docs
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -32,37 +27,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 def test_no_module_is_on_both_sides(rows: Rows) -> None:
     def modules(name: str) -> set[str]:
-        """Without the marks of a C or Python twin."""
         sources = [row["source"].partition(":")[2].partition(".")[0] for row in rows[name]]
         return {re.sub("^_(py)?", "", source) for source in sources}
 
     heldout = modules("pretrain_heldout") | modules("sft_heldout")
     assert len(heldout) > 10
     assert not heldout & (modules("pretrain") | modules("sft"))
-
-
-def test_most_tokens_lie_in_a_row_with_the_beginning_of_their_document(
-    rows: Rows, tmp_path: Path
-) -> None:
-    """A fourth of the quickstart's documents, in rows as pretraining packs them.
-
-    In one stream 0.35 of the tokens of rows of 256 lie without it, and 0.20 of rows of 512.
-    """
-    documents = [row["text"] for row in rows["pretrain"]][::4]
-    bpe = tokenizer.train(documents[::2], 4096)
-    lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast(documents)]
-    records: list[Any] = [([1] + [5] * (length - 1), []) for length in lengths]
-    fake_encoder: Any = SimpleNamespace(digest="t", jinja="", pad_id=0)
-    write_shards(tmp_path, records, kind="documents", vocab_size=4096)
-    for row_length, most in ((256, 0.18), (512, 0.04)):
-        packed = open_rows(tmp_path, fake_encoder, Pretrain(row_length=row_length))
-        batch, without = packed.batch(range(len(packed))), 0
-        for row in range(len(packed)):
-            spans = [span for span in batch.spans(row) if batch.input_ids_BT[row, span[0]] != 1]
-            without += sum(end - start for start, end in spans)
-        tokens = sum(lengths) - len(lengths)  # the last one of each is a target only
-        assert 0 < without / tokens <= most, f"rows of {row_length}"
-        assert packed.counts()["fill"] > 0.99
 
 
 def test_the_settings_say_how_much_is_taken(rows: Rows, tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Records: the formats of chats that are read, functions and their calls, what is rejected, and
-the place of a record by its content."""
-
-from __future__ import annotations
+"""Records: known formats of chats, function calls, rejected rows, and the held-out split."""
 
 import itertools
 import json
@@ -73,6 +70,7 @@ ADD = {"type": "function", "function": {"name": "add", "description": "à + b", 
 SUB = {"name": "sub"}
 ARGUMENTS = {"a": 1, "b": "é"}
 CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+CALLED_TWICE = f"{CALLED}\n{CALLED}"
 TOOLS_TEXT = """\
 You may call these functions; put each call as JSON between <tool_call> and </tool_call>.
 <tools>
@@ -82,11 +80,12 @@ You may call these functions; put each call as JSON between <tool_call> and </to
 CALLING = (
     Message("system", f"Be kind.\n\n{TOOLS_TEXT}"),
     Message("user", "1+é?"),
-    Message("assistant", f"Well.\n{CALLED}\n{CALLED}"),
+    Message("assistant", f"Well.\n{CALLED_TWICE}"),
     Message("tool", "2"),
     Message("assistant", "2."),
 )
 
+RESULT = {"role": "tool", "content": "2"}
 EMPTY_CALL = {"id": "1", "name": "f", "arguments": {}}
 NO_TEXT = "a content part is not an object with a text"
 KEYS = (
@@ -105,7 +104,6 @@ JSON = st.recursive(
 
 
 def chat(*turns: Json, **more: Any) -> Json:
-    """A row of these turns, with a question before and an answer after them."""
     return {"messages": [QUESTION, *turns, ANSWER], **more}
 
 
@@ -114,7 +112,6 @@ def turn(role: str, **more: Any) -> Json:
 
 
 def call(**changes: Any) -> Json:
-    """An assistant's turn with one call."""
     return {"role": "assistant", "content": None, "tool_calls": [{**EMPTY_CALL, **changes}]}
 
 
@@ -142,30 +139,24 @@ def documents(count: int) -> list[TextDocument]:
 
 
 def parsed_with(weight: Any) -> tuple[list[Record], Json, Json]:
-    """The records of a document with this weight, and what was skipped and rejected."""
     tally, rows = Tally(), [("a", 1, {"text": "x", "weight": weight})]
     records = [record for _, record in accepted(rows, document_parser("text"), tally)]
     return records, dict(tally.skipped), dict(tally.rejected)
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)])
-def test_a_row_has_a_weight(weight: float | None, expected: float) -> None:
-    assert parsed_with(weight) == ([TextDocument("x", weight=expected)], {}, {})
-
-
-def test_a_row_of_weight_0_is_skipped() -> None:
+def test_a_row_has_a_weight() -> None:
+    for weight, expected in ((9, 9.0), (0.5, 0.5), (1, 1.0), (None, 1.0)):
+        assert parsed_with(weight) == ([TextDocument("x", weight=expected)], {}, {})
     assert parsed_with(0) == ([], {"weight 0": 1}, {})
 
 
-@pytest.mark.parametrize(
-    ("weight", "reason"),
-    [(-1, "negative"), (math.nan, "not finite"), ("9", "text, not a"), (True, "not a number")],
-)
-def test_a_weight_that_is_no_number_rejects_the_row(weight: Any, reason: str) -> None:
-    records, skipped, rejected = parsed_with(weight)
-    assert not records and not skipped
+def test_a_weight_that_is_no_number_rejects_the_row() -> None:
+    reasons = {-1: "negative", math.nan: "not finite", "9": "text, not a", True: "not a number"}
     fix = "write how often the row is drawn, .* or leave the key out"
-    assert re.match(rf"'weight' is .*{reason}.*; {fix}", *rejected)
+    for weight, reason in reasons.items():
+        records, skipped, rejected = parsed_with(weight)
+        assert not records and not skipped
+        assert re.match(rf"'weight' is .*{reason}.*; {fix}", *rejected)
 
 
 def test_the_weight_of_a_row_is_no_part_of_its_identity_nor_that_of_a_turn() -> None:
@@ -177,23 +168,15 @@ def test_the_weight_of_a_row_is_no_part_of_its_identity_nor_that_of_a_turn() -> 
     assert "weight" not in record.to_json()
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"role": "assistant", "content": "a"},
-        {"from": "gpt", "value": "a"},
-        {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
-    ],
-)
-def test_a_weight_of_0_makes_an_answer_context(answer: Json) -> None:
-    for weight, in_loss in ((0, False), (0.0, False), (False, False), (1, True), (None, True)):
+def test_a_weight_of_0_makes_an_answer_context() -> None:
+    called = {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}
+    weights = [(0, False), (0.0, False), (False, False), (1, True), (None, True)]
+    for answer, (weight, in_loss) in itertools.product((ANSWER, GPT, called), weights):
         messages = parsed(chat({**answer, "weight": weight})).messages
         assert [message.in_loss for message in messages] == [True, in_loss, True]
 
 
-def test_the_weight_of_a_question_means_nothing_and_without_a_trained_answer_there_is_no_row() -> (
-    None
-):
+def test_the_weight_of_a_question_means_nothing() -> None:
     assert parsed(turn("user", content="a", weight=7)) == parsed(turn("user", content="a"))
     only = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
     assert parse_conversation(only) == Skipped("no answer")
@@ -211,39 +194,24 @@ def test_every_known_format_gives_the_same_chat(row: Json) -> None:
     ("question", "answer"),
     [("question", "answer"), ("prompt", "response"), ("input", "output"), ("query", "response")],
 )
-def test_a_question_and_its_answer_are_a_chat_with_or_without_a_system_text(
-    question: str, answer: str
-) -> None:
+def test_a_question_and_its_answer_are_a_chat(question: str, answer: str) -> None:
     row = {question: "Hi", answer: "Hello", "id": "7", "source": None}
     assert is_chat(row) and parse_conversation(row) == HELLO
     assert kind_of_row(row) == "chats" and kind_of_row({**row, "text": "Hi Hello"}) == "documents"
     turns = ["system S", "user 1?", "assistant a", "user Hi", "assistant Hello"]
     messages = parsed({**row, "system": "S", "history": [["1?", "a"]]}).messages
     assert [f"{message.role} {message.content}" for message in messages] == turns
-    assert reason_of({**row, answer: " "}) == (
-        f"'{answer}' is empty; write a text, or leave the row out"
-    )
+    reason = f"'{answer}' is empty; write a text, or leave the row out"
+    assert reason_of({**row, answer: " "}) == reason
     assert unread_keys({**row, "rationale": "since"}) == {"rationale"}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("choices", ["3", "4"]),
-        ("A", "3"),
-        ("opa", "3"),
-        ("context", "2 and 2"),
-        ("documents", ["2 and 2"]),
-        ("supporting_facts", {"title": ["2"]}),
-    ],
-)
-def test_a_question_that_needs_more_than_itself_is_no_chat(key: str, value: Any) -> None:
-    row = {"question": "2 + 2?", "answer": "B", key: value}
-    assert not is_chat(row)
-    assert f"'{key}' beside 'question' may be a part of the question" in reason_of(row)
-
-
-def test_a_question_beside_empty_keys_and_metadata_is_a_chat() -> None:
+def test_a_question_that_needs_more_than_itself_is_no_chat() -> None:
+    parts = {"choices": ["3", "4"], "A": "3", "opa": "3", "context": "2 and 2", "documents": ["2"]}
+    for key, value in {**parts, "supporting_facts": {"title": ["2"]}}.items():
+        row = {"question": "2 + 2?", "answer": "B", key: value}
+        assert not is_chat(row)
+        assert f"'{key}' beside 'question' may be a part of the question" in reason_of(row)
     more = {"context": " ", "choices": [], "tags": ["sums"], "row_metadata": {"by": "me"}}
     assert is_chat({"question": "2 + 2?", "answer": "4", **more})
 
@@ -269,23 +237,16 @@ def test_of_a_prompt_and_its_completion_the_completion_alone_is_trained_on() -> 
     answer = {"role": "assistant", "content": "b"}
     more = {"system": "S", "tools": [ADD]}
     conversation = parsed({"prompt": before, "completion": [answer], **more})
-    assert [(message.role, message.in_loss) for message in conversation.messages] == [
-        ("system", True),
-        ("user", True),
-        ("assistant", False),
-        ("user", True),
-        ("assistant", True),
-    ]
+    assert [message.role for message in conversation.messages] == ["system", *roles, "assistant"]
+    assert [message.in_loss for message in conversation.messages] == [True, True, False, True, True]
     assert conversation.messages[0].content.startswith("S\n\nYou may call these functions")
     assert [message.content for message in conversation.messages if is_live(message)] == ["b"]
     all_trained_on = parsed({"messages": [*before, answer], **more})
     assert content_hash(all_trained_on) != content_hash(conversation), "another mask, another row"
     question = {"role": "user", "content": "b"}
     assert parse_conversation({"prompt": before, "completion": [question]}) == Skipped("no answer")
-    result = {"role": "tool", "content": "2", "tool_call_id": "1"}
-    assert parsed({"prompt": [*before, call()], "completion": [result, answer]}), (
-        "a result answers a call of the prompt"
-    )
+    result = {**RESULT, "tool_call_id": "1"}
+    assert parsed({"prompt": [*before, call()], "completion": [result, answer]})
 
 
 def test_a_prompt_alone_makes_no_chat_of_a_document() -> None:
@@ -300,7 +261,7 @@ def test_a_chat_without_an_answer_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "roles", ["assistant user user", "user assistant assistant system", "assistant"]
+    "roles", ["assistant user", "user assistant assistant system", "assistant"]
 )
 def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer(roles: str) -> None:
     turns = [*(Message(role, role.upper()) for role in roles.split()), Message("user", "")]
@@ -325,10 +286,7 @@ WRONG: list[tuple[Json, str]] = [
     ({}, "none of the keys"),
     ({"messages": []}, "'messages' has no turns"),
     ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
-    (
-        {"messages": [{"content": "x"}]},
-        "a turn without a role; write 'role' as one of system, user",
-    ),
+    ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system"),
     (turn("user"), "the 'content' of a turn of role 'user' is missing, not text"),
     (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing"),
     (turn("user", content=[{"type": "image_url"}]), f"{NO_TEXT} (its type: image_url)"),
@@ -342,9 +300,9 @@ WRONG: list[tuple[Json, str]] = [
     ({"prompt": "x"}, "no key 'completion' beside 'prompt'"),
     ({"prompt": 1, "completion": "x"}, "'prompt' is a number, not text or a list of turns"),
     ({"prompt": " ", "completion": "x"}, "'prompt' is empty; write a text"),
-    (chat({"role": "tool", "content": "2"}, call()), "a tool turn without a call before it"),
+    (chat(RESULT, call()), "a tool turn without a call before it"),
     (
-        chat(call(), {"role": "tool", "content": "2", "tool_call_id": "2"}),
+        chat(call(), {**RESULT, "tool_call_id": "2"}),
         "tool_call_id '2', which no call before it has",
     ),
     (turn("assistant", tool_calls="f()"), "'tool_calls': not valid JSON"),
@@ -355,20 +313,17 @@ WRONG: list[tuple[Json, str]] = [
     (chat(tools="{broken"), "'tools': not valid JSON"),
     (chat(tools=[{"type": "function"}]), "a tool has no name"),
     (turn("user", content="s", tools=[ADD]), "'tools' on a turn of role 'user'; write it beside"),
+    (turn("system", content="s", tools=[ADD]) | {"tools": [ADD]}, "'tools' both beside the turns"),
     (
-        turn("system", content="s", tools=[ADD]) | {"tools": [ADD]},
-        "'tools' both beside the turns",
-    ),
-    (
-        turn("assistant", content="Hello", tool_calls=[EMPTY_CALL], function_call=EMPTY_CALL),
+        turn("assistant", content="a", tool_calls=[EMPTY_CALL], function_call=EMPTY_CALL),
         "both 'tool_calls' and 'function_call' on",
     ),
     (
-        turn("user", content="Hi", function_call=EMPTY_CALL),
+        turn("user", content="s", function_call=EMPTY_CALL),
         "'function_call' on a turn of role 'user'",
     ),
     (
-        turn("assistant", content="Hello", function_call={"name": "f"}),
+        turn("assistant", content="a", function_call={"name": "f"}),
         "the arguments of a tool call are null",
     ),
 ]
@@ -410,39 +365,31 @@ def openai(arguments: Any) -> Json:
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "1+é?"},
         {"role": "assistant", "content": "Well.", "tool_calls": [function, function]},
-        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {**RESULT, "tool_call_id": "c1"},
         {"role": "assistant", "content": "2."},
     ]
     return {"messages": turns, "tools": [ADD, SUB]}
 
 
 def minimind() -> Json:
-    system, question, calling, result, answer = openai(ARGUMENTS)["messages"]
+    system, question, calling, _, answer = openai(ARGUMENTS)["messages"]
     system["tools"] = json.dumps([ADD, SUB])
     calling["tool_calls"] = json.dumps([{"name": "add", "arguments": ARGUMENTS}] * 2)
-    del result["tool_call_id"]
-    return {"conversations": [system, question, calling, result, answer]}
+    return {"conversations": [system, question, calling, RESULT, answer]}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [openai(ARGUMENTS), openai('{"a": 1, "b": "é"}'), minimind(), {**minimind(), "tools": None}],
-)
-def test_every_form_of_functions_and_calls_gives_the_same_text(row: Json) -> None:
-    assert parsed(row).messages == CALLING
+def test_every_form_of_functions_and_calls_gives_the_same_text() -> None:
+    as_text = openai('{"a": 1, "b": "é"}')
+    for row in (openai(ARGUMENTS), as_text, minimind(), {**minimind(), "tools": None}):
+        assert parsed(row).messages == CALLING
 
 
-@pytest.mark.parametrize(
-    ("form", "called"), [("{0}", CALLED), ("[{0}, {0}]", f"{CALLED}\n{CALLED}")]
-)
+@pytest.mark.parametrize(("form", "called"), [("{0}", CALLED), ("[{0}, {0}]", CALLED_TWICE)])
 def test_sharegpt_calls_are_turns_of_their_own(form: str, called: str) -> None:
     function = json.dumps({"name": "add", "arguments": ARGUMENTS}, ensure_ascii=False)
-    turns = [
-        {"from": "human", "value": "1+é?"},
-        {"from": "function_call", "value": form.format(function)},
-        {"from": "observation", "value": "2"},
-        {"from": "gpt", "value": "2."},
-    ]
+    names = ("human", "function_call", "observation", "gpt")
+    values = ("1+é?", form.format(function), "2", "2.")
+    turns = [{"from": name, "value": value} for name, value in zip(names, values, strict=True)]
     row = {"conversations": turns, "tools": json.dumps([ADD, SUB]), "system": "Be kind."}
     assert parsed(row).messages == (*CALLING[:2], Message("assistant", called), *CALLING[3:])
 
@@ -455,14 +402,12 @@ def test_functions_without_a_system_turn_make_one() -> None:
     assert parsed(empty).messages == parsed(without).messages == expected
 
 
-@pytest.mark.parametrize(
-    "arguments", ['{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"]
-)
-def test_arguments_as_text_stay_as_they_are_written(arguments: str) -> None:
-    function = {"function": {"name": 'a"b', "arguments": arguments}}
-    text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
-    row = {"messages": [{"role": "assistant", "tool_calls": [function]}]}
-    assert parsed(row).messages == (Message("assistant", text),)
+def test_arguments_as_text_stay_as_they_are_written() -> None:
+    for arguments in ('{ "a":1,\n "a": 2 }', '{"x": "\\u00e9 </tool_call>"}', "{}"):
+        function = {"function": {"name": 'a"b', "arguments": arguments}}
+        text = f'<tool_call>\n{{"name": "a\\"b", "arguments": {arguments}}}\n</tool_call>'
+        row = {"messages": [{"role": "assistant", "tool_calls": [function]}]}
+        assert parsed(row).messages == (Message("assistant", text),)
 
 
 def test_a_function_call_beside_a_text_is_a_call_of_its_turn() -> None:
@@ -480,11 +425,7 @@ def through_json(*rows: str) -> list[tuple[str, str]]:
     lines = enumerate((row.encode() for row in rows), 1)
     values = [value for _, _, value in json_rows.parsed(lines, "a.jsonl", Tally(), 1 << 20)]
     assert len(values) == len(rows)
-    pairs = []
-    for value in values:
-        system, answer = contents(value)
-        pairs.append((system, answer))
-    return pairs
+    return [(system, answer) for system, answer in map(contents, values)]
 
 
 def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None:
@@ -495,7 +436,7 @@ def test_a_key_that_is_null_in_functions_or_arguments_counts_as_absent() -> None
     calls = [{"name": "f", "id": None, "arguments": arguments}]
     tools = [{"type": None, "name": "f", "parameters": schema}]
     answer = {"role": "assistant", "tool_calls": calls}
-    as_json = {"role": "assistant", "tool_calls": json.dumps(calls)}
+    as_json = {**answer, "tool_calls": json.dumps(calls)}
     old = {"role": "assistant", "content": None, "function_call": calls[0]}
     rows: list[Json] = [
         {"messages": [answer], "tools": tools},
@@ -517,12 +458,9 @@ def test_numbers_of_functions_and_calls_keep_their_value(number: str) -> None:
     tool = f'{{"name": "f", "parameters": {{"maximum": {number}}}}}'
     with_text = f'{{"name": "f", "arguments": {json.dumps(arguments)}}}'
     calling = '{{"role": "assistant", "tool_calls": {}}}'
-    turns = [
-        calling.format(f"[{function}]"),
-        calling.format(json.dumps(f"[{function}]")),
-        calling.format(f"[{with_text}]"),
-        f'{{"from": "function_call", "value": {json.dumps(function)}}}',
-    ]
+    forms = (f"[{function}]", json.dumps(f"[{function}]"), f"[{with_text}]")
+    turns = [*map(calling.format, forms)]
+    turns.append(f'{{"from": "function_call", "value": {json.dumps(function)}}}')
     rows = [f'{{"messages": [{one_turn}], "tools": [{tool}]}}' for one_turn in turns]
     system = f'{{"role": "system", "content": "", "tools": {json.dumps(f"[{tool}]")}}}'
     for system_text, called in through_json(*rows, f'{{"messages": [{system}, {turns[0]}]}}'):
@@ -538,28 +476,16 @@ UNREAD: list[tuple[Json, set[str]]] = [
     ({"messages": [{**FOUR, "thinking": "2 + 2"}] * 2}, {"thinking"}),
     ({"conversations": [{**GPT, "rationale": "2 + 2", "weight": 0}]}, {"rationale"}),
     ({**SUM, "reasoning": "2 + 2", "source": "me"}, {"reasoning"}),
-    (
-        {"prompt": "2 + 2?", "completion": [{**FOUR, "reasoning": "2 + 2"}], "think": "2"},
-        {"reasoning", "think"},
-    ),
+    ({"prompt": "?", "completion": [{**FOUR, "thought": "2"}], "think": "2"}, {"thought", "think"}),
     ({"prompt": "?", "chosen": {**FOUR, "reasoning": "2"}, "rejected": "5"}, {"reasoning"}),
-    (
-        {"messages": [{**FOUR, "id": "a", "reasoning": " ", "tokens": 3, "thought": None}]},
-        set(),
-    ),
+    ({"messages": [{**FOUR, "id": "a", "reasoning": " ", "tokens": 3, "thought": None}]}, set()),
     ({"messages": [{**FOUR, "tool_calls": []}]}, set()),
     ({**SUM, "input": "a", "history": [["a", "b"]], "system": "c", "lang": "en"}, set()),
 ]
 
 
-@pytest.mark.parametrize(("row", "keys"), UNREAD)
-def test_texts_of_an_answer_under_keys_that_are_not_read_are_known(
-    row: Json, keys: set[str]
-) -> None:
-    assert unread_keys(row) == keys
-
-
-def test_keys_that_are_not_read_are_counted_by_row() -> None:
+def test_texts_under_keys_that_are_not_read_are_known_and_counted_by_row() -> None:
+    assert [unread_keys(row) for row, _ in UNREAD] == [keys for _, keys in UNREAD]
     rows = [("a.jsonl", number, UNREAD[at][0]) for number, at in enumerate((0, 2, 2), start=1)]
     tally, total = Tally(), Tally()
     assert len(list(accepted(rows, parse_conversation, tally))) == 3
@@ -570,10 +496,8 @@ def test_keys_that_are_not_read_are_counted_by_row() -> None:
 def test_reasoning_is_read_of_turns_of_either_form() -> None:
     thought = {"reasoning_content": " 2 + 2 "}
     expected = Conversation((Message("assistant", "<think>\n2 + 2\n</think>\n\n4", thought=24),))
-    for row in (
-        {"messages": [{**FOUR, **thought}]},
-        {"conversations": [{"from": "gpt", "value": "4", **thought}]},
-    ):
+    sharegpt = {"conversations": [{"from": "gpt", "value": "4", **thought}]}
+    for row in ({"messages": [{**FOUR, **thought}]}, sharegpt):
         assert parse_conversation(row) == expected and not unread_keys(row)
 
 
@@ -598,15 +522,13 @@ def test_reasoning_is_read_of_turns_of_either_form() -> None:
         ({"text": ["a"]}, Rejected("'text' is a list, not text")),
         ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
         (
-            {"paragraphs": ["a", 1]},
+            {"paragraphs": [1]},
             Rejected("'paragraphs' holds a number; write a text, or a list of texts"),
         ),
         ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),
     ],
 )
-def test_a_document_is_a_text_under_its_field(
-    row: Json, expected: Record | Skipped | Rejected
-) -> None:
+def test_a_document_has_its_field(row: Json, expected: Record | Skipped | Rejected) -> None:
     assert document_parser("text")(row) == expected
 
 
@@ -624,16 +546,12 @@ def heldout(rows: list[TextDocument], fraction: float) -> set[Record]:
     return {record for held, record in split(iter(rows), fraction) if held}
 
 
-@pytest.mark.parametrize(
-    ("count", "fraction"),
-    [
-        *[(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001)],
-        *[(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)],
-    ],
-)
-def test_the_split_loses_nothing_depends_on_no_order_and_holds_at_least_one_row_out(
-    count: int, fraction: float
-) -> None:
+SPLITS = [(300, 0.1), (4000, 0.01), (4000, 0.5), (5, 0.01), (40, 0.001)]
+SPLITS += [(2, 0.9), (1, 1e-6), (29, 1e-6), (20, 0.0), (0, 0.1)]
+
+
+@pytest.mark.parametrize(("count", "fraction"), SPLITS)
+def test_the_split_loses_nothing_in_any_order(count: int, fraction: float) -> None:
     """Copies of a row go where it goes, also if it is the only one that is held out."""
     rows = documents(count)
     expected = heldout(rows, fraction)
@@ -663,17 +581,16 @@ def heldout_of(rows: list[TextDocument]) -> set[str]:
     return {row.text for row in rows if position(row) < share}
 
 
-@pytest.mark.parametrize(
-    ("count", "share"),
-    [
-        *[(0, 0.2), (1, 0.2), (40, 0.2), (250, 0.2)],
-        *[(500, 0.1), (2000, 0.025), (2500, 0.02), (9000, 0.02)],
-    ],
-)
-def test_a_fifth_is_held_out_of_few_rows_fifty_of_more_and_two_percent_of_many(
-    count: int, share: float
-) -> None:
-    assert heldout_share(documents(count)) == pytest.approx(share)
+def test_how_much_is_held_out_of_how_many_rows() -> None:
+    shares = {0: 0.2, 1: 0.2, 40: 0.2, 250: 0.2, 500: 0.1, 2000: 0.025, 2500: 0.02, 9000: 0.02}
+    assert {count: heldout_share(documents(count)) for count in shares} == pytest.approx(shares)
+    # Rows that repeat others and rows beyond the limit do not count.
+    assert heldout_share(documents(40) * 100) == heldout_share(documents(40)) == 0.2
+    assert heldout_share(documents(2000), limit=250) == 0.2
+    assert heldout_share(documents(200), limit=9000) == heldout_share(documents(200))
+    rows = iter(documents(9000))
+    assert heldout_share(rows) == 0.02
+    assert len(list(rows)) == 9000 - 2500, "no more are read than decide"
 
 
 def test_of_a_hundred_rows_on_at_least_as_many_are_held_out_as_a_verdict_needs() -> None:
@@ -693,16 +610,3 @@ def test_no_row_that_was_trained_on_is_held_out_of_a_set_that_has_grown() -> Non
         held_out = heldout_of(rows[:count])
         assert not trained_on & held_out
         trained_on |= {row.text for row in rows[:count]} - held_out
-
-
-def test_rows_that_repeat_others_and_rows_beyond_the_limit_do_not_count() -> None:
-    rows = documents(40)
-    assert heldout_share(rows * 100) == heldout_share(rows) == 0.2
-    assert heldout_share(documents(2000), limit=250) == 0.2
-    assert heldout_share(documents(200), limit=9000) == heldout_share(documents(200))
-
-
-def test_of_many_rows_no_more_are_read_than_decide() -> None:
-    rows = iter(documents(9000))
-    assert heldout_share(rows) == 0.02
-    assert len(list(rows)) == 9000 - 2500

@@ -1,10 +1,6 @@
-"""Files to shards: the same from any number of workers, what is there is not made again, and every
-row is accounted for."""
-
-from __future__ import annotations
+"""Files to shards: the same from any number of workers, with every row accounted for."""
 
 import datetime
-import decimal
 import gzip
 import itertools
 import json
@@ -14,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +50,7 @@ class Sets:
     def file(self, name: str, rows: Sequence[Any]) -> Path:
         return write_lines(self.directory / f"{name}.jsonl", rows)
 
-    def build(
-        self, name: str, files: Sequence[Path], reading: Reading = ALL, **more: Any
-    ) -> ShardSetResult:
+    def build(self, name: str, files: list[Path], reading: Reading = ALL, **more: Any) -> Any:
         return build(self.directory / name, files, more.pop("recipe", self.recipe), reading, **more)
 
     def train(self, name: str = "out") -> ShardSet:
@@ -136,11 +131,9 @@ def test_one_worker_and_two_and_no_compression_or_any_leave_the_same_files(sets:
     plain = sets.file("a", rows_of(300))
     packed, data = sets.directory / "a.jsonl.gz", plain.read_bytes()
     packed.write_bytes(gzip.compress(data[:5000]) + gzip.compress(data[5000:]))
-    readings = {
-        "all": TENTH,
-        "sample": Reading(heldout_fraction=0, limit=30),
-        "head": Reading(heldout_fraction=0.1, limit=20, sample="head"),
-    }
+    limited = Reading(heldout_fraction=0, limit=30)
+    head = Reading(heldout_fraction=0.1, limit=20, sample="head")
+    readings = {"all": TENTH, "sample": limited, "head": head}
     for workers in (1, 2):
         with Processes(workers) as pool:
             for name, reading in readings.items():
@@ -221,34 +214,28 @@ def test_where_nothing_is_held_out_one_row_and_its_copies_are(sets: Sets) -> Non
 
 
 def by_hash(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By their hashes; the first row is held out of a set without held-out rows."""
+    """The first row is held out of a set without held-out rows."""
     return sorted(rows, key=lambda row: content_hash(TextDocument(row["text"])))
 
 
-@pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_one_row_that_was_held_out_is_not_trained_on_after_another_is_lowest(
-    sets: Sets, deduplicate: bool
-) -> None:
+@pytest.mark.parametrize(("deduplicate", "left_out"), [(True, 1), (False, 2)])
+def test_earlier_held_out_rows_are_left_out(sets: Sets, deduplicate: bool, left_out: int) -> None:
     lowest, held_before, *others = by_hash(rows_of(12))
     reading = ONE_HELD_OUT.model_copy(update={"deduplicate": deduplicate})
-    first = sets.file("a", [*others[:6], held_before, held_before])
-    sets.build("first", [first], reading)
+    files = [sets.file("a", [*others[:6], held_before, held_before])]
+    sets.build("first", files, reading)
     assert sets.heldout("first") == [held_before]
-    second = sets.file("b", [lowest, *others[6:]])
-    known = sets.known_heldout("first")
-    built = sets.build("both", [first, second], reading, earlier_heldout=known)
+    files.append(sets.file("b", [lowest, *others[6:]]))
+    built = sets.build("both", files, reading, earlier_heldout=sets.known_heldout("first"))
     assert sets.texts("both") == texts_of(others)
     assert sets.heldout("both") == [lowest]
-    left_out, duplicates = (1, {"duplicate": 1}) if deduplicate else (2, {})
     tally = built.tallies["train"]
-    assert tally.skipped == Counter({HELD_OUT: left_out, **duplicates})
+    assert tally.skipped == Counter({HELD_OUT: left_out, "duplicate": 2 - left_out})
     assert built.to_json()["of_earlier_heldout"] == left_out
     assert (tally.rows, tally.kept) == (13, sum(part_rows(built)))
 
 
-def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_it(
-    sets: Sets,
-) -> None:
+def test_a_row_held_out_anyway_stays_held_out(sets: Sets) -> None:
     path = sets.file("a", rows_of(100))
     for name, reading in (("lowest", ONE_HELD_OUT), ("hashed", TENTH)):
         alone = sets.build(name, [path], reading)
@@ -259,8 +246,8 @@ def test_a_row_that_is_held_out_anyway_stays_held_out_though_an_earlier_set_has_
         assert not built.tallies["train"].skipped
         assert "of_earlier_heldout" not in alone.to_json()
     none = np.zeros((0, 2), np.uint64)
-    beside_none = sets.build("none", [path], ONE_HELD_OUT, earlier_heldout=none)
-    assert beside_none.to_json()["of_earlier_heldout"] == 0
+    built = sets.build("none", [path], ONE_HELD_OUT, earlier_heldout=none)
+    assert built.to_json()["of_earlier_heldout"] == 0
     assert sets.digests("none") == sets.digests("lowest")
 
 
@@ -274,9 +261,7 @@ def test_the_last_row_that_may_be_trained_on_is_not_held_out(sets: Sets) -> None
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_the_rows_of_a_named_held_out_file_are_never_trained_on(
-    sets: Sets, deduplicate: bool
-) -> None:
+def test_rows_of_a_held_out_file_are_not_trained_on(sets: Sets, deduplicate: bool) -> None:
     rows, others = rows_of(100), rows_of(20, seed=3)
     heldout = sets.file("b", [rows[7], *others, rows[50], rows[7]])
     reading = Reading(heldout_fraction=0.3, deduplicate=deduplicate)
@@ -291,9 +276,7 @@ def test_the_rows_of_a_named_held_out_file_are_never_trained_on(
 # --- a limit
 
 
-def test_a_reservoir_takes_exactly_as_many_distinct_rows_from_all_over_the_input(
-    sets: Sets,
-) -> None:
+def test_a_reservoir_takes_distinct_rows_from_all_over(sets: Sets) -> None:
     rows = rows_of(300)
     path = sets.file("a", [*rows, *rows[:50]])
     texts = {}
@@ -327,11 +310,8 @@ def test_a_limit_counts_what_is_trained_on_beside_held_out_rows(sets: Sets) -> N
     reading = ONE_HELD_OUT.model_copy(update={"limit": 50, "sample": "head"})
     assert part_rows(sets.build("1", [train], reading)) == (49, 1)
     assert texts_of(sets.heldout("1")) == sets.texts("1", "heldout")
-
-
-def test_files_without_a_row_make_an_empty_set_whatever_the_limit(sets: Sets) -> None:
-    built = sets.build("1", [sets.file("a", [])], Reading(heldout_fraction=0.1, limit=5))
-    assert (*part_rows(built), built.blocks) == (0, 0, 0)
+    empty = sets.build("none", [sets.file("a", [])], Reading(heldout_fraction=0.1, limit=5))
+    assert (*part_rows(empty), empty.blocks) == (0, 0, 0)
 
 
 # --- bad rows, blocks and lines
@@ -353,9 +333,7 @@ def test_bad_rows_are_named_by_file_and_line_across_blocks(sets: Sets) -> None:
     assert_adds_up(built, 608)
 
 
-def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(
-    sets: Sets, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_encoded_in_groups(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sets.file("rows", [{"text": f"fox {number}"} for number in range(6)])
     at_once = sets.build("at once", [path])
     steps: list[str] = []
@@ -373,9 +351,7 @@ def test_the_records_of_a_block_are_encoded_in_groups_while_it_is_read(
 
 
 @pytest.mark.parametrize("size", [1024, 1501, 5000, 10**6])
-def test_blocks_end_with_lines_and_hold_every_byte_once(
-    tmp_path: Path, recipe: BlockRecipe, size: int
-) -> None:
+def test_blocks_hold_every_byte_once(tmp_path: Path, recipe: BlockRecipe, size: int) -> None:
     chance = random.Random(size)
     lengths = chance.choices([0, 1, 30, 3000], k=60)
     lines = [bytes(chance.choices(b"abc \r\\", k=length)) for length in lengths]
@@ -393,7 +369,7 @@ def test_blocks_end_with_lines_and_hold_every_byte_once(
 
 
 def test_a_line_beyond_the_limit_is_one_rejected_row_and_its_neighbours_stay(sets: Sets) -> None:
-    plain = sets.file("a", [{"text": LINES[0]}, {"text": "x" * 50_000}, {"text": LINES[1]}])
+    plain = sets.file("a", [{"text": text} for text in (LINES[0], "x" * 50_000, LINES[1])])
     packed = sets.directory / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     recipe = replace(sets.recipe, max_line_bytes=2048)
@@ -439,12 +415,9 @@ def test_parquet_gives_the_shards_of_the_same_rows_as_json_lines(sets: Sets) -> 
 
 
 @pytest.mark.parametrize(
-    ("kept", "values"),
-    [(2, ["é".encode(), b"\xff", b"good"]), (0, [decimal.Decimal("1.5")] * 3)],
+    ("kept", "values"), [(2, ["é".encode(), b"\xff", b"good"]), (0, [Decimal("1.5")] * 3)]
 )
-def test_a_parquet_column_of_bytes_is_text_where_it_is_utf8_and_no_other_type_is(
-    sets: Sets, kept: int, values: list[Any]
-) -> None:
+def test_parquet_bytes_are_text_where_utf8(sets: Sets, kept: int, values: list[Any]) -> None:
     path = sets.directory / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(values)}), path)
     built = sets.build("out", [path])
@@ -472,12 +445,8 @@ def test_other_special_tokens_are_another_recipe_and_never_share_a_name(sets: Se
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(None, 8), (5, 5)])
-def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under_a_limit(
-    sets: Sets, limit: int | None, kept: int
-) -> None:
-    guard = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    )
+def test_a_chat_that_the_template_refuses(sets: Sets, limit: int | None, kept: int) -> None:
+    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     own = take(sets.directory / "own", guard + CHATML)
     talks = [[("user", f"Number {number}?"), ("assistant", str(number))] for number in range(9)]
     talks[4].insert(0, ("system", "Be brief."))
@@ -489,4 +458,4 @@ def test_a_chat_that_the_template_refuses_costs_its_row_and_takes_no_place_under
     assert sum(tally.kept for tally in built.tallies.values()) == kept
     rejected = sets.rejected()
     assert [row["line"] for row in rejected] == [5, 8]
-    assert rejected[0]["reason"].endswith("turns system, user, assistant: no system turn")
+    assert rejected[0]["reason"].endswith("turns system, user, assistant: no system")

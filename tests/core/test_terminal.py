@@ -1,0 +1,94 @@
+"""Signals to stop a command, and output whose reader is gone or whose disk is full."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from ttrain.cli.main import main
+
+PROGRAM = """
+import sys, time
+from ttrain.errors import Interrupted
+from ttrain.core.signals import catching_signals, handling_signals
+asked = []
+
+def end_at_once(signum):
+    print("ended at once"); sys.exit(1)
+
+try:
+    with handling_signals(end_at_once):
+        with catching_signals(lambda signum: (asked.append(signum), print("asked", flush=True))):
+            print("ready", flush=True)
+            line = sys.stdin.readline()
+        sys.stdin.readline()  # what closes the record, after the stages
+        if asked:
+            raise Interrupted("stopped", asked[0])
+except Interrupted as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+WORKS = """
+import os, sys
+from ttrain.core.terminal import guard_streams, outlast_output
+guard_streams()
+outlast_output()
+for number in range(20_000):
+    print('line', number)
+os.write(int(sys.argv[1]), b'to the end')
+"""
+NOTE = "standard output cannot be written ({}); the command goes on without it\n"
+
+
+def outcome_of(first: int, second: int | None, lines: str) -> tuple[str, int]:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == "asked\n"
+        if second is not None:
+            process.send_signal(second)
+        out, _ = process.communicate(lines, timeout=60)
+    return out, process.returncode
+
+
+def test_signals_ask_to_stop_and_a_second_one_ends_at_once() -> None:
+    assert outcome_of(signal.SIGINT, None, "\n\n") == ("stopped\n", 130)
+    # As `timeout` sends it: to its command, then to the group.
+    assert outcome_of(signal.SIGTERM, signal.SIGTERM, "\n\n") == ("stopped\n", 143)
+    out, code = outcome_of(signal.SIGHUP, signal.SIGTERM, "")
+    assert "interrupted twice" in out and code == 143
+
+
+def test_ctrl_c_ends_a_command_with_a_word_and_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ttrain.cli.artifacts.home", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        main(["artifacts", "list"])
+    assert capsys.readouterr().err == "interrupted\n" and ended.value.args == (130,)
+
+
+def output_of(stdout: Any) -> tuple[int, str, str]:
+    """(exit code, what the program wrote into a pipe of its own, its standard error)."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as result:
+        command = [sys.executable, "-c", WORKS, str(writer)]
+        pipes: Any = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, pass_fds=(writer,), **pipes)
+        os.close(writer)
+        _, error = process.communicate(timeout=60)
+        return process.returncode, result.read().decode(), error
+
+
+def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_full() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert output_of(writer) == (0, "to the end", NOTE.format("Broken pipe"))
+    with Path("/dev/full").open("w") as full:
+        assert output_of(full) == (0, "to the end", NOTE.format("No space left on device"))
