@@ -153,18 +153,6 @@ def page_code(page: str, holds: str) -> str:
     return code
 
 
-def test_every_python_snippet_is_run_by_a_test() -> None:
-    assert sorted(snippet.page for snippet in snippets("python")) == [
-        "README.md",  # full/test_python_api.py
-        "docs/adapters.md",  # below
-        "docs/python.md",  # full/test_python_api.py
-        "docs/tasks.md",  # train/test_task.py
-        "docs/tasks.md",  # tasks/test_own_callbacks.py
-        "docs/tracking.md",  # full/test_readme.py
-        "docs/tutorial.md",  # below
-    ]
-
-
 def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
     from support.tiny_adapters import disturb, save_adapter, save_base, settings
 

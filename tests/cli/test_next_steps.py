@@ -8,6 +8,7 @@ from ttrain.cli.main import app
 from ttrain.cli.pipeline import next_steps, with_settings
 from ttrain.config.loading import load
 
+SETTING = "change one thing, rerun what it touches"
 MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
 
 
