@@ -86,6 +86,9 @@ def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home:
         assert text in of_set.description
     assert of_set.source == f"models:/{SFT}/2"
     assert mlflow.get_run(of_set.run_id).info.run_name == RUNS[2]
+    mlflow.update_model_version(NAME, "1", "mine")
+    pushed(sets_home, [RUNS[1]])
+    assert version(sets_home, NAME, 1).description == "mine", "a user's text stays"
 
 
 def test_a_champion_that_somebody_chose_on_mlflows_page_is_taken_over(sets_home: Path) -> None:
