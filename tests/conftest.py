@@ -21,7 +21,7 @@ from ttrain.tracking import mlflow_mirror
 gc.disable()
 
 # Modules whose fixtures several folders use.
-NAMES = ("planned_homes", "tiny_stages", "champion_sets", "artifact_home", "web", "outage_proxy")
+NAMES = ("planned_homes", "tiny_stages", "champion_sets", "artifact_home", "web")
 FIXTURES = [f"support.{name}" for name in NAMES]
 # Makes the finished home that others wait for, where it is not there yet.
 FIRST = "test_lineage_pipeline.py"

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-from cli.conftest import Shard
 from rich.cells import cell_len
 from support.data_commands import ESCAPES, Run
 
@@ -14,7 +13,6 @@ from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 
 SHOW = ("data", "show", "out", "--rows", "1000", "--row-length")
-PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
 
 
 def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: ShardSet) -> None:
@@ -33,14 +31,6 @@ def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: 
     lines = run(*SHOW, "48").out.splitlines()
     assert sum(line.count("^") for line in lines if not line.strip(" ^")) == width
     assert any(line.startswith("-- record 1 ") for line in lines)
-
-
-def test_pairs_are_shown_part_by_part(run: Run, shard: Shard) -> None:
-    rated = {"prompt": "Q", "completion": "yes", "label": False}
-    shard([PAIR, rated, *({**PAIR, "prompt": f"Question {n}"} for n in range(30))], "pairs")
-    shown = run(*SHOW, "64").out
-    titles = {line[:19] for line in shown.splitlines()}
-    assert {"-- prompt of pair 0", "-- rejected of pair"} <= titles and "\x1b" not in shown
 
 
 def test_control_characters_do_not_reach_the_terminal(run: Run, talks: ShardSet) -> None:

@@ -86,14 +86,6 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, run: Run) -
     assert len({row["item"] for row in rows}) == len(CHOICES)
 
 
-def test_the_table_names_rows_left_out_and_what_the_items_can_show(here: Path, run: Run) -> None:
-    text = run("pretrain", "pretrain", "--choices", "words.jsonl").out
-    assert text.startswith(f"pretrain = full-1:pretrain, {'3' * 12}\n")
-    for line in (9, 10):
-        assert f"({here / 'words.jsonl'}:{line})" in text
-    assert "(8 of 20 items)" in text
-
-
 def test_without_a_task_held_out_data_of_the_runs_is_scored(here: Path, run: Run) -> None:
     (task,) = run("./other", "pretrain", "--json").json["tasks"]
     store = ArtifactStore(here / "home")

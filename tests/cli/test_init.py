@@ -1,6 +1,5 @@
 """`ttrain init`, and the settings that it writes as `ttrain config show --changed` shows them."""
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -59,15 +58,3 @@ def test_only_named_files_are_written_and_none_is_overwritten(folder: Path, run:
 def test_a_file_without_rows_is_refused_by_name(folder: Path, run: Run, name: str) -> None:
     done = run("init", name)
     assert done.code == 2 and name in done.err
-
-
-def test_changed_settings_are_shown_with_where_they_were_set(folder: Path, run: Run) -> None:
-    run("init", "docs.jsonl")
-    words = ("-c", "my.yaml", "sft.epochs=2", "lora.epochs=auto", "--changed")
-    lines = dict(line.split(": ", 1) for line in run("config", "show", *words).out.splitlines())
-    assert lines["data.pretrain"] == '["docs.jsonl"]  # my.yaml'
-    assert lines["sft.epochs"] == "2.0  # command line"
-    assert "lora.epochs" not in lines, "it is set to its default"
-    assert run("config", "show", "--changed").out.count("\n") == 1
-    shown = json.loads(run("config", "show", "model.layers=6", "--changed", "--json").out)
-    assert shown["model.layers"] == {"value": 6, "source": "command line"}

@@ -14,7 +14,7 @@ from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, load
 from ttrain.data import locations
 from ttrain.errors import UsageError
-from ttrain.lineage.lookup import newest_with, settings_of
+from ttrain.lineage.lookup import settings_of
 from ttrain.store.run_views import need_run
 from ttrain.store.runs import RunRecord
 
@@ -61,19 +61,6 @@ def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Pat
     assert (another.sft.start_from, another.tokenizer.existing) == ("models/two", "models/two")
     with pytest.raises(UsageError, match=r"model\.layers"):
         loaded("model.layers=3", base=base)
-
-
-def test_the_newest_run_that_has_the_stage_is_taken(tmp_path: Path) -> None:
-    record(tmp_path, Settings())
-    newest = record(tmp_path, Settings(), ("sft", "lora"))
-    path = tmp_path / "runs" / f"{newest}.json"
-    # Names have seconds, and both are of this one.
-    path.rename(path.with_name(f"full-29991231-000000-{newest[-4:]}.json"))
-    assert newest_with(tmp_path, "sft")["run"] == newest_with(tmp_path, "lora")["run"] == newest
-    assert newest_with(tmp_path, "tokenizer")["run"] != newest
-    for stage in ("evaluate", "sftt"):
-        with pytest.raises(UsageError, match=stage):
-            newest_with(tmp_path, stage)
 
 
 @pytest.fixture

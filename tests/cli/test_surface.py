@@ -33,35 +33,6 @@ def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Ru
         assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
 
 
-@pytest.mark.parametrize(
-    "words", ["logs", "lineage latest", "chat", "models history", "sweep show"]
-)
-def test_where_nothing_has_run_yet_a_command_ends_with_two(run: Run, words: str) -> None:
-    done = run(*words.split())
-    assert done.code == 2 and re.search(r"\byet\b|`ttrain pipeline run", done.err)
-
-
-def test_the_version_names_the_libraries_and_the_home(run: Run) -> None:
-    done = run("--version")
-    names = [line.split(" ", 1)[0] for line in done.out.splitlines()]
-    assert done.code == 0 and names == ["ttrain", "Python", "torch", "prefect", "mlflow", "home"]
-
-
-def test_the_short_commands_are_those_of_pipelines(run: Run) -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    for name in ("run", "plan", "status", "logs"):
-        short, long = commands[name], commands["pipeline"].commands[name]
-        assert (short.help, short.epilog) == (long.help, long.epilog), name
-        assert [each.name for each in short.params] == [each.name for each in long.params], name
-    assert run("status").out == run("pipeline", "status").out
-
-
-@pytest.mark.parametrize("words", [(), ("full",), ("sft.epochs=3",), ("sft.epochs=3", "full")])
-def test_a_plan_is_of_the_full_pipeline_by_default(run: Run, words: tuple[str, ...]) -> None:
-    planned = run("plan", *words, "--json").json
-    assert planned["pipeline"] == "full" and len(planned["stages"]) == 9
-
-
 def test_a_missing_device_is_refused(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("pipeline", "run", "full", "--engine", "none", "runtime.device=cuda")

@@ -2,14 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 from support.comparing import logged_steps
 from support.data_commands import Run, in_process, trains_here
-from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
 
 TASK = """
@@ -65,25 +62,6 @@ def test_a_task_is_trained_with_the_same_settings(
         assert again.code == 0 and again.json["was_finished"] and again.json["steps"] == STEPS
 
 
-def test_environment_wins_over_files_and_loses_to_overrides(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trains_here(monkeypatch)
-    words = ("train", "slow", "examples=64", "epochs=1")
-    Path("mine.yaml").write_text("optim: {lr: 0.5, weight_decay: 0.25}\nhidden: 8\n")
-    monkeypatch.setenv("TTRAIN__OPTIM__LR", "0.125")
-    monkeypatch.setenv("TTRAIN__HIDDEN", "16")
-    monkeypatch.setenv("TTRAIN__SFT__EPOCHS", "3")  # of pipelines alone
-    done = run(*words, "-c", "mine.yaml", "hidden=32", "--out", "a")
-    assert done.code == 0, done.err
-    settings: dict[str, Any] = yaml.safe_load(Path("a/settings.yaml").read_text())
-    assert settings["optim"]["lr"] == 0.125 and settings["optim"]["weight_decay"] == 0.25
-    assert settings["hidden"] == 32
-    monkeypatch.setenv("TTRAIN__OPTIM__LRR", "1")
-    refused = run(*words, "--out", "b")
-    assert refused.code == 2 and "TTRAIN__OPTIM__LRR" in refused.out
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -102,14 +80,3 @@ def test_a_mistake_is_named_before_anything_starts(
     done = run("train", *words)
     assert done.code == 2 and name in done.err
     assert [*Path().iterdir()] == [Path("a.txt")]
-
-
-def test_a_stage_alone_names_the_commands_that_make_its_inputs_in_their_order(run: Run) -> None:
-    write_corpus(data := Path("data"))
-    done = run("stage", "run", "sft", *Cli(Path("home"), data).settings)
-    assert done.code == 2
-    stages = ("tokenizer", "shards-pretrain", "pretrain")
-    places = [done.err.find(f"`ttrain stage run {stage}`") for stage in stages]
-    assert -1 not in places and sorted(places) == places
-    assert "shards-sft" in done.err
-    assert "lora" not in done.err, "it does not need the adapter's data"

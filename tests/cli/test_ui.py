@@ -13,7 +13,6 @@ from support.served import write_double
 from ttrain.cli import tracking as ui
 from ttrain.flows import servers
 from ttrain.store import server_records
-from ttrain.store.runs import record_cached
 from ttrain.tracking import pusher
 
 OLDER = "full-20261128-160222-1a2b4"
@@ -64,11 +63,3 @@ def test_a_browser_gets_the_token_in_a_file_that_no_other_account_can_read_not_a
     assert argument == path.as_uri() and token not in argument and token in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert ui.redirect_page(home, "http://elsewhere:5000/#/") == "http://elsewhere:5000/#/"
-
-
-def test_the_page_of_a_cached_run_is_that_of_the_run_it_equals(
-    ids: tuple[Path, dict[str, str]], server: server_records.Server
-) -> None:
-    home, runs = ids
-    record_cached(home, "again", [], {}, {"metrics": {}, "equals": OLDER})
-    assert f"/runs/{runs[OLDER]}?" in ui.links_of(home, server.url, ("again",))["url"]

@@ -2,7 +2,6 @@
 
 import shutil
 import stat
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,27 +168,3 @@ def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(
     messages = [line["message"] for line in call(cli.home, "logs/filter", newest)]
     assert any("step 480/480" in message for message in messages)
     assert any(message.startswith("✓ pretrain") for message in messages)
-
-
-@pytest.mark.long
-@pytest.mark.soak
-def test_the_api_changes_one_setting_and_refuses_what_is_none(deployed: tuple[Cli, Served]) -> None:
-    cli, served = deployed
-    run = ended(cli, start(cli, "lora.optim.lr=2e-3"), served)
-    assert run["state"]["name"] == "Completed" and run["name"] == cli.runs()[0]["run"]
-    states = tasks_of(cli, run["id"], 1)
-    assert {name for name, state in states.items() if state == "Completed"} == {"lora", "evaluate"}
-    artifacts = call(cli.home, "artifacts/filter", {"flow_runs": {"id": {"any_": [run["id"]]}}})
-    assert {artifact["key"] for artifact in artifacts} == {"report"}
-    command = f"notify.command=[touch, {cli.home / 'theirs'}]"
-    for changes, word in (
-        (["lora.optim.lrr=1"], "'lora.optim.lr'"),
-        ([command, "notify.on=[failed]"], "notify"),
-    ):
-        run = ended(cli, start(cli, *changes), served)
-        assert run["state"]["name"] == "Failed" and word in run["state"]["message"]
-    assert not (cli.home / "theirs").exists()
-    [deployment] = call(cli.home, "deployments/filter", {})
-    request = {"state": {"type": "SCHEDULED"}, "parameters": {"changes": 4}}
-    with pytest.raises(urllib.error.HTTPError, match="409"):
-        call(cli.home, f"deployments/{deployment['id']}/create_flow_run", request)

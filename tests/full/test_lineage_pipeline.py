@@ -14,7 +14,6 @@ from ttrain.tracking.mlflow_mirror import prepare
 
 TRAINED_ON = dict.fromkeys(("tokenizer", "pretrain", "sft", "lora"), "training")
 HELD_OUT = dict.fromkeys(("pretrain-heldout", "sft-heldout", "lora-heldout"), "validation")
-MODELS = {"tiny-test", *(f"tiny-test-{kind}" for kind in ("tokenizer", "base", "sft", "lora"))}
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
 # What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
 PLAIN = """
@@ -76,18 +75,6 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
     assert places == [str(finished.data / f"docs-{number}.jsonl") for number in (1, 2)]
 
 
-def test_every_version_and_every_registered_model_says_what_it_is(finished: Cli) -> None:
-    versions = dict(finished.rows("mlflow", "SELECT name, description FROM model_versions"))
-    models = dict(finished.rows("mlflow", "SELECT name, description FROM registered_models"))
-    assert versions.keys() == models.keys() == MODELS
-    assert all("pipeline `tiny-test`" in text for text in models.values())
-    assert all(f"ttrain lineage {name}/1" in text for name, text in versions.items())
-    # The evaluation comes after they were registered
-    metrics = {"-base": "bits per byte", "-sft": "chats loss", "-lora": "domain loss"}
-    for suffix, metric in {**metrics, "": "domain loss"}.items():
-        assert versions[f"tiny-test{suffix}"].startswith(f"{metric} **")
-
-
 @pytest.mark.soak
 def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
     finished: Cli, tmp_path: Path
@@ -101,15 +88,6 @@ def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_
     uri = f"sqlite:///{home}/mlflow/mlflow.db"
     opened = said_without_ttrain(PLAIN, *map(str, paths), directory=home, MLFLOW_TRACKING_URI=uri)
     assert opened["tiny-test@challenger"] != opened["tiny-test-sft/1"]
-
-
-def test_the_evaluation_is_a_table_among_the_files_of_the_run(finished: Cli) -> None:
-    query = "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.loggedArtifacts'"
-    [(run_id, listed)] = finished.rows("mlflow", query)
-    assert "evaluation_table.json" in [table["path"] for table in json.loads(listed)]
-    files = finished.home / "mlflow" / "artifacts" / run_id / "artifacts"
-    table = json.loads((files / "evaluation_table.json").read_bytes())
-    assert table["data"][0][0] == "bits per byte, base"
 
 
 def sharing(finished: Cli, tmp_path: Path) -> Cli:

@@ -82,11 +82,3 @@ def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cac
     assert not is_retried(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))
     run.signum = 15
     assert not is_retried(task, None, Failed(data=killed))
-
-
-def test_a_flow_run_has_the_name_of_the_settings_and_the_users_tags() -> None:
-    from ttrain.flows.prefect_run import tags_of
-
-    record = SimpleNamespace(snapshot=lambda: {"tags": {"purpose": "baseline"}})
-    execution: Any = SimpleNamespace(settings=SimpleNamespace(name="mine"), record=record)
-    assert tags_of(execution) == ["ttrain", "name=mine", "purpose=baseline"]

@@ -80,29 +80,6 @@ def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
     assert first.name in list(table["name"]) and table["eval/bits_per_byte"].notna().any()
 
 
-def test_a_stage_is_built_in_a_thread_with_progress_and_nothing_printed(
-    finished: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    remember_modules(tmp_path / "home")
-    before = state_of_process()
-    ended: list[str] = []
-
-    def progress(stage: str, event: str, data: Any) -> None:
-        if event == "ended":
-            ended.append(stage)
-
-    options: dict[str, Any] = {"note": "from Python", "tags": {"purpose": "test"}}
-    options |= {"until": "shards-lora", "progress": progress, "home": tmp_path / "home"}
-    run = in_thread(lambda: ttrain.run("full", settings_of(finished), **options))
-    assert state_of_process() == before and capfd.readouterr() == ("", "")
-    record = run.to_json()
-    assert (record["note"], record["tags"]) == (options["note"], options["tags"])
-    assert run.outcome == "completed"
-    assert ended == ["tokenizer", "shards-lora"] == [*run.artifacts]
-    shards = ttrain.runs(home=finished.home)[-1].artifacts["shards-lora"]
-    assert run.artifacts["shards-lora"].content == shards.content
-
-
 def test_a_failure_is_an_exception_and_is_recorded(finished: Any, tmp_path: Path) -> None:
     home = tmp_path / "home"
     path = tmp_path / "domain.jsonl"

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.browser import Browser, executable
 from support.paths import ROOT
 from support.served import processes_of, write_double
 from support.waiting import wait_until
@@ -44,18 +43,7 @@ time.sleep(60)
 """
 # Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is
 # closed without a try
-FORBIDDEN_SOCKET = """new Promise(done => {
-    document.addEventListener("securitypolicyviolation", () => done(true), {once: true});
-    setTimeout(() => done(false), 2000);
-    try { new WebSocket("ADDRESS", "prefect").onopen = () => done(false); } catch { done(true); }
-})"""
 ELSEWHERE = "http://elsewhere:4200/api"
-PAGES = {
-    "/dashboard": "Work Pools",
-    "/runs": "Runs",
-    "/v2/dashboard": "Work Pools",
-    "/v2/runs": "Runs",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -169,34 +157,6 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     assert servers.down(real_home) == [] and servers.running(real_home) == {}
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
-def test_the_pages_of_the_servers_load_and_contact_nothing_else(real_home: Path) -> None:
-    urls = start_both(real_home)
-    prefect = urls["prefect"]
-    mlflow = urls["mlflow"]
-    events = f"{prefect.replace('http', 'ws')}/api/events/out"
-    token = server_records.read_token(real_home)
-    with Browser() as browser:
-        for path, words in PAGES.items():
-            browser.open(f"{prefect}/?token={token}")
-            browser.open(f"{prefect}{path}")
-            browser.wait_for(f"document.body.innerText.includes('{words}')")
-            browser.settle()
-        for address, is_forbidden in ((events, False), ("ws://127.0.0.1:9/", True)):
-            script = FORBIDDEN_SOCKET.replace("ADDRESS", address)
-            assert browser.evaluate(script) is is_forbidden
-        browser.open(f"{mlflow}/?token={token}")
-        browser.wait_for("document.body.innerText.includes('Experiments')")
-        browser.settle()
-        own = (prefect, mlflow, "data:", "blob:", "about:")
-        assert browser.requests and not [url for url in browser.requests if not url.startswith(own)]
-        refused = [error for error in browser.errors if "violates" in error]
-        known = ("amplitude", "ws://127.0.0.1:9/")
-        assert all(any(word in error for word in known) for error in refused), refused
-    servers.down(real_home)
-
-
 @contextlib.contextmanager
 def run_with_its_own_server(home: Path) -> Iterator[str]:
     """A process that starts its server and runs a flow; yields the address used and its token."""
@@ -262,18 +222,6 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(
     with pytest.raises(TTrainError, match=r"(?s)mlflow.*there_is_no_such_module"):
         start_both(faked_home)
     assert not processes_of(faked_home) and servers.running(faked_home) == {}
-
-
-def test_the_environment_prefers_what_the_user_has_set(
-    faked_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_both(faked_home)
-    monkeypatch.setenv("PREFECT_API_URL", ELSEWHERE)
-    monkeypatch.setenv("PREFECT_HOME", "/users/choice")
-    environment = servers.prefect_environment(faked_home)
-    assert not {"PREFECT_API_URL", "PREFECT_HOME"} & environment.keys()
-    servers.start_own_server(faked_home)
-    assert os.environ["PREFECT_API_URL"] == ELSEWHERE
 
 
 def test_the_token_is_for_the_servers_of_the_home_alone(

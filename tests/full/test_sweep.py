@@ -109,16 +109,3 @@ def test_a_sweep_that_is_killed_anywhere_ends_with_the_same_verdict_and_builds_n
     assert results(fresh) == results(swept)
     assert set(built(fresh).values()) == {1}
     assert fresh.rows("mlflow", DOUBLED) == [(0,)]
-
-
-@pytest.mark.soak
-def test_two_processes_share_the_trials_of_one_sweep(swept: Cli, fresh: Cli) -> None:
-    first = fresh.start(*COMMAND)
-    wait_until(lambda: any(fresh.home.glob("sweeps/*/sweep.json")), 240)
-    second = fresh.start(*COMMAND)
-    for process in (first, second):
-        output = process.communicate(timeout=600)[0]
-        assert process.returncode == 0, output
-    assert results(fresh) == results(swept)
-    assert set(built(fresh).values()) == {1}
-    assert len({record["process"]["pid"] for record in trials_of(fresh)}) == 2

@@ -70,14 +70,6 @@ class Nodes:
         return codes
 
 
-def test_a_signal_to_one_node_stops_both_after_one_save(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path)
-    nodes.processes[1].send_signal(signal.SIGTERM)
-    assert nodes.end() == [1, 1]
-    for rank in (0, 1):
-        assert "stopped after" in nodes.output(rank)
-
-
 def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     began = time.monotonic()

@@ -31,7 +31,6 @@ mount -o remount,ro "$TTRAIN_HOME"
 %s artifacts verify > verify.txt 2>&1; echo "verify $?"
 %s artifacts list --json > list.txt 2>&1; echo "list $?"
 """.replace("%s", f"{sys.executable} -P -c 'from ttrain.cli.main import main; main()'")
-LONG = [pytest.param(size, marks=pytest.mark.long) for size in (24, 48, 64)]
 pytestmark = pytest.mark.soak  # in short: tests/store/test_integrity.py, test_store.py
 
 
@@ -49,12 +48,11 @@ def own_mounts() -> list[str]:
     pytest.skip("this machine lets no process mount a disk of its own")
 
 
-@pytest.mark.parametrize("kilobytes", [4, *LONG])
 def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on_and_a_cached_one_needs_none(
-    cli: Cli, kilobytes: int
+    cli: Cli,
 ) -> None:
     cli.home.mkdir()
-    command = [*own_mounts(), "sh", "-c", DISK, "sh", str(kilobytes), *cli.command(*TOKENIZER)]
+    command = [*own_mounts(), "sh", "-c", DISK, "sh", "4", *cli.command(*TOKENIZER)]
     output = subprocess.check_output(command, env=cli.environment, cwd=cli.data, text=True)
     texts = {path.stem: path.read_text() for path in cli.data.glob("*.txt")}
     codes = {name: int(code) for name, code in map(str.split, output.splitlines())}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.night_files import artifact as publish
 
 from ttrain.cli.main import main
 from ttrain.core.files import write_json
@@ -32,20 +33,13 @@ class Home:
         ingredients: dict[str, Any] = {"stage": stage, "settings": {"name": name}}
         ingredients |= {part: {} for part in ("arguments", "inputs", "files", "code")}
         key = key_of(ingredients)
-        output = self.store.work(stage, key) / "output"
-        (output / "model").mkdir(parents=True)
-        (output / "model" / "weights.bin").write_bytes(name.encode() * 1000)
-        manifest = {
-            "result": {"loss": 1.5},
-            "ingredients": ingredients,
-            "inputs": {
-                name: {"stage": source.stage, "key": source.key, "content": source.content}
-                for name, source in inputs.items()
-            },
-            "seconds": 1.0,
-            "provenance": {"libraries": {"torch": "2.13"}},
+        sources = {
+            name: {"stage": source.stage, "key": source.key, "content": source.content}
+            for name, source in inputs.items()
         }
-        artifact = self.store.publish(stage, key, output, manifest)
+        manifest = {"ingredients": ingredients, "inputs": sources, "result": {"loss": 1.5}}
+        manifest |= {"seconds": 1.0, "provenance": {"libraries": {"torch": "2.13"}}}
+        artifact = publish(self.store, stage, key, {"model/weights.bin": name * 1000}, **manifest)
         shutil.rmtree(self.store.work(stage, key))
         write_manifest(artifact.path, {**artifact.manifest, "published": time.time() - age})
         aged = self.store.find(stage, key)

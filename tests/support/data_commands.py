@@ -4,7 +4,7 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -78,8 +78,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
     return [f"{seed}.{number} {text(rng, rng.randint(3, 40))}" for number in range(count)]
 
 
-def write(path: Path, rows: Sequence[Any], *, end: bytes = b"\n") -> Path:
-    return write_lines(path, rows, end)
+write = write_lines
 
 
 def documents(path: Path, count: int, seed: int = 0) -> Path:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from support.waiting import wait_until
 
 from ttrain.tracking.mlflow_mirror import prepare
@@ -67,12 +66,6 @@ def mlflow_server(directory: Path) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("server")) as url:
-        yield url
-
-
 class Proxy:
     """Passes requests on to a server, or is away, as `mode` says, which can be changed any time.
 
@@ -85,7 +78,6 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self.target = urlsplit(target)
-        self.requests: list[str] = []
         self._mode = "well"
         self._changed = threading.Condition()
         self._port = free_port()
@@ -144,7 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_request(self) -> None:
         body = self._body()
-        self.proxy.requests.append(f"{self.command} {self.path}")
         self.close_connection = True
         mode = self.proxy.mode
         if mode == "error":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.night_files import artifact
 from support.paths import ROOT
 
 from ttrain.config import Settings
@@ -92,11 +93,10 @@ class House:
         **more: Any,
     ) -> Artifact:
         assert planned.key
-        output = self._write_checkpoints(planned, steps) / "output"
-        (output / "heldout").mkdir(parents=True)
-        (output / "heldout" / "file").write_text(text)
-        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, "inputs": {}}
-        return self.store.publish(planned.stage.name, planned.key, output, {**manifest, **more})
+        self._write_checkpoints(planned, steps)
+        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, **more}
+        files = {"heldout/file": text}
+        return artifact(self.store, planned.stage.name, planned.key, files, **manifest)
 
     def leave(self, planned: Planned, *steps: int) -> Path:
         """The work of a run that was killed after checkpoints of these steps."""

@@ -86,19 +86,10 @@ def newest_copy(home: Path) -> Path:
     return max(copies, key=lambda path: path.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("by_http", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_an_artifact_is_found_by_its_key_and_only_what_is_read_is_fetched(
-    tmp_path: Path,
-    bare_home: Path,
-    by_http: bool,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bare_home: Path
 ) -> None:
     original = publish(tmp_path / "first")
-    if by_http:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
-        track(tmp_path / "first", original)
-        bare_home = tmp_path / "second"
     store, reports = store_of(bare_home), list[str]()
     artifact = find(store)
     assert (artifact.content, artifact.result) == (original.content, original.result)

@@ -122,20 +122,6 @@ def test_a_service_gets_what_it_lacks_under_one_id_and_how_the_training_ended(
     assert service.ended == [end]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_the_real_services_accept_the_metrics_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.setenv(f"{name.upper()}_MODE", "offline")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for stop_after in (7, None):
-        train(tmp_path, *make_loggers([name], tmp_path, ABOUT), stop_after=stop_after)
-    assert f"logger {name}" not in caplog.text
-    assert len([*(tmp_path / name).rglob(f"run-*.{name}")]) == 2
-    assert not [path for path in (tmp_path / name).rglob("*") if path.is_symlink()]
-
-
 def test_secret_settings_are_masked_for_loggers() -> None:
     about = {"stage": "pretrain", "run": RUN, "experiment": "mine"}
     shown = description(settings_of_training(optim=Optim(lr=0.25)), about)

@@ -112,10 +112,7 @@ def test_what_an_outage_from_the_start_missed_is_there_after_a_push(
     assert_all_is_pushed(tmp_path / "home", name)
 
 
-@pytest.mark.parametrize(
-    ("mode", "part"),
-    [("dead", 2), ("no replies", 3), pytest.param("hanging", 3, marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize(("mode", "part"), [("dead", 2), ("no replies", 3)])
 def test_nothing_is_lost_in_an_outage(proxy: Proxy, tmp_path: Path, mode: str, part: int) -> None:
     def before(current: int) -> None:
         proxy.mode = mode if current == part else "well"

@@ -243,20 +243,6 @@ def test_a_database_that_is_gone_or_damaged_is_made_again_from_the_home(
     assert len([*database_of(home).parent.glob("mlflow.db.damaged-*")]) == (0 if is_gone else 1)
 
 
-def test_track_push_prints_its_runs(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(tracked_home))
-    command = CliRunner().invoke
-    make_run(tracked_home, A, [TOKENIZER])
-    assert "1 run" in command(app, ["track", "push"]).stdout
-    assert "date" in command(app, ["track", "push"]).stdout
-    rows = json.loads(command(app, ["track", "push", A, "--json"]).stdout)
-    assert rows == [
-        {"run": A, "run_id": only(tracked_home, A).info.run_id, "pushed": True, "why": ""}
-    ]
-    unknown = command(app, ["track", "push", "other"])
-    assert unknown.exit_code and "'other'" in str(unknown.exception)
-
-
 def keep_sweep(home: Path, outcome: str, process: Any) -> None:
     """A sweep of one setting with two trials, one of which has a run."""
     setting = {"setting": "baseline", "changes": {}, "seeds": [1], "mean": 1.5, "difference": None}
@@ -294,10 +280,3 @@ def test_a_sweep_is_pushed_with_its_settings_and_trials(tracked_home: Path) -> N
         assert "metrics.`sweep/difference`" in json.loads(json.loads(view)["state"])["orderByKey"]
         assert pushed(tracked_home) == []
         database_of(tracked_home).unlink()
-
-
-def test_a_sweep_whose_process_is_gone_is_killed(tracked_home: Path) -> None:
-    keep_sweep(tracked_home, "running", {**alive(), "started": 0})
-    pushed(tracked_home)
-    assert status(tracked_home, SWEEP) == "KILLED"
-    assert pushed(tracked_home) == []

@@ -52,17 +52,6 @@ def test_a_stage_has_metrics_of_the_machine_its_texts_and_its_log(stage_home: Ho
     assert "step 6/6" in files["pretrain/run/log.txt"].read_text()
 
 
-def test_a_stage_that_failed_leaves_its_texts_and_logs_too(stage_home: Home) -> None:
-    optim = {"kind": "adamw", "lr": 0.01, "weight_decay": 1e30, "clip": None}
-    training = {"optim": optim, "schedule": {"warmup_steps": 0}, "seed": 2}
-    parent, child, log = run(stage_home, stage_settings(40, training, sample_every_steps=1))
-    assert (parent.info.status, child.info.status) == ("FAILED", "FAILED")
-    assert "pretrain/run/samples/step-00000001.txt" in files_of(child)
-    assert "step 1/40" in files_of(child)["log.txt"].read_text()
-    last_line = files_of(parent)[log.name].read_text().splitlines()[-1]
-    assert " pretrain: failed: " in last_line and "loss" in last_line
-
-
 def test_a_note_and_tags_are_shown_masked_and_count_in_no_key(stage_home: Home) -> None:
     tags = ["purpose=a smaller rate", "hub.token=x1"]
     shown = {"purpose": "a smaller rate", "hub.token": "***"}

@@ -10,7 +10,7 @@ import pytest
 from ttrain.tracking import views
 from ttrain.tracking.mlflow_mirror import FAILED, FINISHED, Mirror, TrackedRun
 
-BITS, CHAT_LOSS, LOSS = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/validation_loss"
+BITS, CHAT_LOSS = "eval/bits_per_byte", "eval/chat_loss_sft"
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +50,3 @@ def test_a_view_has_description_metrics_and_the_settings_that_differ(mirror: Mir
     columns = ["attributes.`Description`", *metrics, "params.`sft.epochs`"]
     assert saved["state"]["selectedColumns"] == columns
     assert saved["state"]["columnOrder"] == ["attributes.`Run Name`", *columns]
-
-
-@pytest.mark.parametrize(("name", "count"), [("mine", 2), ("other", 1)])
-def test_a_view_shows_unfailed_runs_of_its_name(mirror: Mirror, name: str, count: int) -> None:
-    query = view(mirror, name)["state"]["searchFilter"]
-    runs = mirror.client.search_runs([mirror.experiment_id("ttrain")], query)
-    assert [run.data.tags[views.NAME] for run in runs] == [name] * count
-
-
-def test_runs_without_an_evaluation_are_judged_by_their_validation() -> None:
-    trained = {LOSS: 3.0, "pretrain/tokens": 5.0}
-    evaluated = {**trained, BITS: 1.0}
-    assert views.deciding([evaluated]) == [BITS]
-    assert views.deciding([trained]) == [LOSS]
-    assert views.deciding([evaluated, trained]) == [BITS, LOSS]
-    assert views.deciding([]) == []
-
-
-def test_a_setting_of_one_run_alone_differs_and_paths_and_lists_are_no_columns() -> None:
-    first = {"lora.rank": "4", "model.layers": "2", "same": "x", "data.sft": "['a.jsonl']"}
-    second = {"lora.rank": "8", "same": "x", "runtime.devices": "2", "sft.start_from": "runs/mine"}
-    assert views.differing([first, second]) == ["model.layers", "lora.rank", "runtime.devices"]
-    many = [dict.fromkeys((f"sft.{number}" for number in range(30)), run) for run in "ab"]
-    assert len(views.differing(many)) == views.MOST_SETTINGS
