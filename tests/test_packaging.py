@@ -16,6 +16,12 @@ def content(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def test_uv_gets_the_pins_of_pip_and_no_lock_file_is_committed() -> None:
+    pins = [line for line in content("constraints.txt").split("\n") if line and line[0] != "#"]
+    assert PROJECT["tool"]["uv"]["constraint-dependencies"] == pins
+    assert "uv.lock" in content(".gitignore").split()
+
+
 def test_the_image_copies_what_a_wheel_is_made_of_and_runs_as_a_user() -> None:
     text = content("Dockerfile")
     copies = [line.split()[:-1] for line in re.findall(r"^COPY (.*)", text, flags=re.MULTILINE)]
@@ -38,3 +44,14 @@ def test_services_listen_on_this_machine_alone_and_need_passwords() -> None:
         for name, value in service["environment"].items():
             assert "PASSWORD" not in name or value.startswith("${"), name
     assert "PREFECT_SERVER_API_AUTH_STRING" in services["prefect"]["environment"]
+
+
+def test_the_workflow_calls_what_the_makefile_has() -> None:
+    jobs = yaml.safe_load(content(".github/workflows/ci.yml"))["jobs"]
+    steps = chain.from_iterable(job["steps"] for job in jobs.values())
+    assert ["make", "lint", "test"] in [step.get("run", "").split() for step in steps]
+    classifiers = [text.split(" :: ") for text in PROJECT["project"]["classifiers"]]
+    versions = [words[-1] for words in classifiers if words[-1].startswith("3.")]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == versions
+    targets = re.findall(r"^(\w+):", content("Makefile"), flags=re.MULTILINE)
+    assert {"lint", "test", "run", "soak"} <= {*targets}
