@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import PairedComparison, Rule
@@ -323,3 +324,22 @@ def test_two_thousand_resamples_of_ten_thousand_items_take_less_than_a_second() 
     began = time.process_time()
     statistics.interval(metric, Rule(resamples=2000))
     assert time.process_time() - began < 1.0
+
+
+def test_means_of_few_seeds_are_judged_as_scipy_judges_them() -> None:
+    differences = [0.1, 0.3, -0.05, 0.2]
+    theirs = stats.ttest_1samp(differences, 0.0)
+    interval = theirs.confidence_interval(0.9)
+    assert statistics.t_test(differences) == pytest.approx(theirs.pvalue)
+    assert statistics.t_interval(differences, 0.1) == pytest.approx((interval.low, interval.high))
+
+
+def test_percentiles_of_few_documents_are_widened() -> None:
+    """By the quantile of Student's t of n - 1 and the square root of n / (n - 1)."""
+    sizes = np.ones(5)
+    sums = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
+    rule = Rule(resamples=2000, seed=2)
+    (drawn,) = statistics.bootstrap_ratios([sums], sizes, rule)
+    tail = stats.norm.cdf(-math.sqrt(5 / 4) * stats.t.ppf(0.975, 4))
+    expected = np.quantile(drawn / LN2, (tail, 1 - tail))
+    assert statistics.interval(bits(sums, sizes), rule) == pytest.approx(tuple(expected))

@@ -111,3 +111,20 @@ def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_pa
 
     sharded = in_ranks(2, tmp_path, lambda ranks: continued(ranks, Speed(parallel="fsdp")))[0]
     assert distance(continued(ALONE, Speed()), sharded) < 1e-4
+
+
+def test_an_average_that_leaves_out_prevented_steps_is_that_of_the_others() -> None:
+    """After so many steps that the newest weights count by the half-life."""
+    weight = torch.zeros(3)
+    plain, watched = (MovingAverage({weight: "weight"}, 0.1, 100) for _ in range(2))
+    for step in range(120):
+        weight.fill_(float(step))
+        plain.update()
+        watched.update(torch.tensor(0.0))
+        watched.update(torch.tensor(1.0))
+    averages = []
+    for average in (plain, watched):
+        with average.as_weights():
+            averages.append(float(weight[0]))
+    assert averages[0] == pytest.approx(averages[1])
+    assert 100 < averages[0] < 115

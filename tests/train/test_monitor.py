@@ -1,5 +1,6 @@
 """Performance metrics: times against a clock that the test turns, counts against torch's own."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,13 @@ from support.tiny_trainers import CPU, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import TERA, PerformanceMonitor, datasheet_flops, flops_per_token
+from ttrain.train.monitor import (
+    TERA,
+    PerformanceMonitor,
+    datasheet_flops,
+    flops_per_token,
+    trimmed_mean,
+)
 
 
 class Run:
@@ -115,3 +122,12 @@ def test_a_chip_is_known_by_its_name_unless_the_board_differs() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU")
     expected = [989.4 * TERA, 756 * TERA, None]
     assert [datasheet_flops(name, "bf16") for name in names] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"), [([], 0.0), ([3.0], 3.0), ([1.0, 3.0], 2.0), ([0.0, 4.0, 90.0], 4.0)]
+)
+def test_one_value_of_each_end_is_trimmed_of_three_or_more(
+    values: list[float], mean: float
+) -> None:
+    assert trimmed_mean(deque(values)) == mean
