@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.comparing import copies, distance, same
 from support.tiny_data import VOCAB
+from support.tiny_mixtures import tiny_moe
 from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
 from torch import Tensor
 from torch.nn.functional import log_softmax
@@ -149,3 +150,18 @@ def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_
     resumed, task, _ = train(tmp_path / "resumed", None)
     assert expected.state() == task.state() and expected.state()["reference_point"] > 0
     assert same(straight.state_dict(), resumed.state_dict())
+
+
+def test_routers_add_their_balance_to_the_loss_of_a_step_and_not_to_a_validation(
+    tmp_path: Path,
+) -> None:
+    model = tiny_moe("qwen3_moe", balance=0.5)
+    task = PreferenceTuning(config_of(), model)
+    rows = packed(tmp_path, make_pairs(9), tiny_model())
+    batch: Any = rows.batch(range(len(rows)))
+    step = task.train_step(task.build_model(), batch, CPU)
+    preference = task.validation_step(task.build_model(), batch, CPU)
+    assert {"preference", "balance"} <= {*step.parts}
+    assert float(step.parts["preference"]) == pytest.approx(float(preference.total), rel=1e-5)
+    gap = float(step.total - step.parts["preference"])
+    assert gap == pytest.approx(0.5 * float(step.parts["balance"]), rel=1e-5)
