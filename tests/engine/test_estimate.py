@@ -1,11 +1,9 @@
 """Estimated time and passes of a plan, and the run that its reasons compare with."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from support.planned_homes import SHARDS, House
 from typer.testing import CliRunner
 
@@ -16,7 +14,6 @@ from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
 from ttrain.engine.estimate import START_SECONDS, Estimate, StageEstimate, estimate
 from ttrain.engine.graph import Graph, Plan
-from ttrain.errors import UsageError
 from ttrain.store.runs import RunRecord
 from ttrain.tasks import PRETRAIN
 from ttrain.train import rates
@@ -135,46 +132,6 @@ def test_a_changed_input_is_named_by_its_stage(built: House, tmp_path: Path) -> 
     assert built.plan("sft.seed=2")["lora"].why == ("sft changed",)
 
 
-@pytest.fixture
-def ttrain(house: House, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setenv("TTRAIN_HOME", str(house.store.root))
-    return lambda *words: CliRunner().invoke(app, ["pipeline", *words, *house.files])
-
-
-def test_rules_are_printed_on_request(ttrain: Callable[..., Result]) -> None:
-    plain = ttrain("plan", "full").output
-    assert "by rule" not in plain and "takes about" in plain
-    assert "tokenizer, shards-pretrain, shards-sft, shards-lora, sft, lora, evaluate, by" in plain
-    assert "pretrain.tokens_per_step is" in ttrain("plan", "full", "--rules").output
-
-
-def test_only_a_terminal_is_asked_about_a_run_of_many_passes(
-    ttrain: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-    questions: list[str] = []
-
-    def run_pipeline(plan: api.Plan, *_: object) -> None:
-        started.append(plan.pipeline)
-        raise UsageError("it was started")
-
-    def decline(text: str, **_: object) -> bool:
-        questions.append(text)
-        return False
-
-    monkeypatch.setattr("ttrain.flows.engine.run_pipeline", run_pipeline)
-    monkeypatch.setattr(cli_pipeline, "confirm", decline)
-    words = ("run", "full", "pretrain.tokens=1_000_000")
-    assert "passes about" in ttrain(*words).output
-    assert (started, len(questions)) == (["full"], 0)
-    monkeypatch.setattr(cli_pipeline, "is_on_terminal", lambda: True)
-    declined = ttrain(*words)
-    assert declined.exit_code == 1 and "--yes" in declined.output
-    assert len(started) == len(questions) == 1
-    ttrain(*words, "--yes")
-    assert len(started) == 2 and len(questions) == 1
-
-
 def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrained: House) -> None:
     settings = ("pretrain.seed=2", "pretrain.tokens=100_000")
     plan = Plan("full", pretrained.settings(*settings), pretrained.store, Graph(), [])
@@ -192,3 +149,20 @@ def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrain
         assert estimate(plan, measure).seconds == pytest.approx(expected)
     assert measured == ["pretrain"]
     assert estimate(plan).seconds == pytest.approx(expected), "without measuring"
+
+
+def test_only_a_terminal_is_asked_about_a_run_of_many_passes(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    run = lambda plan, *_: events.append("started")  # noqa: E731
+    monkeypatch.setenv("TTRAIN_HOME", str(house.store.root))
+    monkeypatch.setattr("ttrain.flows.engine.run_pipeline", run)
+    monkeypatch.setattr(cli_pipeline, "confirm", lambda *_, **__: events.append("asked"))
+    words = ["pipeline", "run", "full", "pretrain.tokens=1_000_000", *house.files]
+    CliRunner().invoke(app, words)
+    monkeypatch.setattr(cli_pipeline, "is_on_terminal", lambda: True)
+    declined = CliRunner().invoke(app, words)
+    assert declined.exit_code == 1 and "--yes" in declined.output
+    CliRunner().invoke(app, [*words, "--yes"])
+    assert events == ["started", "asked", "started"]

@@ -27,9 +27,6 @@ from ttrain.tasks import PRETRAIN
 PACKAGE = Path(fork_server.__file__).parents[1]
 SLEEP = "import time; time.sleep(30)"
 UP = f"import os; os.write(1, b'up' + os.linesep.encode()); {SLEEP}"  # two may share a pipe
-THREADED = (
-    f"import threading; threading.Thread(target=exec, args=({SLEEP!r},), daemon=True).start()"
-)
 ERRAND = """
 import sys
 
@@ -55,17 +52,6 @@ print(json.dumps({
 }))
 print("to the error output", file=sys.stderr)
 code = 3
-"""
-LATE = """
-import threading, time
-from pathlib import Path
-threading.Thread(target=lambda: (time.sleep(0.3), Path("late").touch())).start()
-"""
-POOL = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-sys.pool = ThreadPoolExecutor(1)
-sys.pool.submit(int).result()
 """
 LISTEN = """
 import time
@@ -101,7 +87,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("package")
     shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
-    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP, "threaded": THREADED}
+    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP}
     for name, code in modules.items():
         (directory / f"{name}.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
@@ -206,17 +192,9 @@ def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -
     code.write_text("VALUE = 1\n")
 
 
-def test_the_exit_code_comes_back(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_exit_code_comes_back(server: ForkServer) -> None:
     with errand(server, "raise ValueError('of its own')") as (process, output):
         assert process.wait() == 1 and "ValueError" in text_of(output)
-    with errand(server, LATE) as (process, _):
-        assert process.wait() == 0 and (tmp_path / "late").exists(), "waits for no daemon thread"
-    with errand(server, POOL) as (process, _):
-        # an open pool whose thread waits for work does not hold it up
-        assert wait_until(lambda: process.poll() is not None, 10) and process.returncode == 0
     with errand(server, UP) as (process, output):
         text_of(output, "up")
         assert process.poll() is None
@@ -256,21 +234,6 @@ def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None
     launcher.wait()
     launcher.stdout.close()
     wait_for_end(*pids)
-
-
-def test_it_does_not_fork_from_threads(package: Path) -> None:
-    with pytest.raises(ForkServerError, match="2 threads"):
-        ForkServer(os.environ, ["threaded"]).start("errand", [DESCRIBE], os.environ, 1)
-
-
-def test_a_wait_for_the_libraries_can_be_given_up(package: Path) -> None:
-    server = ForkServer(os.environ, ["slow"])
-    began = time.monotonic()
-    gives_up = lambda: time.monotonic() > began + 0.3  # noqa: E731
-    assert server.start("errand", [UP], os.environ, 1, gives_up) is None
-    assert time.monotonic() - began < 20
-    server.close()
-    wait_for_end(server.pid)
 
 
 def test_an_early_signal_is_not_lost_and_a_second_one_ends_it(server: ForkServer) -> None:

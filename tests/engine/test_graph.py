@@ -61,13 +61,3 @@ def test_the_graph_of_a_profile(profile: str) -> None:
 def test_a_stage_that_starts_from_no_model_gets_a_new_one() -> None:
     settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
     assert lines_of(full(settings)) == expected(ONLY_CHATS)
-
-
-def test_readers_of_a_replaced_stage_read_its_replacement() -> None:
-    graph = full(load([], environment={}).settings)
-    replaced = graph.replacing({"source": None, "sft": "pretrain", "shards-sft": None})
-    assert replaced["lora"].sources == {"base": "pretrain", "shards": "shards-lora"}
-    assert replaced["tokenizer"].sources == {}
-    assert {"source", "sft", "shards-sft"}.isdisjoint(replaced)
-    needed = {"source", "tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"}
-    assert graph.needed_by("sft") == needed, "the original graph is unchanged"

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, gpus, last_step
+from ttrain.engine.system_metrics import SystemMetrics, file_name, last_step
 from ttrain.errors import UsageError
 
 
@@ -63,25 +61,3 @@ def test_a_stage_is_sampled_unless_that_is_off_and_never_fails_by_it(
     assert files == [tmp_path / "on" / "run" / "system.jsonl"]
     with pytest.raises(UsageError, match=r"runtime\.system_metrics_seconds"):
         load(["runtime.system_metrics_seconds=0.5"], environment={})
-
-
-def test_gpus_report_use_memory_temperature_and_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A double of torch.cuda; its second GPU has no power sensor."""
-    cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        device_count=lambda: 2,
-        utilization=lambda number: 97 - number,
-        device_memory_used=lambda number: 20e9 * (number + 1),
-        temperature=lambda number: 61 + number,
-        power_draw={0: 350_000}.__getitem__,
-    )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    names = "utilization_percentage memory_usage_megabytes temperature_celsius power_usage_watts"
-    expected = {0: [97.0, 20000.0, 61.0, 350.0], 1: [96.0, 40000.0, 62.0]}
-    assert gpus() == {
-        f"gpu_{number}_{name}": value
-        for number, values in expected.items()
-        for name, value in zip(names.split(), values, strict=False)
-    }
-    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
-    assert gpus() == {}, "reading would initialize CUDA"

@@ -19,10 +19,7 @@ from ttrain.store.artifacts import ArtifactStore
 
 @pytest.mark.parametrize(
     ("nightly", "files", "replay", "documents"),
-    [
-        ({"replay": 0.3}, ["new"], 0.3, True),
-        ({"data": "all"}, ["new", "old"], 0.05, False),
-    ],
+    [({"replay": 0.3}, ["new"], 0.3, True), ({"data": "all"}, ["new", "old"], 0.05, False)],
 )
 def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     nightly: Mapping[str, Any],

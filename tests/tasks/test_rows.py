@@ -110,10 +110,7 @@ def test_weights_mix_the_training_rows_and_not_the_held_out_ones(
     assert order.quotas == [2500, 7500]
     assert isinstance(open_rows(path, encoder, config, heldout=True), SeparateDocumentRows)
     config = settings(packing="none", order="length-grouped")
-    with pytest.raises(
-        UsageError,
-        match=r"training\.order.*=shuffled",
-    ):
+    with pytest.raises(UsageError, match=r"training\.order.*=shuffled"):
         order_of(config, open_rows(path, encoder, config))
 
 
@@ -210,10 +207,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
 ) -> None:
     config = settings(tokens_per_step=64)
     rows = open_rows(documents(tmp_path, encoder), encoder, config)
-    with pytest.raises(
-        DataError,
-        match=r"tokens_per_step.*=40",
-    ):
+    with pytest.raises(DataError, match=r"tokens_per_step.*=40"):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
 
@@ -232,14 +226,7 @@ def test_no_rows_are_mended_by_rows_or_without_the_stage_and_by_no_smaller_batch
 
 @pytest.mark.parametrize(
     ("rows", "batch", "passes"),
-    [
-        (10_000, 4096, 1),
-        (320, 4096, 3),
-        (100, 5 * 256, 3),
-        (20, 256, 3),
-        (9, 256, 7),
-        (1, 256, 10),
-    ],
+    [(10_000, 4096, 1), (320, 4096, 3), (100, 5 * 256, 3), (20, 256, 3), (9, 256, 7), (1, 256, 10)],
 )
 def test_batch_and_passes_of_few_rows_give_about_sixty_steps(
     rows: int, batch: int, passes: float

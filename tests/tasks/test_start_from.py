@@ -160,10 +160,7 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
     house: House,
 ) -> None:
     here = folder(house, positions=128)
-    with pytest.raises(
-        UsageError,
-        match=r"lora.row_length.*sft.start_from.*128",
-    ):
+    with pytest.raises(UsageError, match=r"lora.row_length.*sft.start_from.*128"):
         house.plan(f"sft.start_from={here}", "sft.row_length=128")
     short = ["sft.row_length=128", "lora.row_length=128", "evaluate.row_length=128"]
     with pytest.raises(UsageError, match=r"lora.virtual_tokens.*120"):
