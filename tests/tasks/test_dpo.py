@@ -48,11 +48,8 @@ def settings_of(**changes: Any) -> Settings:
 
 def pair(number: int) -> dict[str, Any]:
     dice = random.Random(number)
-    question, answer = (
-        " ".join(dice.choices(WORDS.split(), k=dice.randint(1, 6))) for _ in range(2)
-    )
-    answers = {"chosen": f"yes {answer}", "rejected": f"no {answer}"}
-    return {"prompt": f"{question} {number}?", **answers}
+    words = " ".join(dice.choices(WORDS.split(), k=dice.randint(1, 6)))
+    return {"prompt": f"{words} {number}?", "chosen": f"yes {words}", "rejected": f"no {words}"}
 
 
 def rated(number: int) -> dict[str, Any]:
@@ -93,9 +90,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**inputs, "reference": root / "reference", "tokenizer": tokenizer}
 
 
-def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, Any]:
-    metrics: dict[str, Any] = run_stage(dpo, settings_of(**changes), output, inputs)
-    return metrics
+def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> Any:
+    return run_stage(dpo, settings_of(**changes), output, inputs)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +104,10 @@ def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_the_planted_preference_is_learnt_from_ln_2_on(
     inputs: dict[str, Path], straight: Path
 ) -> None:
-    """The reference has every answer once."""
     for part, pairs in (("train", 36), ("heldout", 12)):
         scores = load_file(inputs["reference"] / f"{part}.safetensors")
-        assert len(scores["tokens"]) == 2 * pairs and (scores["tokens"] > 0).all()
-        values = scores["log_probabilities"]
-        assert np.isfinite(values).all() and (values < 0).all()
-    files = {path.name for path in inputs["reference"].iterdir()}
-    assert files == {"heldout.safetensors", "train.safetensors"}
+        assert len(scores["tokens"]) == 2 * pairs, "every answer once"
+        assert (scores["tokens"] > 0).all() and (scores["log_probabilities"] < 0).all()
     metrics = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
     assert metrics[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
     margins = [line["reward_margin"] for line in metrics if "reward_margin" in line]
@@ -162,12 +154,7 @@ def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
     ("kills", "most"), [(1, 12), pytest.param(KILLS, 25, marks=pytest.mark.soak)]
 )
 def test_killed_stages_end_with_the_same_bytes(
-    inputs: dict[str, Path],
-    straight: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kills: int,
-    most: int,
+    inputs: Any, straight: Path, tmp_path: Path, monkeypatch: Any, kills: int, most: int
 ) -> None:
     """Each kill comes before a random one of the first `most` calls."""
     monkeypatch.setattr(reference, "BLOCK_ROWS", 4)

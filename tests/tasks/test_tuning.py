@@ -33,7 +33,6 @@ def lacks_memory(size: int) -> float:
         (lacks_memory, 4, [1, 2, 4, 8]),
         (lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24]),
     ],
-    ids=["until it is slower", "until it does not fit", "to the rows of a step"],
 )
 def test_the_search_doubles_the_rows(
     seconds: Callable[[int], float], best: int, tried: list[int]
@@ -79,10 +78,10 @@ def weights(output: Path) -> Any:
 def test_a_stage_runs_with_the_fastest_size_and_remembers_it(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless it is deterministic. The weights are equal up to the order of sums."""
+    """The weights are equal up to the order of sums."""
     tuned = {"deterministic": False, "tune": "auto"}
     monkeypatch.setattr(tuning, "step_seconds", lambda *words: {1: 2.0, 2: 1.0, 4: 3.0}[words[-1]])
-    assert "tuned" not in run(home, tmp_path / "plain", deterministic=False)
+    run(home, tmp_path / "plain", deterministic=False)
     assert run(home, tmp_path / "tuned", **tuned)["tuned"] == {"rows_per_device": 2}
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
     assert [*json.loads((tmp_path / "tuned" / "home" / tuning.FILE).read_text()).values()] == [2]
