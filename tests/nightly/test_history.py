@@ -64,17 +64,6 @@ def test_nights_are_listed_newest_first_with_losses(listed: list[dict[str, Any]]
     assert summary.endswith(" 1,200 documents, 340,000 tokens")
 
 
-def test_a_night_names_its_worst_text(listed: list[dict[str, Any]]) -> None:
-    _, better, worse = texts = listed[2]["texts"]
-    few = [{**text, "records": 3} for text in texts]
-    one_judged = [*few[:2], {**worse, "records": 20}]
-
-    def lost(texts: list[dict[str, Any]]) -> str:
-        return history.lost_text({**listed[2], "lost": [], "texts": texts})
-
-    assert lost([better, worse]) == lost(one_judged) == "nothing; worst: source <i> +1.0%"
-    assert lost([better]) == "nothing"
-    assert lost(few) == "not judged (3 of 20 held-out records)"
 
 
 @pytest.mark.usefixtures("nights")

@@ -159,9 +159,6 @@ def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
     assert not is_from_scratch or pretrain.optim == Settings().pretrain.optim
 
 
-def test_two_budgets_of_a_night_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nightly\.tokens.*nightly\.epochs"):
-        Nightly(tokens=5, epochs=1)
 
 
 def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(night: Night) -> None:
@@ -177,11 +174,6 @@ def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(nigh
     assert default.schedule.full_rate_steps is None
 
 
-def test_sft_and_lora_start_from_the_models_of_the_night(night: Night) -> None:
-    stages = stages_of(night.inputs({}))
-    assert (stages["sft"]["base"], stages["lora"]["base"]) == ("pretrain", "sft")
-    assert "replay-sft" not in stages
-    assert not {name for name in stages["evaluate"] if name.startswith("base_of")}
 
 
 def test_sft_continues_the_champions_model_with_a_sample_of_known_chats(night: Night) -> None:

@@ -222,22 +222,6 @@ def test_the_files_of_a_first_champion_are_read_from_its_artifacts_and_remembere
     assert after.learnt == (), "the night before has it"
 
 
-def test_the_files_of_a_champion_that_no_night_made_are_not_new(
-    tmp_path: Path, store: ArtifactStore, known: Nights, set_champion: SetChampion
-) -> None:
-    settings = inbox(tmp_path, old="1")
-    for stage, key in (("pretrain", "p"), ("sft", "q")):
-        read = {"files": {"train": [*list_of(settings, store).files[stage]]}}
-        artifact(store, f"shards-{stage}", key, {"train/index.json": "{}"}, ingredients=read)
-        shards = {"shards": {"stage": f"shards-{stage}", "key": key, "content": ""}}
-        artifact(store, stage, key, {"model/config.json": "{}"}, inputs=shards)
-    set_champion(Champion("7", {"pretrain": "p", "sft": "q"}))
-    with pytest.raises(NothingNew, match="3 files"):
-        night_plan.choose_inputs(settings, store, known, None)
-    inbox(tmp_path, new="2")
-    frozen, reason = night_plan.choose_inputs(settings, store, known, None)
-    assert names(frozen) == ["new.jsonl"]
-    assert reason == "1 new: new.jsonl; the champion, version 7"
 
 
 def test_the_documents_of_a_champion_are_those_of_its_nights_that_are_in_the_store(

@@ -77,15 +77,3 @@ def test_a_night_stops_if_a_set_that_it_has_to_read_is_gone_and_the_next_does_wi
     assert [record.args for record in caplog.records] == [(1, 2, "8")]
 
 
-def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nights(
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
-) -> None:
-    settings = inbox(tmp_path, a="1")
-    named = settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})
-    own = settings.model_copy(update={"data": named})
-    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    for now, reference in ((settings, "heldout/h"), (own, "shards-pretrain/named")):
-        listed = InputSnapshot({}, now.model_dump(mode="json"), champion)
-        completed(known, listed, "promoted", heldout=reference, heldout_nights=[reference])
-    earlier = night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
-    assert earlier == ("heldout/h", ("heldout/h",), "")

@@ -1,12 +1,10 @@
 """Callbacks of an installed package in stages and tasks, and of a task itself."""
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_commands import in_process, trains_here
 from support.tiny_stages import Home, stage_settings
 
 from ttrain.engine.planner import plan_stage
@@ -17,7 +15,6 @@ from ttrain.tasks import PRETRAIN
 HOOKS = "start epoch_start step_start step_end log validated saved epoch_end end failed"
 SPY = """
 from ttrain.train.callbacks import Callback
-from ttrain.train.regression import Regression
 
 seen, reasons = [], []
 
@@ -32,13 +29,6 @@ def recorder(hook):
 
 for hook in {hooks}:
     setattr(Spy, hook, recorder(hook))
-
-class Own(Spy):
-    pass
-
-class Watched(Regression):
-    def callbacks(self):
-        return [Own()]
 
 class Broken(Callback):
     def step_end(self, record):
@@ -104,24 +94,3 @@ def test_a_broken_callback_is_named(tmp_path: Path, install: Any, value: str, wo
     install(bad=value)
     with pytest.raises(TTrainError, match=words):
         Home.make(tmp_path / "home").pretrain(stage_settings(2), tmp_path / "out")
-
-
-def test_callbacks_of_a_task_and_of_packages_see_its_training_and_may_stop_it(
-    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    spies = install(spy="Spy")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
-    trains_here(monkeypatch)
-    words = ("spies:Watched", "examples=640", "rows_per_step=320", "runtime.threads=1", "--json")
-    run = partial(in_process(capsys), "train", *words)
-    assert run("epochs=1", "--out", "a").json["steps"] == 2
-    for name in ("Spy", "Own"):
-        events = [event.partition(".")[2] for event in spies.seen if event.startswith(name)]
-        assert events[:4] == ["start 0", "epoch_start 0", "step_start 1", "step_end 1"]
-        assert events[-2:] == ["epoch_end 0", "end 2"]
-        assert {event.split()[0] for event in events} == {*HOOKS.split()} - {"failed"}
-    spies.reasons.append("enough")
-    stopped = run("epochs=9", "--out", "b")
-    assert stopped.code == 0, stopped.err
-    assert stopped.json["stop_reason"] == "stopped by a callback"

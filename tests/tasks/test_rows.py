@@ -21,7 +21,7 @@ from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
 from ttrain.engine import row_counts
-from ttrain.errors import ArtifactError, DataError, TooFewRows, UsageError
+from ttrain.errors import ArtifactError, DataError, UsageError
 from ttrain.tasks.common.rows import open_rows, order_of, validation_batches
 from ttrain.train.schedules import steps_of
 
@@ -184,16 +184,6 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
     with pytest.raises(DataError, match=r"tokens_per_step.*=40"):
         order_of(config, rows)
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
-
-
-def test_no_rows_are_mended_by_rows_or_without_the_stage_and_by_no_smaller_batch(
-    tmp_path: Path, encoder: Encoder
-) -> None:
-    for config, fixes in ((Pretrain(), ()), (Sft().resolved(0), ("data.sft=none",))):
-        rows = open_rows(chats(tmp_path / config.section, encoder, 0), encoder, config)
-        with pytest.raises(TooFewRows, match="add rows") as error:
-            order_of(config, rows)
-        assert error.value.fixes == fixes
 
 
 @pytest.mark.parametrize(
