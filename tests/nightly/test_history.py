@@ -64,8 +64,6 @@ def test_nights_are_listed_newest_first_with_losses(listed: list[dict[str, Any]]
     assert summary.endswith(" 1,200 documents, 340,000 tokens")
 
 
-
-
 @pytest.mark.usefixtures("nights")
 def test_the_command_prints_the_table_and_gives_json_of_a_pipeline(tmp_path: Path) -> None:
     cli = Cli(tmp_path, tmp_path)

@@ -26,8 +26,6 @@ def test_a_list_that_kills_each_process_is_given_up(known: Nights) -> None:
     assert "a" not in known.read(), "the next night takes the file again"
 
 
-
-
 @pytest.mark.parametrize("outcome", ["failed", "refused", "unfinished", "kept", "promoted"])
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights, outcome: str) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)
