@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.tiny_stages import planned, run_of
+from support.tiny_stages import planned
 from support.waiting import stopwatch
 
 from ttrain.config.loading import load
@@ -13,9 +13,7 @@ from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import Interrupted
-from ttrain.lineage import lookup
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.run_views import need_run
 
 UNTRACKED = "tracking.enabled=false"
 
@@ -39,12 +37,3 @@ def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:
     assert execution.stop_reason == "deadline reached", "the first reason stays"
     with pytest.raises(Interrupted, match="deadline reached"):
         execution.raise_if_signalled()
-
-
-def test_a_record_keeps_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = load(["data.sft=chats*.jsonl", UNTRACKED], environment={}).settings
-    run = run_of(ArtifactStore(tmp_path), settings, planned("sft")).record.run
-    monkeypatch.chdir("/")
-    recorded = load(base=lookup.settings_of(need_run(tmp_path, run)), environment={}).settings
-    assert recorded.data.sft == (str(tmp_path / "chats*.jsonl"),)

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.planned_homes import SHARDS, House
-from typer.testing import CliRunner
 
 from ttrain import api
-from ttrain.cli import pipeline as cli_pipeline
-from ttrain.cli.main import app
 from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
 from ttrain.engine.estimate import START_SECONDS, Estimate, StageEstimate, estimate
@@ -59,18 +56,6 @@ def test_unfinished_work_takes_the_rest_of_its_steps(pretrained: House) -> None:
     pretrained.leave(pretrained.plan(*overrides)["pretrain"], 50)
     rest = estimated(pretrained, "pretrain", *overrides)
     assert rest.seconds == pytest.approx((204_800 - 50 * 2048) / 1000 + START_SECONDS)
-
-
-def test_an_unknown_time_is_shown_as_unknown() -> None:
-    pretrain, evaluate = StageEstimate("pretrain", None, 300, 3.0), StageEstimate("evaluate")
-    assert Estimate((pretrain, evaluate), "").lines() == [
-        "how long it takes here is not known yet: pretrain ? (3 passes)"
-    ]
-    tokenizer = StageEstimate("tokenizer", 7.0)
-    assert Estimate((tokenizer, pretrain, evaluate), "a rate").lines() == [
-        "takes about 7 s here without pretrain, evaluate, by a rate: "
-        "tokenizer 7 s, pretrain ? (3 passes)"
-    ]
 
 
 def test_passes_follow_from_the_bytes_and_then_exactly_from_the_shards(house: House) -> None:
@@ -149,20 +134,3 @@ def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrain
         assert estimate(plan, measure).seconds == pytest.approx(expected)
     assert measured == ["pretrain"]
     assert estimate(plan).seconds == pytest.approx(expected), "without measuring"
-
-
-def test_only_a_terminal_is_asked_about_a_run_of_many_passes(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    run = lambda plan, *_: events.append("started")  # noqa: E731
-    monkeypatch.setenv("TTRAIN_HOME", str(house.store.root))
-    monkeypatch.setattr("ttrain.flows.engine.run_pipeline", run)
-    monkeypatch.setattr(cli_pipeline, "confirm", lambda *_, **__: events.append("asked"))
-    words = ["pipeline", "run", "full", "pretrain.tokens=1_000_000", *house.files]
-    CliRunner().invoke(app, words)
-    monkeypatch.setattr(cli_pipeline, "is_on_terminal", lambda: True)
-    declined = CliRunner().invoke(app, words)
-    assert declined.exit_code == 1 and "--yes" in declined.output
-    CliRunner().invoke(app, [*words, "--yes"])
-    assert events == ["started", "asked", "started"]

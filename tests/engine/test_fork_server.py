@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from ttrain.core.signals import PARENT, SAME_SIGNAL_SECONDS
 from ttrain.engine import fork_server, processes
-from ttrain.engine.fork_server import ForkedProcess, ForkServer, ForkServerError
+from ttrain.engine.fork_server import ForkedProcess, ForkServer
 from ttrain.engine.stop_request import StopRequest
 from ttrain.tasks import PRETRAIN
 
@@ -138,17 +138,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_libraries_of_stages_start_no_thread() -> None:
-    """Otherwise no stage could be forked."""
-    environment = processes.environment_of(stage_settings())
-    server = processes.fork_server_for(environment)
-    with tempfile.TemporaryFile() as output:
-        process = server.start("platform", [], environment, output.fileno())
-        assert process is not None
-        process.kill()
-        process.wait()
-
-
 def test_a_forked_process_is_like_a_started_one(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,30 +179,6 @@ def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -
         code.write_text("import os\nVALUE = [2, os.getpid()]\n")
     server.close()
     code.write_text("VALUE = 1\n")
-
-
-def test_the_exit_code_comes_back(server: ForkServer) -> None:
-    with errand(server, "raise ValueError('of its own')") as (process, output):
-        assert process.wait() == 1 and "ValueError" in text_of(output)
-    with errand(server, UP) as (process, output):
-        text_of(output, "up")
-        assert process.poll() is None
-        psutil.Process(process.pid).kill()
-        assert process.wait() == -signal.SIGKILL
-        process.send_signal(signal.SIGTERM)  # harmless
-
-
-def test_a_killed_server_ends_its_forks_and_is_named(package: Path) -> None:
-    server = ForkServer(os.environ, ["json"])
-    with errand(server, UP) as (stopped, output), errand(server, UP) as (process, _):
-        text_of(output, "up")
-        psutil.Process(stopped.pid).suspend()  # it handles no signal any more
-        psutil.Process(server.pid).kill()
-        wait_for_end(stopped.pid, process.pid)
-        assert (process.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert not server.alive
-    with pytest.raises(ForkServerError, match="SIGKILL"):
-        server.start("errand", [DESCRIBE], os.environ, 1)
 
 
 @pytest.mark.parametrize("library", ["slow", "json"])

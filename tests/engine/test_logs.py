@@ -1,16 +1,13 @@
 """The log of a run, the results and the progress of its stages as they are shown."""
 
 import io
-import logging
 import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from ttrain.core.terminal import showing_logs
 from ttrain.engine import display as displays
-from ttrain.engine import stage_worker
 from ttrain.engine.display import Display
 from ttrain.store.runs import RunRecord
 
@@ -45,41 +42,3 @@ def test_progress_shows_speed_and_time_left(
     shown = output.getvalue()
     assert "30 %" in shown and "--:--" not in shown
     assert "loss 7.250, 50 tokens/s, 2 min 20 s left" in shown
-
-
-@pytest.mark.parametrize(
-    ("level", "logged", "shown"),
-    [
-        ("debug", "step info warning", "started took warning failure"),
-        ("warning", "warning", "warning failure"),
-        ("error", "", "failure"),
-    ],
-)
-def test_the_log_level_filters_the_log_of_a_stage_and_the_terminal(
-    level: str, logged: str, shown: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = logging.getLogger("ttrain.of_this_test")
-    caplog.set_level(logging.DEBUG, logger=log.name)
-    for rank in (0, 1):
-        caplog.clear()
-        log.setLevel(stage_worker.level_of(level, rank))
-        log.debug("step")
-        log.info("info")
-        log.warning("warning")
-        hidden = {"step", "info"} if rank and level != "debug" else set()
-        assert set(caplog.messages) == set(logged.split()) - hidden
-
-    output = io.StringIO()
-    log.setLevel(logging.NOTSET)
-    handler = logging.StreamHandler(output)
-    logging.getLogger("ttrain").addHandler(handler)
-    try:
-        with showing_logs(level):
-            display = Display(Console(file=output, width=150), level)
-            display("sft", "started", {"why": "started"})
-            display("sft", "ended", {"state": "completed", "seconds": 1.0, "figures": "took"})
-            logging.getLogger("ttrain").warning("warning")
-            display("sft", "failed", {"error": "failure"})
-    finally:
-        logging.getLogger("ttrain").removeHandler(handler)
-    assert re.findall("started|took|failure|warning", output.getvalue()) == shown.split()

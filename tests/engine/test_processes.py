@@ -8,16 +8,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
-from ttrain.engine import processes, stage_worker
+from ttrain.engine import processes
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.errors import ArtifactError, Interrupted, StageFailed
+from ttrain.errors import Interrupted, StageFailed
 from ttrain.store.layout import Artifact
 from ttrain.tasks import PRETRAIN, STAGES
 
@@ -72,32 +71,6 @@ def ranks(stage_home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRank
     ours = {os.getpid(), *(child.pid for child in children())}
     connections = [each for each in psutil.net_connections("tcp") if each.pid in ours]
     assert [each for each in connections if each.status == "LISTEN"] == []
-
-
-@pytest.mark.parametrize(
-    "error", [None, ArtifactError("cannot read the tokenizer: KeyboardInterrupt")]
-)
-def test_a_stage_stops_although_a_library_replaces_the_exception(
-    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = stage_worker.StopFlag(stops_by_itself=True)
-    monkeypatch.setattr(stop, "listen", lambda: None)
-    monkeypatch.setattr(stage_worker, "job_of", lambda *_, **named: (None, None))
-
-    def run(*_: object) -> None:
-        try:
-            stop._handle(signal.SIGTERM, None)
-        except BaseException as raised:
-            assert not isinstance(raised, Exception), "which libraries take for their own"
-            raise error or raised from None
-
-    monkeypatch.setattr(stage_worker, "import_module", lambda name: SimpleNamespace(run=run))
-    outcome = stage_worker._run(tmp_path, {"stage": "evaluate"}, stop, 0)
-    assert outcome == {
-        "outcome": "interrupted",
-        "error": "stopped by a signal",
-        "signal": signal.SIGTERM,
-    }
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])

@@ -2,12 +2,10 @@
 
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
@@ -17,21 +15,6 @@ from ttrain.errors import UsageError
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_samples_come_in_time_with_the_running_seconds_as_their_step(tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    began = time.time()
-    metrics = SystemMetrics(path, 1)
-    wait_until(lambda: len(path.read_text().splitlines()) >= 2)
-    metrics.stop()
-    assert [row["step"] for row in rows(path)[:2]] == [1, 2]
-    for row in rows(path):
-        assert began + row["step"] - 0.1 < row["time"] < began + row["step"] + 5
-        assert 0 <= row["metrics"]["system/cpu_utilization_percentage"] <= 100
-        assert 0 < row["metrics"]["system/system_memory_usage_percentage"] <= 100
-        assert row["metrics"]["system/disk_usage_megabytes"] > 0
-        assert row["metrics"]["system/network_receive_megabytes"] >= 0
 
 
 def test_a_continued_stage_counts_on_after_its_last_complete_line(tmp_path: Path) -> None:

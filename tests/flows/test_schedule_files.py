@@ -96,22 +96,6 @@ def test_paths_become_absolute_and_all_else_stays(
     assert (settings.sft.start_from, settings.lora.start_from) == (str(tmp_path / "mine"), "sft")
 
 
-def test_a_name_means_the_one_schedule_that_it_fits(odd_home: Path) -> None:
-    def find(name: str | None) -> str:
-        return deploy.find(odd_home, name).full_name
-
-    with pytest.raises(UsageError, match="scheduled"):
-        find(None)
-    deploy.write(odd_home, schedule())
-    assert find(None) == "nightly/quickstart"
-    deploy.write(odd_home, schedule("full"))
-    assert find("full") == find("full/quickstart") == "full/quickstart"
-    with pytest.raises(UsageError, match=r"full/quickstart, nightly"):
-        find(None)
-    with pytest.raises(UsageError, match=r"'weekly'.*full/quickstart"):
-        find("weekly")
-
-
 @pytest.mark.parametrize(
     ("cron", "timezone", "rule"),
     [

@@ -3,14 +3,11 @@
 import asyncio
 import multiprocessing
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.deployments.runner import RunnerDeployment
-from prefect.flows import load_flow_from_entrypoint
 
 from ttrain.errors import UsageError
 from ttrain.flows import deploy, serve
@@ -95,24 +92,3 @@ def test_deployments_follow_the_files_and_a_pause_in_the_ui_is_kept(tmp_path: Pa
     server.add("full/removed")
     server.update()
     assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home"}
-
-
-def test_a_pool_gets_the_flow_by_its_module_with_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, applied = Server(tmp_path), list[Any]()
-
-    async def apply(deployment: Any) -> str:
-        applied.append(deployment)
-        server.add("nightly/mine")
-        return "nightly/mine"
-
-    monkeypatch.setattr(RunnerDeployment, "aapply", apply)
-    deploy.write(server.home, replace(MINE, pool="docker-pool"))
-    server.update(2)
-    [made] = applied
-    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
-    assert made.job_variables == {"env": {"TTRAIN_HOME": str(server.home)}} and not server.added
-    [slot] = made.schedules
-    assert (slot.schedule.cron, slot.schedule.timezone) == ("0 2 * * *", "UTC")
-    assert load_flow_from_entrypoint(made.entrypoint).name == "nightly"

@@ -66,11 +66,6 @@ def test_the_address_gets_the_events_of_the_settings_as_json(posts: Any, tmp_pat
     assert [body["event"] for _, body in posts[1:]] == ["failed", "kept"]
 
 
-def test_a_refusal_warns_without_the_path(posts: Any, caplog: pytest.LogCaptureFixture) -> None:
-    send(Notify(webhook=f"{URL}/refused"), "failed", {})
-    assert "127.0.0.1" in caplog.text and "500" in caplog.text and SECRET not in caplog.text
-
-
 def test_a_completed_run_sends_its_metric_and_one_that_its_user_stopped_nothing(posts: Any) -> None:
     run = {"run": "full-1", "metrics": {BITS_PER_BYTE.of_run: 1.25}, "seconds": 1.0}
     for outcome in ("interrupted", "completed"):

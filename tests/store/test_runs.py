@@ -12,7 +12,7 @@ from store.test_store import full_disk
 
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
-from ttrain.store import run_views, runs
+from ttrain.store import runs
 from ttrain.store.runs import RunRecord, history
 
 
@@ -86,16 +86,6 @@ def test_a_full_disk_costs_only_the_note(tmp_path: Path, caplog: pytest.LogCaptu
     assert history(tmp_path)[0]["stages"][1] == stage
     made.finish("completed", {})
     assert history(tmp_path)[0]["stages"][1] == {**stage, "outcome": "running", "key": "k"}
-
-
-def test_a_run_without_a_record_is_not_listed(tmp_path: Path) -> None:
-    made = record(tmp_path)
-    # of a kill at its start; of another version
-    for year, text in ((2999, ""), (1999, '{"outcome": "completed"}')):
-        name = f"full-{year}1121-160222-1a2b4"
-        (tmp_path / "runs" / f"{name}.json").write_text(text)
-        assert run_views.need_run(tmp_path, "latest")["run"] == made.run
-        assert run_views.find_run(tmp_path, name) is None
 
 
 def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.artifact_home import DAY, LONG_AGO, Home, keys, older, printed
+from support.artifact_home import Home, keys, older, printed
 from support.comparing import flip_bit
 from support.planned_homes import House
 
@@ -15,8 +15,7 @@ from ttrain.core.files import read_json, write_json
 from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
 from ttrain.engine.planner import key_of
-from ttrain.errors import ArtifactError, DamagedFile, UsageError
-from ttrain.store import runs
+from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
 
@@ -131,33 +130,3 @@ def test_adopt_all_adopts_only_what_differs_in_code(pipeline: House, capsys: Cap
     stages = pipeline.plan()
     states = [stages[name].state for name in ("tokenizer", "shards-sft", "shards-lora")]
     assert states == ["cached", "cached", "run"]
-
-
-def test_the_list_has_state_size_and_newest_run(user_home: Home, capsys: Capture) -> None:
-    whole = user_home.publish("sft", "whole")
-    broken = user_home.publish("sft", "broken", age=2 * LONG_AGO)
-    (broken.path / "model" / "weights.bin").unlink()
-    user_home.run(whole, age=DAY)
-    user_home.run(whole)
-    write_json(user_home.work("pretrain", "a" * 64) / "ingredients.json", {"settings": {}})
-    rows = printed_json(capsys, "list")
-    assert [(row["key"], row["state"].partition(":")[0]) for row in rows] == [
-        (whole.key, "finished"),
-        (broken.key, "damaged"),
-        ("a" * 64, "unfinished at step 7"),
-    ]
-    assert rows[0]["run"] == runs.history(user_home.store.root)[0]["run"]
-    assert rows[0]["bytes"] == 5000
-
-
-def test_an_artifact_is_found_by_the_beginning_of_its_key(user_home: Home, capsys: Capture) -> None:
-    # of 17 keys, two begin with the same of 16 letters
-    made = [user_home.publish("sft", str(number), age=(20 - number) * DAY) for number in range(17)]
-    key, letters = made[0].key, [artifact.key[0] for artifact in made]
-    assert printed(capsys, "artifacts", "path", "sft", key[:10]) == f"{made[0].path}\n"
-    shown = printed_json(capsys, "show", "sft", key[:10])
-    assert (shown["key"], shown["damage"], shown["result"]) == (key, None, {"loss": 1.5})
-    ambiguous = next(letter for letter in letters if letters.count(letter) > 1)
-    for stage, prefix in (("sft", "xyz"), ("sft", ambiguous), ("stf", "latest")):
-        with pytest.raises(UsageError, match="'stf'" if stage == "stf" else prefix):
-            artifact_commands.find_artifact(user_home.store, stage, prefix)

@@ -123,23 +123,6 @@ def test_a_gate_routes_to_the_planted_experts_and_touches_none_of_them(
     assert sha256_file(router) == digest, "the same command makes the same gate"
 
 
-@pytest.mark.parametrize(
-    ("setting", "fix"),
-    [
-        ("hiden=3", "'hidden'"),
-        ("runtime.devices=2", "runtime.devices=1"),
-        ("stride=64", "row_length=128 and stride=64"),
-    ],
-)
-def test_a_mistake_of_the_command_is_told_before_anything_starts(
-    run: Run, planted: Planted, tmp_path: Path, setting: str, fix: str
-) -> None:
-    words = ("--data", planted.data, "--experts", ",".join(planted.names), "--out", "gate")
-    refused = run("train", *words, setting)
-    assert refused.code == 2 and fix in refused.err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_gate_knows_when_an_expert_or_its_router_was_changed(
     planted: Planted, tmp_path: Path
 ) -> None:

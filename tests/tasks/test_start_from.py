@@ -74,16 +74,6 @@ def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_on
     assert settings == {"model.multi_token.weight", "model.multi_token.keep_head"}
 
 
-def test_the_tokenizer_follows_the_model_unless_another_is_named() -> None:
-    def tokenizer(*overrides: str) -> tuple[str | None, str]:
-        settings = load(["sft.start_from=some/where", *overrides], environment={}).settings
-        return settings.tokenizer.existing, settings.tokenizer.template
-
-    assert tokenizer() == ("some/where", "auto")
-    assert tokenizer("tokenizer.existing=x", "tokenizer.template=own") == ("x", "own")
-    assert tokenizer("lora.start_from=none")[0] is None
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
