@@ -41,9 +41,7 @@ def work(built: House) -> resume.PartialRun:
     return leave_work(built, older(built.plan(SEED)["sft"]))
 
 
-def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_the_plan_offers_work_with_its_differences(built: House, work: resume.PartialRun) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
     offer = f"unfinished work {key} at step 20 differs in: {CHANGE}; --continue {key} resumes it"
@@ -70,7 +68,7 @@ def test_work_of_the_same_key_needs_no_option(built: House, work: resume.Partial
         ("sft.epochs=null sft.tokens=4096", "4096 tokens, may end before that step"),
     ],
 )
-def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
+def test_work_of_other_settings_is_refused(
     built: House, work: resume.PartialRun, change: str, words: str
 ) -> None:
     overrides = (SEED, *change.split())
@@ -80,9 +78,7 @@ def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
         built.plan(*overrides, resume_key=work.key)
 
 
-def test_another_rate_continues_only_work_that_is_named(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_another_rate_continues_only_named_work(built: House, work: resume.PartialRun) -> None:
     overrides = (SEED, "sft.optim.lr=0.0005")
     assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
     planned = built.plan(*overrides, resume_key=work.key)["sft"]
@@ -105,9 +101,7 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
-def test_passes_that_the_rows_decided_may_not_become_fewer(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_passes_decided_by_rows_may_not_decrease(built: House, work: resume.PartialRun) -> None:
     state = resume.checkpoint_of(work.path / "output", 20) / "state.json"
     write_json(state, {"identity": {"epochs": 6.0}})
     with pytest.raises(UsageError, match=r"its budget, 2\.0 epochs, may end before that step"):
@@ -143,9 +137,7 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     assert f" and {more} more; --continue 000000000000" in why
 
 
-def test_an_unknown_key_lists_the_work_that_has_a_checkpoint(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_an_unknown_key_lists_unfinished_work(built: House, work: resume.PartialRun) -> None:
     listed = (
         f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
     )
@@ -181,9 +173,7 @@ def adopt(house: House, work: resume.PartialRun) -> Planned:
     return planned
 
 
-def test_adopted_work_belongs_to_the_new_key_and_knows_its_origin(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_adopted_work_knows_its_origin(built: House, work: resume.PartialRun) -> None:
     planned = adopt(built, work)
     moved = built.store.work("sft", planned.known_key)
     assert resume.saved_step(moved) == 20 and not work.path.exists()
@@ -197,7 +187,7 @@ def test_adopted_work_belongs_to_the_new_key_and_knows_its_origin(
     assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached"
 
 
-def test_work_that_is_adopted_twice_has_both_changes_in_their_order(
+def test_work_adopted_twice_has_both_changes_in_order(
     built: House, work: resume.PartialRun
 ) -> None:
     first = older(built.plan(SEED)["sft"], "1")
@@ -237,7 +227,7 @@ def test_work_that_is_gone_is_refused(built: House, work: resume.PartialRun) -> 
 
 
 @pytest.mark.parametrize("fatal", range(1, 8))
-def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_history(
+def test_a_kill_loses_neither_work_nor_history(
     built: House, work: resume.PartialRun, fatal: int
 ) -> None:
     """Renames and fsyncs count; the process dies before the last of so many."""
@@ -258,9 +248,7 @@ def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_history(
     json.loads((moved / resume.CONTINUED).read_bytes())
 
 
-def test_work_that_continues_under_its_own_code_forgets_a_killed_take_over(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_work_forgets_a_killed_take_over(built: House, work: resume.PartialRun) -> None:
     entry = {"key": work.key, "to": "f" * 64, "step": 20, "differences": ["x"]}
     write_json(work.path / resume.CONTINUED, [entry])
     assert resume.history(work.path, work.key) == []

@@ -138,7 +138,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_forked_process_is_like_a_started_one(
+def test_a_fork_is_like_a_started_process(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,7 +242,7 @@ def use_server(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         server.close()
 
 
-def test_without_a_server_a_fresh_process_is_started_and_logged(
+def test_without_a_server_a_process_is_started(
     tmp_path: Path, use_server: Callable[..., None]
 ) -> None:
     use_server("missing")

@@ -3,6 +3,7 @@
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,9 +26,7 @@ def test_a_log_line_has_its_time_and_stays_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_shows_speed_and_time_left(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_shows_speed_and_time_left(is_terminal: bool, monkeypatch: Any) -> None:
     """An earlier attempt trained on the first 1,000 tokens."""
     clock = [100.0]
     monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])

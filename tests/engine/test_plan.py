@@ -140,9 +140,7 @@ def test_canonical_json_spells_a_value_in_one_way() -> None:
         canonical_json({"a": float("nan")})
 
 
-def test_a_stages_own_module_changes_its_key_alone(
-    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stages_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
     module = copy / "tasks" / "sft.py"
@@ -289,7 +287,7 @@ def trained(
         ("kind=cosine warmup_steps=5", 200, None),
     ],
 )
-def test_extending_starts_at_the_last_checkpoint_before_either_runs_decay(
+def test_extending_starts_before_the_decay(
     built: House, schedule: str, new_steps: int, step: int | None
 ) -> None:
     overrides = [f"pretrain.schedule.{word}" for word in schedule.split()]
@@ -323,7 +321,7 @@ def test_extending_takes_the_furthest_run_that_is_undamaged(built: House) -> Non
     assert start() == short.path / "checkpoints" / "step-00000050"
 
 
-def test_extending_does_not_continue_code_or_inputs_that_changed(
+def test_extending_does_not_continue_changed_code(
     built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(built, 100)
@@ -341,9 +339,7 @@ def test_extending_does_not_continue_code_or_inputs_that_changed(
         ("data.sft=FILE sft.start_from=none", "no text for a tokenizer; set data.tokenizer=FILE"),
     ],
 )
-def test_chats_without_documents_are_refused_with_the_fix(
-    house: House, overrides: str, words: str
-) -> None:
+def test_chats_without_documents_are_refused(house: House, overrides: str, words: str) -> None:
     arguments = overrides.replace("FILE", str(house.data / "chats.jsonl")).split()
     settings = load(arguments, environment={}).settings
     with pytest.raises(UsageError, match=f"data.pretrain is none, .*{words}"):

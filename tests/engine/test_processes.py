@@ -82,9 +82,7 @@ def test_a_stopped_rank_ends_all_after_the_timeout(ranks: TwoRanks, rank: int) -
     assert LIMIT_SECONDS < seconds < LIMIT_SECONDS + 15
 
 
-def test_a_rank_that_raises_ends_the_others_with_its_own_reason(
-    ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_raises_ends_the_others(ranks: TwoRanks, monkeypatch: Any) -> None:
     monkeypatch.setenv("SABOTAGE", "raise")
     monkeypatch.setattr(processes, "WORKER", "support.saboteur")
     message, seconds = ranks.fail(lambda: None)
@@ -118,7 +116,7 @@ def test_after_a_killed_rank_the_next_try_continues_at_the_checkpoint(ranks: Two
         ("tokenizer", signal.SIGABRT, "memory allocation of 1168 bytes failed", "tokenizer.max_b"),
     ],
 )
-def test_a_process_that_ran_out_of_memory_names_what_to_lower(
+def test_lack_of_memory_names_a_setting(
     tmp_path: Path, stage: str, signum: int, log: str, setting: str
 ) -> None:
     process = subprocess.Popen(["sh", "-c", f"kill -{signum:d} $$"])

@@ -41,7 +41,7 @@ def only(*names: str) -> Selection:
         ),
     ],
 )
-def test_a_selection_builds_its_stages_takes_their_inputs_and_leaves_out_the_rest(
+def test_a_selection_builds_its_stages(
     built: House, selection: Selection, building: set[str], taken: set[str]
 ) -> None:
     assert selection.of(full(built.settings())) == (building, taken)

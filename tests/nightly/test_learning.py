@@ -97,7 +97,7 @@ def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(night: 
 @pytest.mark.parametrize(
     ("key", "pretrain", "note"), [("old", {}, "muon"), ("p", {"optim": {"kind": "adamw"}}, "adamw")]
 )
-def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_note(
+def test_a_champion_without_a_plateau_is_warmed_up(
     night: Night, key: str, pretrain: dict[str, Any], note: str
 ) -> None:
     inputs = night.inputs({"pretrain": {**INFINITE, **pretrain}}, {"pretrain": key})

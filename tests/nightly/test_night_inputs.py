@@ -54,9 +54,7 @@ def test_the_files_of_a_champion_follow_its_own_nights_and_a_rollback(known: Nig
     assert known.learnt(None) == set()
 
 
-def test_the_night_of_a_champion_is_found_by_model_keys(
-    known: Nights, store: ArtifactStore
-) -> None:
+def test_the_night_of_a_champion_is_found_by_keys(known: Nights, store: ArtifactStore) -> None:
     for digest, version in (("a", "1"), ("b", "2"), ("c", "1")):
         artifact(store, "shards-pretrain", f"of-{digest}", {"train/index.json": digest})
         notes = {"keys": {"pretrain": f"p{digest}"}, "documents": f"shards-pretrain/of-{digest}"}
@@ -129,7 +127,7 @@ def test_a_night_that_continues_keeps_its_settings(tmp_path: Path, store: Artifa
     assert continued.nightly == Nightly(epochs=1, deadline_hours=5, attempts=9, sft_base="champion")
 
 
-def test_held_out_documents_are_those_of_the_last_completed_night(
+def test_held_out_documents_are_those_of_the_last_night(
     tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
 ) -> None:
     settings = inbox(tmp_path, a="1")

@@ -140,7 +140,7 @@ def test_an_empty_folder_is_refused_without_a_champion(tmp_path: Path, runner: R
     assert runner.run(settings).outcome == "nothing-new"
 
 
-def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again(
+def test_an_unreadable_file_fails_the_night(
     tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, cache = inbox(tmp_path, a="1", b="2"), type(runner.store.cache)

@@ -83,7 +83,7 @@ def test_a_completed_run_sends_its_metric_and_one_that_its_user_stopped_nothing(
         ({"webhook": URL}, "127.0.0.1: [Errno 111]"),
     ],
 )
-def test_a_failure_is_one_warning_that_shows_no_secret(
+def test_a_failure_is_one_warning_without_a_secret(
     settings: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     notify = Notify.model_construct(**{**Notify().model_dump(), **settings})
@@ -104,9 +104,7 @@ def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
     assert Settings.model_validate(record).notify.webhook is None
 
 
-def test_a_run_of_full_sends_why_it_failed(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_full_sends_why_it_failed(house: House, tmp_path: Path, monkeypatch: Any) -> None:
     def run_stages(*_: object) -> None:
         raise StageFailed("the stage sft failed")
 

@@ -5,6 +5,7 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -54,9 +55,7 @@ def test_a_run_whose_process_was_killed_is_shown_as_crashed(tmp_path: Path) -> N
     assert history(tmp_path)[0]["outcome"] == "crashed"
 
 
-def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_run_equals_the_newest_completed_one(tmp_path: Path, monkeypatch: Any) -> None:
     def makers(**keys: str) -> list[str | None]:
         return [runs.made_by(run) for run in runs.equal_runs(tmp_path, keys) if runs.made_by(run)]
 

@@ -169,9 +169,7 @@ def test_a_copied_home_never_changes_the_original(store: ArtifactStore, tmp_path
     assert moved.latest(STAGE).path == moved.path(STAGE, keys[-1]), "the old place is gone"
 
 
-def test_the_latest_is_the_newest_undamaged(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_latest_is_the_newest_undamaged(store: ArtifactStore, monkeypatch: Any) -> None:
     for key, clock in (("second", 2e9), ("third", 2e9 + 60), ("first", 1e9)):
         monkeypatch.setattr(time, "time", lambda now=clock: now)
         publish(store, key)
@@ -211,7 +209,7 @@ def let_go(holder: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("end", [let_go, subprocess.Popen.kill], ids=["leaves", "is killed"])
-def test_a_process_waits_until_the_lock_holder(
+def test_a_lock_is_waited_for_until_its_holder(
     store: ArtifactStore, end: Callable[[Any], None]
 ) -> None:
     waiting, taken = threading.Event(), threading.Event()
@@ -237,9 +235,7 @@ def test_a_process_waits_until_the_lock_holder(
     assert store.holder("pretrain", "key") is None
 
 
-def test_files_are_synced_before_their_name(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_their_name(store: ArtifactStore, monkeypatch: Any) -> None:
     """Files and directories are synced after their last change, new names after the rename."""
     order: list[tuple[str, int]] = []
     fsync = os.fsync

@@ -19,7 +19,7 @@ ANOTHER = {"pid": 1, "started": 0.0, "host": "elsewhere"}
         ("completed", ANOTHER, "completed"),
     ],
 )
-def test_a_process_that_ends_early_leaves_the_outcome_to_the_latest(
+def test_the_latest_process_decides_the_outcome(
     tmp_path: Path, outcome: str, latest: dict[str, object], recorded: str
 ) -> None:
     experiment = find_or_begin(tmp_path, REQUEST)

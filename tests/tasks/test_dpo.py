@@ -101,9 +101,7 @@ def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return output
 
 
-def test_the_planted_preference_is_learnt_from_ln_2_on(
-    inputs: dict[str, Path], straight: Path
-) -> None:
+def test_the_planted_preference_is_learnt(inputs: dict[str, Path], straight: Path) -> None:
     for part, pairs in (("train", 36), ("heldout", 12)):
         scores = load_file(inputs["reference"] / f"{part}.safetensors")
         assert len(scores["tokens"]) == 2 * pairs, "every answer once"
@@ -115,9 +113,7 @@ def test_the_planted_preference_is_learnt_from_ln_2_on(
     assert metrics[-1]["validation_reward_accuracy"] > 0.9 and metrics[-1]["validation_loss"] < 0.5
 
 
-def test_an_adapter_is_kept_next_to_the_model_it_is_merged_into(
-    inputs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) -> None:
     tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8, epochs=0.3)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))

@@ -51,9 +51,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
 
 
-def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_and_a_paired_test(
-    evaluated: Any,
-) -> None:
+def test_the_preference_accuracy_has_an_interval_and_a_paired_test(evaluated: Any) -> None:
     pairs = [*heldout_records(evaluated.inputs["pairs"])]
     metrics = evaluated.result["metrics"]
     for model in ("base", "sft", "lora"):
@@ -71,9 +69,7 @@ def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_an
     assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
 
 
-def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_tokens_cost(
-    evaluated: Any,
-) -> None:
+def test_the_evaluation_has_every_metric_of_each_model(evaluated: Any) -> None:
     counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
     assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < metrics.keys()
     for model in ("base", "sft", "lora"):
@@ -86,9 +82,7 @@ def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_toke
     assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "it was trained on chats"
 
 
-def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_held_out_text(
-    evaluated: Any,
-) -> None:
+def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
     """By hand: every document after its first token, its own tokens only, over its bytes."""
     metrics, counts = evaluated.result["metrics"], evaluated.result["counts"]
     output, base = evaluated.root / "output", evaluated.inputs["base"] / "model"
@@ -115,9 +109,7 @@ def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_
     assert metrics["bits_per_byte_order0"] == order0
 
 
-def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(
-    evaluated: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_is_measured_on_its_own_model(evaluated: Any, tmp_path: Path) -> None:
     """Of another SFT model than the night's. Records have the same names, so that they pair."""
     base, sft_model = evaluated.inputs["base"], evaluated.inputs["sft"]
     inputs = {**evaluated.inputs, "sft": base, "base_of_lora": sft_model}
@@ -131,9 +123,7 @@ def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(
     assert (ours.sizes, ours.records) == (theirs.sizes, theirs.records) and ours.sums != theirs.sums
 
 
-def test_two_ranks_leave_the_bytes_of_one(
-    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: Any) -> None:
     output = tmp_path / "output"
     output.mkdir()
 

@@ -57,9 +57,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_a_callback_of_a_package_sees_every_hook_and_changes_no_key(
-    tmp_path: Path, install: Any
-) -> None:
+def test_a_callback_of_a_package_sees_every_hook(tmp_path: Path, install: Any) -> None:
     home = Home.make(tmp_path / "home")
     settings = stage_settings(2, {"validate_every_steps": 2}, quick_validations=0)
 

@@ -78,7 +78,7 @@ def run(
     return result, read(output / "train")
 
 
-def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_held_out(
+def test_a_sample_has_the_share_of_each_night_and_source(
     nights: dict[str, Path], tmp_path: Path
 ) -> None:
     result, sample = run(nights, tmp_path / "out", 0.2)
@@ -127,9 +127,7 @@ def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -
     assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 2 * 16, "every window"
 
 
-def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begins_within_one(
-    tmp_path: Path,
-) -> None:
+def test_documents_with_masked_regions_are_sampled_whole(tmp_path: Path) -> None:
     masked = [100, 101, 7, *range(20, 100), *range(20, 100), 8, *range(102, 140)]
     night = {
         "learnt-0000": write(tmp_path / "a", [[masked] * 2], documents(9, 1)),
@@ -139,9 +137,7 @@ def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begin
     assert sample == [masked]
 
 
-def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebody_promoted(
-    tmp_path: Path,
-) -> None:
+def test_what_earlier_nights_hold_out_is_not_sampled(tmp_path: Path) -> None:
     """Trained on all files at once, where another row is the lowest; nights hold out texts."""
     encoder = make_tokenizer(tmp_path / "tokenizer")
     reading = Reading(heldout_fraction=1e-9)
@@ -191,9 +187,7 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)
 
 
-def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(
-    nights: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_night_reads_its_exact_share_of_old_rows(nights: dict[str, Path], tmp_path: Path) -> None:
     run(nights, tmp_path / "out", 0.25)
     config = Pretrain(tokens=None, epochs=1.0, tokens_per_step=256, row_length=32)
     encoder: Any = SimpleNamespace(digest="mine", pad_id=0)

@@ -61,9 +61,7 @@ def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) 
     assert alone.pad_id == encoder.pad_id
 
 
-def test_a_stride_overlaps_the_training_rows_of_documents_alone(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_a_stride_overlaps_training_documents_alone(tmp_path: Path, encoder: Encoder) -> None:
     path = documents(tmp_path / "documents", encoder)
     config = settings(stride=4)
     assert open_rows(path, encoder, config).counts()["target_multiplicity"] > 1.5
@@ -73,9 +71,7 @@ def test_a_stride_overlaps_the_training_rows_of_documents_alone(
         open_rows(chats(tmp_path / "chats", encoder, 9), encoder, config)
 
 
-def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) -> None:
     path = documents(tmp_path, encoder)
     first, last = encoder.special("t"), 44
     for pair in (["t", last], [first, last]):
@@ -92,9 +88,7 @@ def test_intervals_are_named_by_word_or_by_id_that_the_tokenizer_has(
         open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
 
 
-def test_weights_mix_the_training_rows_and_not_the_held_out_ones(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_weights_mix_the_training_rows_alone(tmp_path: Path, encoder: Encoder) -> None:
     path = documents(tmp_path, encoder, groups=[0, 1, 0], weights=[0.25, 0.75])
     config = settings()
     rows = open_rows(path, encoder, config)
@@ -126,7 +120,7 @@ def weighted(path: Path, encoder: Encoder, weights: Sequence[float], kind: str) 
 
 
 @pytest.mark.parametrize(("kind", "packing"), [("documents", "none"), ("chats", "best-fit")])
-def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
+def test_rows_are_drawn_by_weight(
     tmp_path: Path, encoder: Encoder, kind: str, packing: str
 ) -> None:
     """Nine of ten draws, where as many have a weight of 1; rows of one weight share packed rows."""
@@ -144,9 +138,7 @@ def test_a_row_of_weight_nine_is_drawn_nine_times_as_often(
     assert {*range(len(rows))} == {*drawn[: 20 * len(rows)].tolist()}, "none is left out"
 
 
-def test_chats_of_another_tokenizer_or_template_are_refused(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_chats_of_another_tokenizer_are_refused(tmp_path: Path, encoder: Encoder) -> None:
     directory = chats(tmp_path / "chats", encoder, 20)
     index = {**read_json(directory / "index.json"), "template": digest_of(encoder.jinja)}
     write_json(directory / "index.json", index)
@@ -157,9 +149,7 @@ def test_chats_of_another_tokenizer_or_template_are_refused(
             open_rows(directory, encoder, settings())
 
 
-def test_a_budget_counts_rows_of_one_record_by_their_length_and_packed_rows_in_full(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_a_budget_counts_packed_rows_in_full(tmp_path: Path, encoder: Encoder) -> None:
     """Nine chats of six positions: 16 tokens a step are two rows, which have 12."""
     path = chats(tmp_path / "chats", encoder, 9)
     budget = {"epochs": None, "tokens": 48}
@@ -176,9 +166,7 @@ def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder:
     order_of(settings(dropped_fraction=0.05), rows)
 
 
-def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_works(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_less_data_than_one_step_is_refused(tmp_path: Path, encoder: Encoder) -> None:
     config = settings(tokens_per_step=64)
     rows = open_rows(documents(tmp_path, encoder), encoder, config)
     with pytest.raises(DataError, match=r"tokens_per_step.*=40"):
@@ -190,9 +178,7 @@ def test_less_data_than_one_step_is_refused_with_both_numbers_and_a_cure_that_wo
     ("rows", "batch", "passes"),
     [(10_000, 4096, 1), (320, 4096, 3), (100, 5 * 256, 3), (20, 256, 3), (9, 256, 7), (1, 256, 10)],
 )
-def test_batch_and_passes_of_few_rows_give_about_sixty_steps(
-    rows: int, batch: int, passes: float
-) -> None:
+def test_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
     section = Sft().resolved(rows)
     assert (section.tokens_per_step, section.epochs) == (batch, passes)
     assert Sft.model_validate(section.model_dump()) == section, "they are allowed"
@@ -225,9 +211,7 @@ def test_too_few_rows_are_known_from_the_shards_as_the_stage_finds_them(
         row_counts.check(config, tmp_path, tmp_path)
 
 
-def test_validation_takes_rows_from_all_over_the_held_out_part(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_validation_rows_come_from_the_whole_part(tmp_path: Path, encoder: Encoder) -> None:
     rows: Rows = open_rows(documents(tmp_path, encoder), encoder, settings(), heldout=True)
     for limit, numbers in {1: [0], 2: [0, 2], 5: range(5), 100: range(5)}.items():
         batches = validation_batches(rows, limit, rows_per_batch=2)
@@ -245,9 +229,7 @@ def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
     return write_set(path, encoder, Column(np.concatenate(ids), offsets, parts > 0, parts), "pairs")
 
 
-def test_pairs_have_rows_of_their_own_and_no_windows_streams_nor_masks(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_pairs_have_rows_of_their_own(tmp_path: Path, encoder: Encoder) -> None:
     path = pairs(tmp_path, encoder, [3, 4, 5])
     assert type(open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))) is PairRows
     for name, value in {"packing": "stream", "stride": 4, "mask_intervals": [[1, 4]]}.items():
@@ -255,9 +237,7 @@ def test_pairs_have_rows_of_their_own_and_no_windows_streams_nor_masks(
             open_rows(path, encoder, settings(**{name: value}))
 
 
-def test_too_many_pairs_that_are_longer_than_a_row_end_the_stage(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_too_many_long_pairs_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
     long_rows = partial(settings, row_length=32, tokens_per_step=32)
     rows = open_rows(pairs(tmp_path, encoder, [3] * 99 + [20]), encoder, long_rows())
     assert rows.counts()["too_long_dropped"] == 1

@@ -61,9 +61,7 @@ def test_an_existing_model_counts_by_the_bytes_that_are_read(house: House) -> No
     assert running(house.plan(f"sft.start_from={moved}")) == OTHERS
 
 
-def test_of_the_settings_of_a_new_model_only_the_second_head_is_in_the_key_of_one_that_exists(
-    house: House,
-) -> None:
+def test_sizes_are_not_in_the_key_of_an_existing_model(house: House) -> None:
     start = f"pretrain.start_from={folder(house)}"
     house.build(house.settings(start))
     sizes = house.write("sizes.yaml", "model: {layers: 2, max_length: 64}")
@@ -114,9 +112,7 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks(house: House) ->
             house.plan(f"sft.start_from={house.data / name}")
 
 
-def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_runs(
-    house: House,
-) -> None:
+def test_rows_longer_than_the_model_takes_are_refused(house: House) -> None:
     here = folder(house, positions=128)
     with pytest.raises(UsageError, match=r"lora.row_length.*sft.start_from.*128"):
         house.plan(f"sft.start_from={here}", "sft.row_length=128")
@@ -125,9 +121,7 @@ def test_rows_that_are_longer_than_the_model_takes_are_refused_before_anything_r
         house.plan(f"sft.start_from={here}", *short, "lora.kind=prefix")
 
 
-def test_a_model_of_the_hub_is_fetched_once_and_only_what_counts(
-    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_fetched_once(tmp_path: Path, hub: FakeHub, monkeypatch: Any) -> None:
     use_hub(monkeypatch, hub.site.url, tmp_path / "home")
     hub.commits[COMMIT] |= {"config.json": b"{}", "README.md": b"", "pytorch_model.bin": b""}
     files = existing.model_files("someone/small", "sft.start_from")

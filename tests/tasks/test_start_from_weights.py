@@ -48,9 +48,7 @@ def size_of(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_new_tokens_begin_as_the_mean_of_their_words_and_all_else_stays(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_new_tokens_begin_as_the_mean_of_their_words(tmp_path: Path, tied: bool) -> None:
     size = size_of(tmp_path / "x")
     model = llama(size, tie_embeddings=tied)
     encoder, figures = taken(save(model, tmp_path / "source"), tmp_path)
@@ -149,9 +147,7 @@ def test_weights_that_do_not_fit_their_config_are_all_listed(tmp_path: Path) -> 
     assert not (tmp_path / "model").exists()
 
 
-def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_tokenizer_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_padded_vocabulary_is_not_grown(tmp_path: Path, caplog: Any) -> None:
     size = size_of(tmp_path / "x")
     model = llama(size + 20)
     source = save(model, tmp_path / "source")
@@ -172,9 +168,7 @@ def test_a_padded_vocabulary_is_not_grown_other_files_have_no_say_and_another_to
     assert "other ids" in caplog.text
 
 
-def test_pretraining_from_a_base_begins_with_its_weights_and_leaves_its_shape(
-    tmp_path: Path,
-) -> None:
+def test_pretraining_from_a_base_begins_with_its_weights(tmp_path: Path) -> None:
     home, settings, base = Home.make(tmp_path / "home"), stage_settings(steps=2), tmp_path / "base"
     encoder = Encoder(home.tokenizer.path)
     model = new_model.new(settings.model.model_copy(update={"layers": 1}), encoder, seed=9)

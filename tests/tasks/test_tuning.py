@@ -30,7 +30,7 @@ def lacks_memory(size: int) -> float:
         (lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24]),
     ],
 )
-def test_the_search_doubles_the_rows(
+def test_the_search_doubles_rows(
     seconds: Callable[[int], float], best: int, tried: list[int]
 ) -> None:
     calls: list[int] = []
