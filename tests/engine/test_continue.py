@@ -59,23 +59,18 @@ def test_work_of_the_same_key_needs_no_option(built: House, work: resume.Partial
     assert planned.partial_run is None
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("sft.optim.weight_decay=0.5", "sft.optim.weight_decay: 0.0 → 0.5"),
-        ("sft.seed=6", "sft.seed: 5 → 6"),
-        ("sft.epochs=0.5", "0.5 epochs, may end before that step"),
-        ("sft.epochs=null sft.tokens=4096", "4096 tokens, may end before that step"),
-    ],
-)
-def test_work_of_other_settings_is_refused(
-    built: House, work: resume.PartialRun, change: str, words: str
-) -> None:
-    overrides = (SEED, *change.split())
-    assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
-    refusal = rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"
-    with pytest.raises(UsageError, match=refusal):
-        built.plan(*overrides, resume_key=work.key)
+def test_work_of_other_settings_is_refused(built: House, work: resume.PartialRun) -> None:
+    for change, words in {
+        "sft.optim.weight_decay=0.5": "sft.optim.weight_decay: 0.0 → 0.5",
+        "sft.seed=6": "sft.seed: 5 → 6",
+        "sft.epochs=0.5": "0.5 epochs, may end before that step",
+        "sft.epochs=null sft.tokens=4096": "4096 tokens, may end before that step",
+    }.items():
+        overrides = (SEED, *change.split())
+        assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
+        refusal = rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"
+        with pytest.raises(UsageError, match=refusal):
+            built.plan(*overrides, resume_key=work.key)
 
 
 def test_another_rate_continues_only_named_work(built: House, work: resume.PartialRun) -> None:
@@ -138,10 +133,7 @@ def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
 
 
 def test_an_unknown_key_lists_unfinished_work(built: House, work: resume.PartialRun) -> None:
-    listed = (
-        f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
-    )
-    with pytest.raises(UsageError, match=listed):
+    with pytest.raises(UsageError, match=f"there is: sft {work.key[:12]} at step 20"):
         built.plan(SEED, resume_key="zzz")
     shutil.rmtree(work.path / "output" / "checkpoints")
     assert built.plan(SEED)["sft"].why[0] == "sft.seed: 1 → 5"
@@ -157,8 +149,7 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 
 
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
-    refusal = f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"
-    with pytest.raises(UsageError, match=refusal):
+    with pytest.raises(UsageError, match=f"--continue {work.key} .* sft.*--until pretrain"):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
 
 
@@ -196,10 +187,8 @@ def test_work_adopted_twice_has_both_changes_in_order(
     write_json(moved / resume.INGREDIENTS, first.ingredients)  # as the stage's start does
     second = adopt(built, replace(work, key=first.known_key)).known_key
     history = resume.history(built.store.work("sft", second), second)
-    assert [(entry["key"], entry["differences"]) for entry in history] == [
-        (work.key, [CHANGE]),
-        (first.key, [CHANGE]),
-    ]
+    changes = [(entry["key"], entry["differences"]) for entry in history]
+    assert changes == [(work.key, [CHANGE]), (first.key, [CHANGE])]
     assert resume.history(built.store.work("sft", second), "another") == []
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +17,7 @@ import pytest
 from support.tiny_stages import stage_settings
 from support.waiting import wait_until
 
-from ttrain.core.signals import PARENT, SAME_SIGNAL_SECONDS
+from ttrain.core.signals import PARENT
 from ttrain.engine import fork_server, processes
 from ttrain.engine.fork_server import ForkedProcess, ForkServer
 from ttrain.engine.stop_request import StopRequest
@@ -52,15 +51,6 @@ print(json.dumps({
 }))
 print("to the error output", file=sys.stderr)
 code = 3
-"""
-LISTEN = """
-import time
-time.sleep(0.3)  # as imports do
-from ttrain.engine.stage_worker import StopFlag
-stop = StopFlag(stops_by_itself=False)
-stop.listen()
-print("stopped" if stop() else "never signalled", flush=True)
-time.sleep(60)
 """
 WORKER = """
 def main():
@@ -201,18 +191,6 @@ def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None
     wait_for_end(*pids)
 
 
-def test_an_early_signal_is_not_lost_and_a_second_one_ends_it(server: ForkServer) -> None:
-    """A repeated signal at once does not: the launching process may pass on the one it got."""
-    with errand(server, LISTEN) as (process, output):
-        process.send_signal(signal.SIGTERM)
-        text_of(output, "stopped")
-        process.send_signal(signal.SIGTERM)
-        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 128 + signal.SIGINT
-
-
 def run_stage(work: Path) -> tuple[type, str]:
     """The kind of a stage's process, and its log."""
     group = processes.ProcessGroup()
@@ -249,14 +227,3 @@ def test_without_a_server_a_process_is_started(
     kind, log = run_stage(tmp_path)
     assert kind is subprocess.Popen
     assert "'missing'" in log and "it ran" in log
-
-
-def test_a_killed_server_is_replaced(tmp_path: Path, use_server: Callable[..., None]) -> None:
-    use_server("json")
-    environment = processes.environment_of(stage_settings())
-    first = processes.fork_server_for(environment)
-    assert run_stage(tmp_path)[0] is ForkedProcess
-    assert processes.fork_server_for(environment) is first, "one for all stages"
-    psutil.Process(first.pid).kill()
-    wait_for_end(first.pid)
-    assert run_stage(tmp_path) == (ForkedProcess, "it ran\n")

@@ -33,9 +33,8 @@ python_docs.chat_rows=500
 
 
 def test_place_speed_and_name_change_no_key(built: House) -> None:
-    stages = built.plan(*NO_IDENTITY.split())
-    assert {planned.state for planned in stages.values()} == {"cached"}
-    assert {planned.why for planned in stages.values()} == {("same settings, inputs and code",)}
+    reasons = {(stage.state, stage.why) for stage in built.plan(*NO_IDENTITY.split()).values()}
+    assert reasons == {("cached", ("same settings, inputs and code",))}
 
 
 def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -> None:
@@ -95,11 +94,8 @@ def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) ->
 
 
 def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House) -> None:
-    for name, stages in {
-        "documents": EVERYTHING,
-        "chats": {"shards-sft", *AFTER_SFT},
-        "domain": {"shards-lora", *LORA_ON},
-    }.items():
+    readers = {"chats": {"shards-sft", *AFTER_SFT}, "domain": {"shards-lora", *LORA_ON}}
+    for name, stages in {"documents": EVERYTHING, **readers}.items():
         path = built.data / f"{name}.jsonl"
         original = path.read_bytes()
         path.write_bytes(original.replace(b": ", b":  ", 1))
@@ -156,11 +152,8 @@ def test_a_stages_module_changes_its_key_alone(built: House, copy: Path, monkeyp
 
 def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
     stages = built.plan("sft.optim.lr=2e-4", "sft.epochs=null", "sft.tokens=9000")
-    assert stages["sft"].why == (
-        'sft.epochs: "auto" → null',
-        "sft.optim.lr: 0.001 → 0.0002",
-        "sft.tokens: null → 9000",
-    )
+    epochs, tokens = 'sft.epochs: "auto" → null', "sft.tokens: null → 9000"
+    assert stages["sft"].why == (epochs, "sft.optim.lr: 0.001 → 0.0002", tokens)
     assert stages["lora"].why == ("waits for sft",)
     assert stages["evaluate"].why == ("waits for sft, lora",)
 

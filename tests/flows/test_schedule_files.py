@@ -1,22 +1,16 @@
 """Schedules of a home, and the systemd unit of what serves them."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from ttrain.cli.main import app
 from ttrain.config.loading import load
-from ttrain.core.files import write_json
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.flows import deploy
-from ttrain.flows.deploy import Schedule
-from ttrain.store.runs import this_process
 
 # A directory whose name holds what shells, systemd and cron each take for something else
 AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
@@ -37,33 +31,6 @@ def odd_home(tmp_path: Path) -> Path:
     path = tmp_path / AWKWARD
     path.mkdir()
     return path
-
-
-def schedule(kind: str = "nightly", cron: str | None = "0 2 * * *") -> Schedule:
-    settings = with_absolute_paths(load([], environment={}).settings)
-    tree = settings.model_dump(mode="json")
-    return Schedule(kind, settings.name, cron, "Europe/Berlin", tree)  # type: ignore[arg-type]
-
-
-def listed() -> Any:
-    return json.loads(CliRunner().invoke(app, ["pipeline", "schedule", "list", "--json"]).stdout)
-
-
-def test_a_schedule_is_listed_with_its_next_slot(odd_home: Path, monkeypatch: Any) -> None:
-    deploy.write(odd_home, schedule())
-    deploy.write(odd_home, schedule("full", cron=None))
-    last = {"name": "night-000001", "outcome": "Kept", "slot": "2020-01-01T01:00:00+00:00"}
-    write_json(deploy.last_run_file(odd_home, "nightly/quickstart"), {**last, "message": "worse"})
-    write_json(deploy.folder_of(odd_home) / deploy.SERVING, this_process())
-    monkeypatch.setenv("TTRAIN_HOME", str(odd_home))
-    full, nightly = listed()
-    assert nightly["next"][10:16] == "T02:00" and nightly["served_by"] == os.getpid()
-    assert nightly["last"] == {**last, "message": "worse"}
-    assert full["next"] is None and full["last"] is None and full["cron"] is None
-    deploy.pause(odd_home, "nightly", paused=True)
-    deploy.remove(odd_home, "full")
-    [entry] = listed()
-    assert (entry["schedule"], entry["paused"]) == ("nightly/quickstart", True)
 
 
 def test_paths_become_absolute_and_all_else_stays(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,12 +1,8 @@
 """The history of runs: newest first, also while they go on; crashed if the process is gone."""
 
-import itertools
 import subprocess
 import time
-from datetime import datetime
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from store.test_store import full_disk
@@ -53,24 +49,6 @@ def test_a_run_whose_process_was_killed_is_shown_as_crashed(tmp_path: Path) -> N
         process.kill()
         process.wait()
     assert history(tmp_path)[0]["outcome"] == "crashed"
-
-
-def test_a_cached_run_equals_the_newest_completed_one(tmp_path: Path, monkeypatch: Any) -> None:
-    def makers(**keys: str) -> list[str | None]:
-        return [runs.made_by(run) for run in runs.equal_runs(tmp_path, keys) if runs.made_by(run)]
-
-    ticks = itertools.count(10**9)
-    clock = Mock(wraps=datetime, now=lambda zone: datetime.fromtimestamp(next(ticks), zone))
-    monkeypatch.setattr(runs, "datetime", clock)
-    names = []
-    for pretrain, outcome in zip("bbcb", [*["completed"] * 3, "failed"], strict=True):
-        made = record(tmp_path)
-        made.stage("tokenizer", key="a")
-        made.stage("pretrain", key=pretrain)
-        made.finish(outcome, {})
-        names.append(made.run)
-    assert makers(tokenizer="a", pretrain="b")[0] == names[1]
-    assert makers(tokenizer="a") == []
 
 
 def test_a_full_disk_costs_only_the_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,6 @@ from ttrain.config import Settings, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.pool import Processes
-from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import REFERENCE, dpo, new_model, reference, shards
@@ -50,13 +49,6 @@ def pair(number: int) -> dict[str, Any]:
     dice = random.Random(number)
     words = " ".join(dice.choices(WORDS.split(), k=dice.randint(1, 6)))
     return {"prompt": f"{words} {number}?", "chosen": f"yes {words}", "rejected": f"no {words}"}
-
-
-def rated(number: int) -> dict[str, Any]:
-    row = pair(number)
-    is_good = number % 3 > 0
-    completion = row["chosen" if is_good else "rejected"]
-    return {"prompt": row["prompt"], "completion": completion, "label": is_good}
 
 
 def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path:
@@ -90,14 +82,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**inputs, "reference": root / "reference", "tokenizer": tokenizer}
 
 
-def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> Any:
-    return run_stage(dpo, settings_of(**changes), output, inputs)
-
-
 @pytest.fixture(scope="module")
 def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("straight")
-    assert tune(output, inputs)["pairs"] == 36 * 2
+    assert run_stage(dpo, settings_of(), output, inputs)["pairs"] == 36 * 2
     return output
 
 
@@ -114,7 +102,7 @@ def test_the_planted_preference_is_learnt(inputs: dict[str, Path], straight: Pat
 
 
 def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) -> None:
-    tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8, epochs=0.3)
+    run_stage(dpo, settings_of(adapter="lora", rank=4, alpha=8, epochs=0.3), tmp_path, inputs)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
     models = {"merged": factory.load(tmp_path / "model"), "base": factory.load(base)}
@@ -123,18 +111,6 @@ def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) 
         logits = {name: model(torch.arange(20)[None]).logits for name, model in models.items()}
     error = {name: float((values - expected).abs().max()) for name, values in logits.items()}
     assert error["merged"] < 1e-4 < error["base"]
-
-
-def test_rated_answers_need_kto(inputs: dict[str, Path], tmp_path: Path) -> None:
-    rows = [rated(number) for number in range(ROWS)]
-    inputs = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], rows)}
-    with pytest.raises(UsageError, match=r"dpo\.loss=kto"):
-        tune(tmp_path / "refused", inputs)
-    run_stage(reference, settings_of(), tmp_path / "reference", inputs)
-    inputs["reference"] = tmp_path / "reference"
-    metrics = tune(tmp_path / "kto", inputs, loss="kto", epochs=3)
-    assert metrics["answers"] == 36 * 3
-    assert metrics["validation_loss"] < 0.5, "the loss of two equal models"
 
 
 def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
