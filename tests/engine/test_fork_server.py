@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,13 +87,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@pytest.fixture(scope="module")
-def server(package: Path) -> Iterator[ForkServer]:
-    server = ForkServer(os.environ, ["json", "numpy"])
-    yield server
-    server.close()
-
-
 @contextlib.contextmanager
 def errand(server: ForkServer, code: str) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
     """A forked process and its output."""
@@ -108,17 +101,9 @@ def errand(server: ForkServer, code: str) -> Iterator[tuple[ForkedProcess, IO[by
             process.wait()
 
 
-def text_of(output: IO[bytes], expected: str = "") -> str:
-    def text() -> str:
-        output.seek(0)
-        written = output.read().decode()
-        return written if expected in written else ""
-
-    return str(wait_until(text))
-
-
-def wait_for_end(*pids: int) -> None:
-    wait_until(lambda: not any(map(is_running, pids)))
+def text_of(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode()
 
 
 def is_running(pid: int) -> bool:
@@ -128,9 +113,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_fork_is_like_a_started_process(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_is_like_a_started_process(package: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    server = ForkServer(os.environ, ["json", "numpy"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATER", "than the server")
     drawn = []
@@ -140,6 +124,7 @@ def test_a_fork_is_like_a_started_process(
             described, error = text_of(output).splitlines()
         fork = json.loads(described)
         drawn += fork.pop("random")
+    server.close()
     assert len({*drawn}) == 4, "each draws other random numbers"
     assert error == "to the error output"
     open_files, environment = fork.pop("open"), fork.pop("environment")
@@ -188,42 +173,18 @@ def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    wait_for_end(*pids)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
-def run_stage(work: Path) -> tuple[type, str]:
-    """The kind of a stage's process, and its log."""
-    group = processes.ProcessGroup()
-    with (work / "log.txt").open("w+b") as log:
-        try:
-            processes.start(group, PRETRAIN, stage_settings(), work, log, StopRequest())
-            for process in group.processes:
-                process.wait()
-        finally:
-            group.end()
-        log.seek(0)
-        return type(group.processes[0]), log.read().decode()
-
-
-@pytest.fixture
-def use_server(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have the stages of this test use servers that load only the named modules."""
-    servers: dict[Any, ForkServer] = {}
+def test_without_a_server_a_process_starts(package: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(processes, "WORKER", "worker")
-    monkeypatch.setattr(processes, "fork_servers", servers)
-
-    def use(*libraries: str) -> None:
-        monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, libraries))
-
-    yield use
-    for server in servers.values():
-        server.close()
-
-
-def test_without_a_server_a_process_is_started(
-    tmp_path: Path, use_server: Callable[..., None]
-) -> None:
-    use_server("missing")
-    kind, log = run_stage(tmp_path)
-    assert kind is subprocess.Popen
-    assert "'missing'" in log and "it ran" in log
+    monkeypatch.setattr(processes, "fork_servers", {})
+    monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, ["missing"]))
+    group = processes.ProcessGroup()
+    with (tmp_path / "log.txt").open("w+b") as log:
+        processes.start(group, PRETRAIN, stage_settings(), tmp_path, log, StopRequest())
+        [process] = group.processes
+        process.wait()
+        group.end()
+        assert type(process) is subprocess.Popen
+        assert "'missing'" in text_of(log) and "it ran" in text_of(log)

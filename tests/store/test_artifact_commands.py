@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from support.artifact_home import DAY, Home, keys
@@ -34,9 +35,8 @@ def only_record(home: Home) -> Path:
 
 def test_the_newest_different_runs_keep_their_artifacts_and_inputs(user_home: Home) -> None:
     tokenizer = user_home.publish("tokenizer", "t")
-    old, middle, new = (
-        user_home.publish("pretrain", name, tokenizer=tokenizer) for name in ("a", "b", "c")
-    )
+    publish = partial(user_home.publish, "pretrain", tokenizer=tokenizer)
+    old, middle, new = map(publish, ("a", "b", "c"))
     for age, pretrain in ((90, old), (80, middle), (70, new), (60, new), (50, new)):
         user_home.run(pretrain, age=age * DAY)  # `ttrain stage run pretrain` records no inputs
     cleaned = user_home.clean(keep=2)
