@@ -124,12 +124,12 @@ def test_the_furthest_work_is_offered(built: House) -> None:
 
 def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     planned = built.plan(SEED)["sft"]
-    old = {**planned.ingredients, "code": dict.fromkeys(planned.ingredients["code"], "0" * 64)}
+    code = dict.fromkeys(planned.ingredients["code"], "0" * 64)
+    old = {**planned.ingredients, "code": code}
     leave_work(built, replace(planned, key="0" * 64, ingredients=old))
-    first, more = min(old["code"]), len(old["code"]) - 3
     why = built.plan(SEED)["sft"].why[0]
-    assert f"differs in: module {first} changed; " in why
-    assert f" and {more} more; --continue 000000000000" in why
+    assert f"differs in: module {min(code)} changed; " in why
+    assert f" and {len(code) - 3} more; --continue 000000000000" in why
 
 
 def test_an_unknown_key_lists_unfinished_work(built: House, work: resume.PartialRun) -> None:
@@ -178,9 +178,7 @@ def test_adopted_work_knows_its_origin(built: House, work: resume.PartialRun) ->
     assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached"
 
 
-def test_work_adopted_twice_has_both_changes_in_order(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_work_adopted_twice_has_both_changes(built: House, work: resume.PartialRun) -> None:
     first = older(built.plan(SEED)["sft"], "1")
     resume.take_over(built.store, work, first.known_key, first.ingredients)
     moved = built.store.work("sft", first.known_key)
@@ -216,9 +214,7 @@ def test_work_that_is_gone_is_refused(built: House, work: resume.PartialRun) -> 
 
 
 @pytest.mark.parametrize("fatal", range(1, 8))
-def test_a_kill_loses_neither_work_nor_history(
-    built: House, work: resume.PartialRun, fatal: int
-) -> None:
+def test_a_kill_loses_no_work_or_history(built: House, work: resume.PartialRun, fatal: int) -> None:
     """Renames and fsyncs count; the process dies before the last of so many."""
     planned = built.plan(SEED, resume_key=work.key)["sft"]
     moved = built.store.work("sft", planned.known_key)

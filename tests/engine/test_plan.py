@@ -23,6 +23,7 @@ from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 
 LORA_ON = {"lora", "evaluate"}
+STEPS = (10, 25, 50, 75, 100)
 NO_IDENTITY = """
 runtime.devices=2 runtime.rows_per_device=3 runtime.device=cpu runtime.compile=true
 runtime.threads=1 runtime.retries=5 runtime.timeout_seconds=9 runtime.checkpoint_every_steps=7
@@ -59,8 +60,8 @@ def test_an_existing_tokenizer_counts_by_its_bytes(house: House) -> None:
     house.write("first/tokenizer.json", '{"other": 1}')
     assert "tokenizer" in running(house.plan(f"tokenizer.existing={first}"))
     house.write("first/tokenizer.json", "{}")
-    assert running(house.plan(f"tokenizer.existing={first}")) == set()
-    assert running(house.plan(f"tokenizer.existing={copy}")) == set()
+    for same in (first, copy):
+        assert running(house.plan(f"tokenizer.existing={same}")) == set()
     assert running(house.plan()) == EVERYTHING
 
 
@@ -231,8 +232,7 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     quickstart = plan(full(settings), settings, house.store)
     starts = {EXISTING_MODEL.name, NEW_MODEL.name}  # instead of pretraining
     others = {*starts, *OF_NIGHTS, "shards-dpo", "reference", "dpo"}  # there are no pairs
-    names = [planned.stage.name for planned in quickstart]
-    assert names == [name for name in STAGES if name not in others]
+    assert [planned.name for planned in quickstart] == [n for n in STAGES if n not in others]
     shipped = {"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}
     assert quickstart[0].ingredients["files"] == {"python": [shipped]}
     assert "source" not in house.plan()
@@ -241,9 +241,8 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
 def test_the_plan_as_json_has_its_shape(built: House) -> None:
     stages = api.plan("full", built.settings("sft.seed=7"), home=built.store.root)
     printed = json.loads(json.dumps(stages.to_json()))
-    assert printed["pipeline"] == "full"
-    assert [stage["name"] for stage in printed["stages"]] == list(stages.graph)
     shown = {stage.pop("name"): stage for stage in printed["stages"]}
+    assert (printed["pipeline"], [*shown]) == ("full", [*stages.graph])
     path = str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", path)
     why = ["sft.seed: 1 → 7"]
@@ -258,14 +257,11 @@ def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Pla
     return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, Rerun(extend=extend))
 
 
-def trained(
-    house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)
-) -> Artifact:
+def trained(house: House, steps: int, *overrides: str, kept: Any = STEPS) -> Artifact:
     """A finished run of that many steps, with checkpoints."""
     planned = pretrain_planned(house, *tokens(steps), *overrides)
     result = {"rows": {"rows": 1000}, "steps": steps, "tokens": steps * 4096}
-    kept = [step for step in checkpoints if step <= steps]
-    return house.publish(planned, str(steps), result, kept)
+    return house.publish(planned, str(steps), result, [step for step in kept if step <= steps])
 
 
 @pytest.mark.parametrize(
@@ -280,18 +276,13 @@ def trained(
         ("kind=cosine warmup_steps=5", 200, None),
     ],
 )
-def test_extending_starts_before_the_decay(
-    built: House, schedule: str, new_steps: int, step: int | None
-) -> None:
+def test_extending_precedes_a_decay(built: House, schedule: str, new_steps: int, step: Any) -> None:
     overrides = [f"pretrain.schedule.{word}" for word in schedule.split()]
     artifact = trained(built, 100, *overrides)
     planned = pretrain_planned(built, *tokens(new_steps), *overrides, extend=True)
-    assert planned.state == "run"
-    if step is None:
-        assert planned.start_from is None and "starts from scratch" in planned.why[0]
-    else:
-        assert planned.start_from == artifact.path / "checkpoints" / f"step-{step:08d}"
-        assert f"step {step}" in planned.why[0]
+    start = step and artifact.path / "checkpoints" / f"step-{step:08d}"
+    assert (planned.state, planned.start_from) == ("run", start)
+    assert (f"step {step}" if step else "starts from scratch") in planned.why[0]
     assert pretrain_planned(built, *tokens(new_steps), *overrides).start_from is None
 
 
@@ -308,15 +299,13 @@ def test_extending_takes_the_furthest_run_that_is_undamaged(built: House) -> Non
         return pretrain_planned(built, *tokens(400), extend=True).start_from
 
     trained(built, 200, "pretrain.schedule.floor=0.1")  # further, but of another schedule
-    short, long = trained(built, 100), trained(built, 150, checkpoints=(10, 70))
+    short, long = trained(built, 100), trained(built, 150, kept=(10, 70))
     assert start() == long.path / "checkpoints" / "step-00000070"
     (long.path / "heldout" / "file").unlink()
     assert start() == short.path / "checkpoints" / "step-00000050"
 
 
-def test_extending_does_not_continue_changed_code(
-    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extending_continues_no_changed_code(built: House, copy: Path, monkeypatch: Any) -> None:
     trained(built, 100)
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert pretrain_planned(built, *tokens(200), extend=True).start_from
@@ -377,8 +366,7 @@ def test_an_existing_model_instead_of_a_new_one_is_one_change_both_ways(built: H
 def test_other_versions_rerun_nothing_and_are_noted(built: House) -> None:
     planned = built.plan()["sft"]
     shutil.rmtree(built.store.latest("sft").path)
-    libraries = {"torch": "2.12.0", "of long ago": "1"}
-    provenance = {"libraries": libraries, "python": "3.10.1"}
+    provenance = {"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"}
     built.publish(planned, planned.known_key, provenance=provenance)
     stages = built.plan()
     here = f"here is torch {machine.versions()['torch']}, Python {platform.python_version()}"

@@ -133,9 +133,7 @@ def test_an_empty_folder_is_refused_without_a_champion(tmp_path: Path, runner: R
     assert runner.run(settings).outcome == "nothing-new"
 
 
-def test_an_unreadable_file_fails_the_night(
-    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_fails_a_night(tmp_path: Path, runner: Runner, monkeypatch: Any) -> None:
     settings, cache = inbox(tmp_path, a="1", b="2"), type(runner.store.cache)
     digest, closed = cache.file, tmp_path / "inbox" / "b.jsonl"
 
@@ -149,8 +147,7 @@ def test_an_unreadable_file_fails_the_night(
         patch.setattr(cache, "file", refuse)
         with pytest.raises(CannotRead, match=rf"{closed}.*data\.pretrain.*denied"):
             runner.run(settings)
-    [night] = runner.nights.newest_first()
-    assert night.outcome == records.FAILED, "not refused: no setting has to be corrected"
+    assert runner.newest.outcome == records.FAILED, "not refused: no setting has to be corrected"
     with pytest.raises(Interrupted):
         runner.run(settings)
     assert runner.newest.is_open and len(runner.newest.frozen.files["pretrain"]) == 2
@@ -217,12 +214,8 @@ def test_a_night_whose_only_new_file_is_damaged_fails_once(tmp_path: Path, runne
 
 
 @pytest.mark.parametrize("has_new_chats", [False, True])
-def test_a_night_of_known_documents_is_closed_as_nothing_new_or_trains_on_its_new_chats(
-    tmp_path: Path,
-    runner: Runner,
-    champion: Champion,
-    monkeypatch: pytest.MonkeyPatch,
-    has_new_chats: bool,
+def test_a_night_of_known_documents_trains_on_new_chats_or_nothing(
+    tmp_path: Path, runner: Runner, champion: Champion, monkeypatch: Any, has_new_chats: bool
 ) -> None:
     runs: list[set[str]] = []
 
