@@ -41,9 +41,7 @@ def work(built: House) -> resume.PartialRun:
     return leave_work(built, older(built.plan(SEED)["sft"]))
 
 
-def test_the_plan_offers_the_work_with_its_differences_and_continue_takes_it(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_the_plan_offers_work_with_its_differences(built: House, work: resume.PartialRun) -> None:
     planned = built.plan(SEED)["sft"]
     key = work.key[:12]
     offer = f"unfinished work {key} at step 20 differs in: {CHANGE}; --continue {key} resumes it"
@@ -61,28 +59,21 @@ def test_work_of_the_same_key_needs_no_option(built: House, work: resume.Partial
     assert planned.partial_run is None
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("sft.optim.weight_decay=0.5", "sft.optim.weight_decay: 0.0 → 0.5"),
-        ("sft.seed=6", "sft.seed: 5 → 6"),
-        ("sft.epochs=0.5", "0.5 epochs, may end before that step"),
-        ("sft.epochs=null sft.tokens=4096", "4096 tokens, may end before that step"),
-    ],
-)
-def test_other_settings_are_refused_with_the_difference_and_are_not_offered(
-    built: House, work: resume.PartialRun, change: str, words: str
-) -> None:
-    overrides = (SEED, *change.split())
-    assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
-    refusal = rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"
-    with pytest.raises(UsageError, match=refusal):
-        built.plan(*overrides, resume_key=work.key)
+def test_work_of_other_settings_is_refused(built: House, work: resume.PartialRun) -> None:
+    for change, words in {
+        "sft.optim.weight_decay=0.5": "sft.optim.weight_decay: 0.0 → 0.5",
+        "sft.seed=6": "sft.seed: 5 → 6",
+        "sft.epochs=0.5": "0.5 epochs, may end before that step",
+        "sft.epochs=null sft.tokens=4096": "4096 tokens, may end before that step",
+    }.items():
+        overrides = (SEED, *change.split())
+        assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
+        refusal = rf"--continue {work.key} .*other settings or data: .*{words}.*restore them"
+        with pytest.raises(UsageError, match=refusal):
+            built.plan(*overrides, resume_key=work.key)
 
 
-def test_another_rate_continues_only_work_that_is_named(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_another_rate_continues_only_named_work(built: House, work: resume.PartialRun) -> None:
     overrides = (SEED, "sft.optim.lr=0.0005")
     assert not built.plan(*overrides)["sft"].why[0].startswith("unfinished")
     planned = built.plan(*overrides, resume_key=work.key)["sft"]
@@ -105,9 +96,7 @@ def test_a_budget_that_reaches_the_step_may_differ(built: House, work: resume.Pa
         assert any('sft.epochs: "auto" → ' in line for line in planned.why)
 
 
-def test_passes_that_the_rows_decided_may_not_become_fewer(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_passes_decided_by_rows_may_not_decrease(built: House, work: resume.PartialRun) -> None:
     state = resume.checkpoint_of(work.path / "output", 20) / "state.json"
     write_json(state, {"identity": {"epochs": 6.0}})
     with pytest.raises(UsageError, match=r"its budget, 2\.0 epochs, may end before that step"):
@@ -135,21 +124,16 @@ def test_the_furthest_work_is_offered(built: House) -> None:
 
 def test_an_offer_of_many_changes_fits_on_the_terminal(built: House) -> None:
     planned = built.plan(SEED)["sft"]
-    old = {**planned.ingredients, "code": dict.fromkeys(planned.ingredients["code"], "0" * 64)}
+    code = dict.fromkeys(planned.ingredients["code"], "0" * 64)
+    old = {**planned.ingredients, "code": code}
     leave_work(built, replace(planned, key="0" * 64, ingredients=old))
-    first, more = min(old["code"]), len(old["code"]) - 3
     why = built.plan(SEED)["sft"].why[0]
-    assert f"differs in: module {first} changed; " in why
-    assert f" and {more} more; --continue 000000000000" in why
+    assert f"differs in: module {min(code)} changed; " in why
+    assert f" and {len(code) - 3} more; --continue 000000000000" in why
 
 
-def test_an_unknown_key_lists_the_work_that_has_a_checkpoint(
-    built: House, work: resume.PartialRun
-) -> None:
-    listed = (
-        f"no unfinished work has a key that begins so; there is: sft {work.key[:12]} at step 20"
-    )
-    with pytest.raises(UsageError, match=listed):
+def test_an_unknown_key_lists_unfinished_work(built: House, work: resume.PartialRun) -> None:
+    with pytest.raises(UsageError, match=f"there is: sft {work.key[:12]} at step 20"):
         built.plan(SEED, resume_key="zzz")
     shutil.rmtree(work.path / "output" / "checkpoints")
     assert built.plan(SEED)["sft"].why[0] == "sft.seed: 1 → 5"
@@ -165,8 +149,7 @@ def test_the_beginning_of_several_keys_is_refused(built: House, work: resume.Par
 
 
 def test_work_of_a_stage_that_is_left_out_is_refused(built: House, work: resume.PartialRun) -> None:
-    refusal = f"--continue {work.key} refers to stage sft, which --until pretrain leaves out"
-    with pytest.raises(UsageError, match=refusal):
+    with pytest.raises(UsageError, match=f"--continue {work.key} .* sft.*--until pretrain"):
         built.plan(SEED, resume_key=work.key, selection=Selection(until="pretrain"))
 
 
@@ -181,9 +164,7 @@ def adopt(house: House, work: resume.PartialRun) -> Planned:
     return planned
 
 
-def test_adopted_work_belongs_to_the_new_key_and_knows_its_origin(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_adopted_work_knows_its_origin(built: House, work: resume.PartialRun) -> None:
     planned = adopt(built, work)
     moved = built.store.work("sft", planned.known_key)
     assert resume.saved_step(moved) == 20 and not work.path.exists()
@@ -197,19 +178,15 @@ def test_adopted_work_belongs_to_the_new_key_and_knows_its_origin(
     assert built.plan(SEED, resume_key=work.key)["sft"].state == "cached"
 
 
-def test_work_that_is_adopted_twice_has_both_changes_in_their_order(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_work_adopted_twice_has_both_changes(built: House, work: resume.PartialRun) -> None:
     first = older(built.plan(SEED)["sft"], "1")
     resume.take_over(built.store, work, first.known_key, first.ingredients)
     moved = built.store.work("sft", first.known_key)
     write_json(moved / resume.INGREDIENTS, first.ingredients)  # as the stage's start does
     second = adopt(built, replace(work, key=first.known_key)).known_key
     history = resume.history(built.store.work("sft", second), second)
-    assert [(entry["key"], entry["differences"]) for entry in history] == [
-        (work.key, [CHANGE]),
-        (first.key, [CHANGE]),
-    ]
+    changes = [(entry["key"], entry["differences"]) for entry in history]
+    assert changes == [(work.key, [CHANGE]), (first.key, [CHANGE])]
     assert resume.history(built.store.work("sft", second), "another") == []
 
 
@@ -237,9 +214,7 @@ def test_work_that_is_gone_is_refused(built: House, work: resume.PartialRun) -> 
 
 
 @pytest.mark.parametrize("fatal", range(1, 8))
-def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_history(
-    built: House, work: resume.PartialRun, fatal: int
-) -> None:
+def test_a_kill_loses_no_work_or_history(built: House, work: resume.PartialRun, fatal: int) -> None:
     """Renames and fsyncs count; the process dies before the last of so many."""
     planned = built.plan(SEED, resume_key=work.key)["sft"]
     moved = built.store.work("sft", planned.known_key)
@@ -258,9 +233,7 @@ def test_a_kill_between_any_two_writes_loses_neither_the_work_nor_its_history(
     json.loads((moved / resume.CONTINUED).read_bytes())
 
 
-def test_work_that_continues_under_its_own_code_forgets_a_killed_take_over(
-    built: House, work: resume.PartialRun
-) -> None:
+def test_work_forgets_a_killed_take_over(built: House, work: resume.PartialRun) -> None:
     entry = {"key": work.key, "to": "f" * 64, "step": 20, "differences": ["x"]}
     write_json(work.path / resume.CONTINUED, [entry])
     assert resume.history(work.path, work.key) == []

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,18 +17,15 @@ import pytest
 from support.tiny_stages import stage_settings
 from support.waiting import wait_until
 
-from ttrain.core.signals import PARENT, SAME_SIGNAL_SECONDS
+from ttrain.core.signals import PARENT
 from ttrain.engine import fork_server, processes
-from ttrain.engine.fork_server import ForkedProcess, ForkServer, ForkServerError
+from ttrain.engine.fork_server import ForkedProcess, ForkServer
 from ttrain.engine.stop_request import StopRequest
 from ttrain.tasks import PRETRAIN
 
 PACKAGE = Path(fork_server.__file__).parents[1]
 SLEEP = "import time; time.sleep(30)"
 UP = f"import os; os.write(1, b'up' + os.linesep.encode()); {SLEEP}"  # two may share a pipe
-THREADED = (
-    f"import threading; threading.Thread(target=exec, args=({SLEEP!r},), daemon=True).start()"
-)
 ERRAND = """
 import sys
 
@@ -56,26 +52,6 @@ print(json.dumps({
 print("to the error output", file=sys.stderr)
 code = 3
 """
-LATE = """
-import threading, time
-from pathlib import Path
-threading.Thread(target=lambda: (time.sleep(0.3), Path("late").touch())).start()
-"""
-POOL = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-sys.pool = ThreadPoolExecutor(1)
-sys.pool.submit(int).result()
-"""
-LISTEN = """
-import time
-time.sleep(0.3)  # as imports do
-from ttrain.engine.stage_worker import StopFlag
-stop = StopFlag(stops_by_itself=False)
-stop.listen()
-print("stopped" if stop() else "never signalled", flush=True)
-time.sleep(60)
-"""
 WORKER = """
 def main():
     print("it ran")
@@ -101,7 +77,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("package")
     shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
-    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP, "threaded": THREADED}
+    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP}
     for name, code in modules.items():
         (directory / f"{name}.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,13 +85,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         patch.setenv("PYTHONUNBUFFERED", "1")
         yield directory
-
-
-@pytest.fixture(scope="module")
-def server(package: Path) -> Iterator[ForkServer]:
-    server = ForkServer(os.environ, ["json", "numpy"])
-    yield server
-    server.close()
 
 
 @contextlib.contextmanager
@@ -132,17 +101,9 @@ def errand(server: ForkServer, code: str) -> Iterator[tuple[ForkedProcess, IO[by
             process.wait()
 
 
-def text_of(output: IO[bytes], expected: str = "") -> str:
-    def text() -> str:
-        output.seek(0)
-        written = output.read().decode()
-        return written if expected in written else ""
-
-    return str(wait_until(text))
-
-
-def wait_for_end(*pids: int) -> None:
-    wait_until(lambda: not any(map(is_running, pids)))
+def text_of(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode()
 
 
 def is_running(pid: int) -> bool:
@@ -152,20 +113,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_libraries_of_stages_start_no_thread() -> None:
-    """Otherwise no stage could be forked."""
-    environment = processes.environment_of(stage_settings())
-    server = processes.fork_server_for(environment)
-    with tempfile.TemporaryFile() as output:
-        process = server.start("platform", [], environment, output.fileno())
-        assert process is not None
-        process.kill()
-        process.wait()
-
-
-def test_a_forked_process_is_like_a_started_one(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_is_like_a_started_process(package: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    server = ForkServer(os.environ, ["json", "numpy"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LATER", "than the server")
     drawn = []
@@ -175,6 +124,7 @@ def test_a_forked_process_is_like_a_started_one(
             described, error = text_of(output).splitlines()
         fork = json.loads(described)
         drawn += fork.pop("random")
+    server.close()
     assert len({*drawn}) == 4, "each draws other random numbers"
     assert error == "to the error output"
     open_files, environment = fork.pop("open"), fork.pop("environment")
@@ -206,38 +156,6 @@ def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -
     code.write_text("VALUE = 1\n")
 
 
-def test_the_exit_code_comes_back(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with errand(server, "raise ValueError('of its own')") as (process, output):
-        assert process.wait() == 1 and "ValueError" in text_of(output)
-    with errand(server, LATE) as (process, _):
-        assert process.wait() == 0 and (tmp_path / "late").exists(), "waits for no daemon thread"
-    with errand(server, POOL) as (process, _):
-        # an open pool whose thread waits for work does not hold it up
-        assert wait_until(lambda: process.poll() is not None, 10) and process.returncode == 0
-    with errand(server, UP) as (process, output):
-        text_of(output, "up")
-        assert process.poll() is None
-        psutil.Process(process.pid).kill()
-        assert process.wait() == -signal.SIGKILL
-        process.send_signal(signal.SIGTERM)  # harmless
-
-
-def test_a_killed_server_ends_its_forks_and_is_named(package: Path) -> None:
-    server = ForkServer(os.environ, ["json"])
-    with errand(server, UP) as (stopped, output), errand(server, UP) as (process, _):
-        text_of(output, "up")
-        psutil.Process(stopped.pid).suspend()  # it handles no signal any more
-        psutil.Process(server.pid).kill()
-        wait_for_end(stopped.pid, process.pid)
-        assert (process.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert not server.alive
-    with pytest.raises(ForkServerError, match="SIGKILL"):
-        server.start("errand", [DESCRIBE], os.environ, 1)
-
-
 @pytest.mark.parametrize("library", ["slow", "json"])
 def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None:
     """Neither a server that still loads, nor one with children."""
@@ -255,80 +173,18 @@ def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    wait_for_end(*pids)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
-def test_it_does_not_fork_from_threads(package: Path) -> None:
-    with pytest.raises(ForkServerError, match="2 threads"):
-        ForkServer(os.environ, ["threaded"]).start("errand", [DESCRIBE], os.environ, 1)
-
-
-def test_a_wait_for_the_libraries_can_be_given_up(package: Path) -> None:
-    server = ForkServer(os.environ, ["slow"])
-    began = time.monotonic()
-    gives_up = lambda: time.monotonic() > began + 0.3  # noqa: E731
-    assert server.start("errand", [UP], os.environ, 1, gives_up) is None
-    assert time.monotonic() - began < 20
-    server.close()
-    wait_for_end(server.pid)
-
-
-def test_an_early_signal_is_not_lost_and_a_second_one_ends_it(server: ForkServer) -> None:
-    """A repeated signal at once does not: the launching process may pass on the one it got."""
-    with errand(server, LISTEN) as (process, output):
-        process.send_signal(signal.SIGTERM)
-        text_of(output, "stopped")
-        process.send_signal(signal.SIGTERM)
-        time.sleep(SAME_SIGNAL_SECONDS + 0.1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 128 + signal.SIGINT
-
-
-def run_stage(work: Path) -> tuple[type, str]:
-    """The kind of a stage's process, and its log."""
-    group = processes.ProcessGroup()
-    with (work / "log.txt").open("w+b") as log:
-        try:
-            processes.start(group, PRETRAIN, stage_settings(), work, log, StopRequest())
-            for process in group.processes:
-                process.wait()
-        finally:
-            group.end()
-        log.seek(0)
-        return type(group.processes[0]), log.read().decode()
-
-
-@pytest.fixture
-def use_server(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have the stages of this test use servers that load only the named modules."""
-    servers: dict[Any, ForkServer] = {}
+def test_without_a_server_a_process_starts(package: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(processes, "WORKER", "worker")
-    monkeypatch.setattr(processes, "fork_servers", servers)
-
-    def use(*libraries: str) -> None:
-        monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, libraries))
-
-    yield use
-    for server in servers.values():
-        server.close()
-
-
-def test_without_a_server_a_fresh_process_is_started_and_logged(
-    tmp_path: Path, use_server: Callable[..., None]
-) -> None:
-    use_server("missing")
-    kind, log = run_stage(tmp_path)
-    assert kind is subprocess.Popen
-    assert "'missing'" in log and "it ran" in log
-
-
-def test_a_killed_server_is_replaced(tmp_path: Path, use_server: Callable[..., None]) -> None:
-    use_server("json")
-    environment = processes.environment_of(stage_settings())
-    first = processes.fork_server_for(environment)
-    assert run_stage(tmp_path)[0] is ForkedProcess
-    assert processes.fork_server_for(environment) is first, "one for all stages"
-    psutil.Process(first.pid).kill()
-    wait_for_end(first.pid)
-    assert run_stage(tmp_path) == (ForkedProcess, "it ran\n")
+    monkeypatch.setattr(processes, "fork_servers", {})
+    monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, ["missing"]))
+    group = processes.ProcessGroup()
+    with (tmp_path / "log.txt").open("w+b") as log:
+        processes.start(group, PRETRAIN, stage_settings(), tmp_path, log, StopRequest())
+        [process] = group.processes
+        process.wait()
+        group.end()
+        assert type(process) is subprocess.Popen
+        assert "'missing'" in text_of(log) and "it ran" in text_of(log)

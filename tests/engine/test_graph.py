@@ -2,23 +2,10 @@
 
 from textwrap import dedent
 
-import pytest
-
-from ttrain.config.loading import load, profile_names
+from ttrain.config.loading import load
 from ttrain.engine.graph import Graph
 from ttrain.flows.full import full
 
-USUAL = """
-    source
-    tokenizer <- source
-    shards-pretrain <- tokenizer, source
-    shards-sft <- tokenizer, source
-    shards-lora <- tokenizer, source
-    pretrain <- tokenizer, shards-pretrain
-    sft <- pretrain, shards-sft
-    lora <- sft, shards-lora
-    evaluate <- pretrain, shards-pretrain, sft, shards-sft, lora, shards-lora
-"""
 PREFERENCES = """
     source
     tokenizer <- source
@@ -51,23 +38,11 @@ def expected(text: str) -> list[str]:
     return dedent(text).split("\n")[1:-1]
 
 
-@pytest.mark.parametrize("profile", profile_names())
-def test_the_graph_of_a_profile(profile: str) -> None:
-    text = ["data.pretrain=python-docs"]  # which small and medium leave to the user
-    graph = full(load(text, profiles=(profile,), environment={}).settings)
-    assert lines_of(graph) == expected(PREFERENCES if profile == "preferences" else USUAL)
+def test_the_graph_of_a_profile() -> None:
+    graph = full(load([], profiles=("preferences",), environment={}).settings)
+    assert lines_of(graph) == expected(PREFERENCES)
 
 
 def test_a_stage_that_starts_from_no_model_gets_a_new_one() -> None:
     settings = load(["sft.start_from=none", "data.sft=a.jsonl"], environment={}).settings
     assert lines_of(full(settings)) == expected(ONLY_CHATS)
-
-
-def test_readers_of_a_replaced_stage_read_its_replacement() -> None:
-    graph = full(load([], environment={}).settings)
-    replaced = graph.replacing({"source": None, "sft": "pretrain", "shards-sft": None})
-    assert replaced["lora"].sources == {"base": "pretrain", "shards": "shards-lora"}
-    assert replaced["tokenizer"].sources == {}
-    assert {"source", "sft", "shards-sft"}.isdisjoint(replaced)
-    needed = {"source", "tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"}
-    assert graph.needed_by("sft") == needed, "the original graph is unchanged"

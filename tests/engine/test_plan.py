@@ -23,6 +23,7 @@ from ttrain.store.layout import Artifact
 from ttrain.tasks import EXISTING_MODEL, NEW_MODEL, OF_NIGHTS, PRETRAIN, SFT, STAGES
 
 LORA_ON = {"lora", "evaluate"}
+STEPS = (10, 25, 50, 75, 100)
 NO_IDENTITY = """
 runtime.devices=2 runtime.rows_per_device=3 runtime.device=cpu runtime.compile=true
 runtime.threads=1 runtime.retries=5 runtime.timeout_seconds=9 runtime.checkpoint_every_steps=7
@@ -33,9 +34,8 @@ python_docs.chat_rows=500
 
 
 def test_place_speed_and_name_change_no_key(built: House) -> None:
-    stages = built.plan(*NO_IDENTITY.split())
-    assert {planned.state for planned in stages.values()} == {"cached"}
-    assert {planned.why for planned in stages.values()} == {("same settings, inputs and code",)}
+    reasons = {(stage.state, stage.why) for stage in built.plan(*NO_IDENTITY.split()).values()}
+    assert reasons == {("cached", ("same settings, inputs and code",))}
 
 
 def test_a_weight_belongs_to_the_shards_and_not_to_the_tokenizer(house: House) -> None:
@@ -60,8 +60,8 @@ def test_an_existing_tokenizer_counts_by_its_bytes(house: House) -> None:
     house.write("first/tokenizer.json", '{"other": 1}')
     assert "tokenizer" in running(house.plan(f"tokenizer.existing={first}"))
     house.write("first/tokenizer.json", "{}")
-    assert running(house.plan(f"tokenizer.existing={first}")) == set()
-    assert running(house.plan(f"tokenizer.existing={copy}")) == set()
+    for same in (first, copy):
+        assert running(house.plan(f"tokenizer.existing={same}")) == set()
     assert running(house.plan()) == EVERYTHING
 
 
@@ -95,11 +95,8 @@ def test_files_count_by_their_bytes_not_by_their_names_or_times(built: House) ->
 
 
 def test_one_byte_of_an_input_reruns_what_reads_it_and_what_follows(built: House) -> None:
-    for name, stages in {
-        "documents": EVERYTHING,
-        "chats": {"shards-sft", *AFTER_SFT},
-        "domain": {"shards-lora", *LORA_ON},
-    }.items():
+    readers = {"chats": {"shards-sft", *AFTER_SFT}, "domain": {"shards-lora", *LORA_ON}}
+    for name, stages in {"documents": EVERYTHING, **readers}.items():
         path = built.data / f"{name}.jsonl"
         original = path.read_bytes()
         path.write_bytes(original.replace(b": ", b":  ", 1))
@@ -140,9 +137,7 @@ def test_canonical_json_spells_a_value_in_one_way() -> None:
         canonical_json({"a": float("nan")})
 
 
-def test_a_stages_own_module_changes_its_key_alone(
-    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stages_module_changes_its_key_alone(built: House, copy: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert running(built.plan()) == set()
     module = copy / "tasks" / "sft.py"
@@ -158,11 +153,8 @@ def test_a_stages_own_module_changes_its_key_alone(
 
 def test_a_changed_setting_is_explained_with_its_old_and_new_value(built: House) -> None:
     stages = built.plan("sft.optim.lr=2e-4", "sft.epochs=null", "sft.tokens=9000")
-    assert stages["sft"].why == (
-        'sft.epochs: "auto" → null',
-        "sft.optim.lr: 0.001 → 0.0002",
-        "sft.tokens: null → 9000",
-    )
+    epochs, tokens = 'sft.epochs: "auto" → null', "sft.tokens: null → 9000"
+    assert stages["sft"].why == (epochs, "sft.optim.lr: 0.001 → 0.0002", tokens)
     assert stages["lora"].why == ("waits for sft",)
     assert stages["evaluate"].why == ("waits for sft, lora",)
 
@@ -240,8 +232,7 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     quickstart = plan(full(settings), settings, house.store)
     starts = {EXISTING_MODEL.name, NEW_MODEL.name}  # instead of pretraining
     others = {*starts, *OF_NIGHTS, "shards-dpo", "reference", "dpo"}  # there are no pairs
-    names = [planned.stage.name for planned in quickstart]
-    assert names == [name for name in STAGES if name not in others]
+    assert [planned.name for planned in quickstart] == [n for n in STAGES if n not in others]
     shipped = {"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}
     assert quickstart[0].ingredients["files"] == {"python": [shipped]}
     assert "source" not in house.plan()
@@ -250,9 +241,8 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
 def test_the_plan_as_json_has_its_shape(built: House) -> None:
     stages = api.plan("full", built.settings("sft.seed=7"), home=built.store.root)
     printed = json.loads(json.dumps(stages.to_json()))
-    assert printed["pipeline"] == "full"
-    assert [stage["name"] for stage in printed["stages"]] == list(stages.graph)
     shown = {stage.pop("name"): stage for stage in printed["stages"]}
+    assert (printed["pipeline"], [*shown]) == ("full", [*stages.graph])
     path = str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", path)
     why = ["sft.seed: 1 → 7"]
@@ -267,14 +257,11 @@ def pretrain_planned(house: House, *overrides: str, extend: bool = False) -> Pla
     return plan_stage(PRETRAIN, house.settings(*overrides), store, inputs, Rerun(extend=extend))
 
 
-def trained(
-    house: House, steps: int, *overrides: str, checkpoints: Any = (10, 25, 50, 75, 100)
-) -> Artifact:
+def trained(house: House, steps: int, *overrides: str, kept: Any = STEPS) -> Artifact:
     """A finished run of that many steps, with checkpoints."""
     planned = pretrain_planned(house, *tokens(steps), *overrides)
     result = {"rows": {"rows": 1000}, "steps": steps, "tokens": steps * 4096}
-    kept = [step for step in checkpoints if step <= steps]
-    return house.publish(planned, str(steps), result, kept)
+    return house.publish(planned, str(steps), result, [step for step in kept if step <= steps])
 
 
 @pytest.mark.parametrize(
@@ -289,18 +276,13 @@ def trained(
         ("kind=cosine warmup_steps=5", 200, None),
     ],
 )
-def test_extending_starts_at_the_last_checkpoint_before_either_runs_decay(
-    built: House, schedule: str, new_steps: int, step: int | None
-) -> None:
+def test_extending_precedes_a_decay(built: House, schedule: str, new_steps: int, step: Any) -> None:
     overrides = [f"pretrain.schedule.{word}" for word in schedule.split()]
     artifact = trained(built, 100, *overrides)
     planned = pretrain_planned(built, *tokens(new_steps), *overrides, extend=True)
-    assert planned.state == "run"
-    if step is None:
-        assert planned.start_from is None and "starts from scratch" in planned.why[0]
-    else:
-        assert planned.start_from == artifact.path / "checkpoints" / f"step-{step:08d}"
-        assert f"step {step}" in planned.why[0]
+    start = step and artifact.path / "checkpoints" / f"step-{step:08d}"
+    assert (planned.state, planned.start_from) == ("run", start)
+    assert (f"step {step}" if step else "starts from scratch") in planned.why[0]
     assert pretrain_planned(built, *tokens(new_steps), *overrides).start_from is None
 
 
@@ -317,15 +299,13 @@ def test_extending_takes_the_furthest_run_that_is_undamaged(built: House) -> Non
         return pretrain_planned(built, *tokens(400), extend=True).start_from
 
     trained(built, 200, "pretrain.schedule.floor=0.1")  # further, but of another schedule
-    short, long = trained(built, 100), trained(built, 150, checkpoints=(10, 70))
+    short, long = trained(built, 100), trained(built, 150, kept=(10, 70))
     assert start() == long.path / "checkpoints" / "step-00000070"
     (long.path / "heldout" / "file").unlink()
     assert start() == short.path / "checkpoints" / "step-00000050"
 
 
-def test_extending_does_not_continue_code_or_inputs_that_changed(
-    built: House, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extending_continues_no_changed_code(built: House, copy: Path, monkeypatch: Any) -> None:
     trained(built, 100)
     monkeypatch.setattr(hashing, "PACKAGE_DIRECTORY", copy)
     assert pretrain_planned(built, *tokens(200), extend=True).start_from
@@ -341,9 +321,7 @@ def test_extending_does_not_continue_code_or_inputs_that_changed(
         ("data.sft=FILE sft.start_from=none", "no text for a tokenizer; set data.tokenizer=FILE"),
     ],
 )
-def test_chats_without_documents_are_refused_with_the_fix(
-    house: House, overrides: str, words: str
-) -> None:
+def test_chats_without_documents_are_refused(house: House, overrides: str, words: str) -> None:
     arguments = overrides.replace("FILE", str(house.data / "chats.jsonl")).split()
     settings = load(arguments, environment={}).settings
     with pytest.raises(UsageError, match=f"data.pretrain is none, .*{words}"):
@@ -388,8 +366,7 @@ def test_an_existing_model_instead_of_a_new_one_is_one_change_both_ways(built: H
 def test_other_versions_rerun_nothing_and_are_noted(built: House) -> None:
     planned = built.plan()["sft"]
     shutil.rmtree(built.store.latest("sft").path)
-    libraries = {"torch": "2.12.0", "of long ago": "1"}
-    provenance = {"libraries": libraries, "python": "3.10.1"}
+    provenance = {"libraries": {"torch": "2.12.0", "of long ago": "1"}, "python": "3.10.1"}
     built.publish(planned, planned.known_key, provenance=provenance)
     stages = built.plan()
     here = f"here is torch {machine.versions()['torch']}, Python {platform.python_version()}"

@@ -8,18 +8,14 @@ import pytest
 from rich.console import Console
 from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
-from typer.testing import CliRunner
 
-from ttrain import api
-from ttrain.cli.main import app
 from ttrain.config import Tracking
-from ttrain.engine.graph import Graph, Plan, Planned, Rerun, Selection
-from ttrain.engine.planner import plan
+from ttrain.engine.graph import Graph, Plan, Planned, Selection
 from ttrain.errors import TooFewRows, UsageError
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.flows.full import full
 from ttrain.store import runs
-from ttrain.tasks import EVALUATE, PRETRAIN, SFT, SHARDS_PRETRAIN, TOKENIZER
+from ttrain.tasks import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER
 
 SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
 BASE = {"tokenizer", "shards-pretrain", "pretrain"}
@@ -44,7 +40,7 @@ def only(*names: str) -> Selection:
         ),
     ],
 )
-def test_a_selection_builds_its_stages_takes_their_inputs_and_leaves_out_the_rest(
+def test_a_selection_builds_its_stages(
     built: House, selection: Selection, building: set[str], taken: set[str]
 ) -> None:
     assert selection.of(full(built.settings())) == (building, taken)
@@ -80,13 +76,6 @@ def test_an_impossible_selection_is_refused(
         built.plan(selection=selection, force=frozenset(force))
 
 
-def test_only_is_not_combined_and_a_selection_is_true() -> None:
-    assert Selection(until="sft") and Selection(since="sft") and only("sft") and not Selection()
-    for bound in ({"since": "sft"}, {"until": "sft"}):
-        with pytest.raises(UsageError, match=r"--only.*--until"):
-            Selection(only=frozenset({"sft", "lora"}), **bound)
-
-
 def test_force_leaves_taken_stages_as_they_are(built: House) -> None:
     stages = built.plan(force=frozenset({"tokenizer"}), selection=only("tokenizer", "sft"))
     forced = {name for name, planned in stages.items() if planned.forced}
@@ -97,19 +86,6 @@ def test_force_leaves_taken_stages_as_they_are(built: House) -> None:
     assert part["sft"].inputs == inputs and {*inputs} == {"base", "shards"}
     assert part["lora"].sources == {"base": "sft", "shards": "shards-lora"}
     assert not part["lora"].inputs
-
-
-def test_the_planner_takes_an_existing_artifact_as_an_input(built: House) -> None:
-    settings, base = built.settings("evaluate.seed=2"), built.store.latest("pretrain")
-    graph = Graph()
-    sft = graph.add(SFT, base=base, shards=built.store.latest("shards-sft"))
-    graph.add(EVALUATE, base=base, sft=sft)
-    taken, evaluation = plan(graph, settings, built.store)
-    assert taken.state == "cached" and taken.inputs["base"] == base
-    assert evaluation.inputs == {"base": base, "sft": taken.artifact}
-    again = plan(graph, settings, built.store, Rerun(force=frozenset({"sft"})))
-    assert [planned.state for planned in again] == ["run", "run"]
-    assert plan(graph, built.settings("sft.seed=2"), built.store)[1].why == ("waits for sft",)
 
 
 def test_a_training_with_too_few_rows_is_refused_before_it_begins(tmp_path: Path) -> None:
@@ -133,27 +109,3 @@ def test_a_training_with_too_few_rows_is_refused_before_it_begins(tmp_path: Path
     [record] = runs.history(home.store.root)
     recorded = {stage["name"]: stage for stage in record["stages"]}
     assert recorded["pretrain"]["outcome"] == "failed" and recorded["tokenizer"]["why"] == [why]
-
-
-def test_plan_shows_the_part_and_what_it_leaves_out(
-    built: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(built.store.root))
-    words = ["--only", "sft, shards-sft", "--only", "lora"]
-    shown = CliRunner().invoke(app, ["pipeline", "plan", "full", *words, *built.files])
-    assert shown.exit_code == 0, shown.output
-    rows = {line.split()[0]: line for line in shown.output.splitlines() if line.strip()}
-    taken = {name for name in ("sft", "pretrain", "lora") if "taken from" in rows[name]}
-    assert taken == {"pretrain"}
-    assert "--only lora,sft,shards-sft: evaluate" in shown.output
-
-
-def test_models_that_are_left_out_and_missing_are_not_evaluated(built: House) -> None:
-    def evaluation() -> tuple[object, str]:
-        names = "pretrain,sft,evaluate"
-        planned = api.plan("full", built.settings(), only=names, home=built.store.root)
-        return planned.graph["evaluate"].reads, planned["evaluate"].state
-
-    assert evaluation() == ({"pretrain", "sft", "lora", *SHARDS}, "cached")
-    shutil.rmtree(built.store.latest("lora").path)
-    assert evaluation() == ({"pretrain", "sft", "shards-pretrain", "shards-sft"}, "run")

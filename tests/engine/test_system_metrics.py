@@ -2,38 +2,19 @@
 
 import json
 import logging
-import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.waiting import wait_until
 
 from ttrain.config.loading import load
 from ttrain.engine import stage_worker
-from ttrain.engine.system_metrics import SystemMetrics, file_name, gpus, last_step
+from ttrain.engine.system_metrics import SystemMetrics, file_name, last_step
 from ttrain.errors import UsageError
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_samples_come_in_time_with_the_running_seconds_as_their_step(tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    began = time.time()
-    metrics = SystemMetrics(path, 1)
-    wait_until(lambda: len(path.read_text().splitlines()) >= 2)
-    metrics.stop()
-    assert [row["step"] for row in rows(path)[:2]] == [1, 2]
-    for row in rows(path):
-        assert began + row["step"] - 0.1 < row["time"] < began + row["step"] + 5
-        assert 0 <= row["metrics"]["system/cpu_utilization_percentage"] <= 100
-        assert 0 < row["metrics"]["system/system_memory_usage_percentage"] <= 100
-        assert row["metrics"]["system/disk_usage_megabytes"] > 0
-        assert row["metrics"]["system/network_receive_megabytes"] >= 0
 
 
 def test_a_continued_stage_counts_on_after_its_last_complete_line(tmp_path: Path) -> None:
@@ -47,9 +28,7 @@ def test_a_continued_stage_counts_on_after_its_last_complete_line(tmp_path: Path
     assert last_step(tmp_path / "none") == -1 and file_name(0) == "system.jsonl"
 
 
-def test_a_stage_is_sampled_unless_that_is_off_and_never_fails_by_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stage_is_sampled_and_never_fails_by_it(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.WARNING, "ttrain")
     for name, seconds in (("off", 0), ("on", 600), ("file", 600)):
         job = {"runtime": {"system_metrics_seconds": seconds, "nodes": 1}, "output": name}
@@ -63,25 +42,3 @@ def test_a_stage_is_sampled_unless_that_is_off_and_never_fails_by_it(
     assert files == [tmp_path / "on" / "run" / "system.jsonl"]
     with pytest.raises(UsageError, match=r"runtime\.system_metrics_seconds"):
         load(["runtime.system_metrics_seconds=0.5"], environment={})
-
-
-def test_gpus_report_use_memory_temperature_and_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A double of torch.cuda; its second GPU has no power sensor."""
-    cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        device_count=lambda: 2,
-        utilization=lambda number: 97 - number,
-        device_memory_used=lambda number: 20e9 * (number + 1),
-        temperature=lambda number: 61 + number,
-        power_draw={0: 350_000}.__getitem__,
-    )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    names = "utilization_percentage memory_usage_megabytes temperature_celsius power_usage_watts"
-    expected = {0: [97.0, 20000.0, 61.0, 350.0], 1: [96.0, 40000.0, 62.0]}
-    assert gpus() == {
-        f"gpu_{number}_{name}": value
-        for number, values in expected.items()
-        for name, value in zip(names.split(), values, strict=False)
-    }
-    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
-    assert gpus() == {}, "reading would initialize CUDA"

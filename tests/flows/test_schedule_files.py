@@ -1,25 +1,16 @@
 """Schedules of a home, and the systemd unit of what serves them."""
 
-import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zoneinfo import ZoneInfo
 
 import pytest
-from typer.testing import CliRunner
 
-from ttrain.cli.main import app
 from ttrain.config.loading import load
-from ttrain.core.files import write_json
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
 from ttrain.flows import deploy
-from ttrain.flows.deploy import Schedule
-from ttrain.store.runs import this_process
 
 # A directory whose name holds what shells, systemd and cron each take for something else
 AWKWARD = "a home $HOME 50% 'of' \"it\" \\n"
@@ -42,50 +33,9 @@ def odd_home(tmp_path: Path) -> Path:
     return path
 
 
-def schedule(kind: str = "nightly", cron: str | None = "0 2 * * *") -> Schedule:
-    settings = with_absolute_paths(load([], environment={}).settings)
-    tree = settings.model_dump(mode="json")
-    return Schedule(kind, settings.name, cron, "Europe/Berlin", tree)  # type: ignore[arg-type]
-
-
-def test_damaged_schedules_are_skipped(odd_home: Path) -> None:
-    kept = schedule()
-    path = deploy.write(odd_home, kept)
-    (path.parent / "nightly-damaged.json").write_text('{"kind": 1')
-    (path.parent / "full-of-another-version.json").write_text('{"kind": "full"}')
-    assert deploy.read_all(odd_home) == {"nightly/quickstart": kept}
-    deploy.remove(odd_home, "nightly/quickstart")
-    assert deploy.read_all(odd_home) == {}
-
-
-def listed() -> Any:
-    return json.loads(CliRunner().invoke(app, ["pipeline", "schedule", "list", "--json"]).stdout)
-
-
-def test_a_schedule_is_listed_with_its_next_slot_and_its_last_outcome(
-    odd_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deploy.write(odd_home, schedule())
-    deploy.write(odd_home, schedule("full", cron=None))
-    last = {"name": "night-000001", "outcome": "Kept", "slot": "2020-01-01T01:00:00+00:00"}
-    write_json(deploy.last_run_file(odd_home, "nightly/quickstart"), {**last, "message": "worse"})
-    write_json(deploy.folder_of(odd_home) / deploy.SERVING, this_process())
-    monkeypatch.setenv("TTRAIN_HOME", str(odd_home))
-    full, nightly = listed()
-    assert nightly["next"][10:16] == "T02:00" and nightly["served_by"] == os.getpid()
-    assert nightly["last"] == {**last, "message": "worse"}
-    assert full["next"] is None and full["last"] is None and full["cron"] is None
-    deploy.pause(odd_home, "nightly", paused=True)
-    deploy.remove(odd_home, "full")
-    [entry] = listed()
-    assert (entry["schedule"], entry["paused"]) == ("nightly/quickstart", True)
-
-
-def test_paths_become_absolute_and_all_else_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_become_absolute_and_all_else_stays(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("base", "mine", "pretrain"):  # a folder with a stage's name is not the stage
+    for name in ("base", "mine", "sft"):  # a folder with a stage's name is not the stage
         (tmp_path / name).mkdir()
     overrides = [
         "data.pretrain=[docs/*.jsonl, 'https://example.org/a.jsonl', {path: more, weight: 2}]",
@@ -98,47 +48,21 @@ def test_paths_become_absolute_and_all_else_stays(
         "lora.start_from=sft",
     ]
     settings = with_absolute_paths(load(overrides, environment={}).settings)
-    data = settings.data
-    files = (f"{tmp_path}/docs/*.jsonl", "https://example.org/a.jsonl", f"{tmp_path}/more")
-    assert data.paths("pretrain") == files and data.weights("pretrain") == (1.0, 1.0, 2.0)
-    assert data.paths("sft") == (str(Path.home() / "chats.jsonl"),)
-    assert data.paths("lora") == ("hf://owner/name",)
+    files = f"{tmp_path}/docs/*.jsonl", "https://example.org/a.jsonl", f"{tmp_path}/more"
+    assert settings.data.paths("pretrain") == files
+    assert settings.data.weights("pretrain") == (1.0, 1.0, 2.0)
+    assert settings.data.paths("sft") == (str(Path.home() / "chats.jsonl"),)
+    assert settings.data.paths("lora") == ("hf://owner/name",)
     assert settings.tokenizer.existing == str(tmp_path / "base")
     assert settings.notify.webhook == "https://hooks.example/secret"
     assert settings.notify.command == (str(tmp_path / "bin/tell"), "me/too")
-    assert settings.sft.start_from == str(tmp_path / "mine")
-    assert settings.lora.start_from == "sft"
-    assert with_absolute_paths(settings) == settings
-
-
-def test_a_name_means_the_one_schedule_that_it_fits(odd_home: Path) -> None:
-    def find(name: str | None) -> str:
-        return deploy.find(odd_home, name).full_name
-
-    with pytest.raises(UsageError, match="scheduled"):
-        find(None)
-    deploy.write(odd_home, schedule())
-    assert find(None) == "nightly/quickstart"
-    deploy.write(odd_home, schedule("full"))
-    assert find("full") == find("full/quickstart") == "full/quickstart"
-    with pytest.raises(UsageError, match=r"full/quickstart, nightly"):
-        find(None)
-    with pytest.raises(UsageError, match=r"'weekly'.*full/quickstart"):
-        find("weekly")
-
-
-def test_the_machines_own_time_zone_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", ":Asia/Tokyo")
-    assert deploy.local_timezone() == "Asia/Tokyo"
-    monkeypatch.setenv("TZ", "<-03>3")  # a rule without a name
-    ZoneInfo(deploy.local_timezone())
+    assert (settings.sft.start_from, settings.lora.start_from) == (str(tmp_path / "mine"), "sft")
 
 
 @pytest.mark.parametrize(
     ("cron", "timezone", "rule"),
     [
         ("0 2 * *", "UTC", "five fields"),
-        ("0 2 * * mun", "UTC", "not a cron"),
         ("0 0 30 2 *", "UTC", "never fires"),
         ("0 2 * * *", "Mars/Base", "Mars/Base"),
     ],
@@ -149,19 +73,8 @@ def test_what_never_fires_is_refused(cron: str, timezone: str, rule: str) -> Non
     deploy.check_cron("*/5 1-3 * * mon,fri", "America/New_York")
 
 
-def test_a_systemd_unit_starts_the_command_in_any_home(odd_home: Path, tmp_path: Path) -> None:
-    path = tmp_path / "ttrain.service"
-    text = deploy.unit(odd_home)
-    path.write_text(text)
-    if shutil.which("systemd-analyze"):
-        command = ["systemd-analyze", "verify", "--user", path]
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}  # else it judges nothing
-        verified = subprocess.run(command, stderr=subprocess.PIPE, env=environment, check=False)
-        assert verified.returncode == 0 and b"ttrain.service" not in verified.stderr
+def test_a_systemd_unit_names_any_home(odd_home: Path) -> None:
     escaped = str(odd_home).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    assert {
-        f'Environment="TTRAIN_HOME={escaped}"',
-        "EnvironmentFile=-%h/.config/ttrain/environment",
-        "KillMode=mixed",
-        "OOMPolicy=continue",
-    } <= {*text.splitlines()}
+    options = {"KillMode=mixed", "EnvironmentFile=-%h/.config/ttrain/environment"}
+    lines = {*deploy.unit(odd_home).splitlines()}
+    assert options | {f'Environment="TTRAIN_HOME={escaped}"'} <= lines

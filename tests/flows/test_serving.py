@@ -3,15 +3,11 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.deployments.runner import DeploymentApplyError, RunnerDeployment
-from prefect.flows import load_flow_from_entrypoint
 
 from ttrain.errors import UsageError
 from ttrain.flows import deploy, serve
@@ -77,33 +73,8 @@ class Server:
         )
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Server:
-    return Server(tmp_path)
-
-
-def patch_apply(monkeypatch: pytest.MonkeyPatch, apply: Callable[[Any], str]) -> None:
-    async def aapply(deployment: RunnerDeployment) -> str:
-        return apply(deployment)
-
-    monkeypatch.setattr(RunnerDeployment, "aapply", aapply)
-
-
-def test_a_missing_pool_is_reported_once_and_the_other_schedules_are_made(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(deployment: Any) -> str:
-        raise DeploymentApplyError("no such pool")
-
-    patch_apply(monkeypatch, refuse)
-    deploy.write(server.home, replace(MINE, name="bad", pool="none"))
-    deploy.write(server.home, replace(MINE, name="good"))
-    server.update(2)
-    assert server.added == ["nightly/good"] and len(server.messages) == 2
-    assert "such pool" in server.messages[0]
-
-
-def test_deployments_follow_the_files_and_a_pause_in_the_ui_is_kept(server: Server) -> None:
+def test_deployments_follow_the_files_and_a_pause_in_the_ui_is_kept(tmp_path: Path) -> None:
+    server = Server(tmp_path)
     deploy.write(server.home, MINE)
     server.update(2)
     assert server.added == ["nightly/mine"] and server.messages == ["scheduled: nightly/mine"]
@@ -121,24 +92,3 @@ def test_deployments_follow_the_files_and_a_pause_in_the_ui_is_kept(server: Serv
     server.add("full/removed")
     server.update()
     assert set(server.deployments) == {"nightly/mine", "nightly/of-another-home"}
-
-
-def test_a_pool_gets_the_flow_by_its_module_with_the_home(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    applied: list[Any] = []
-
-    def apply(deployment: Any) -> str:
-        applied.append(deployment)
-        server.add("nightly/mine")
-        return "nightly/mine"
-
-    patch_apply(monkeypatch, apply)
-    deploy.write(server.home, replace(MINE, pool="docker-pool"))
-    server.update(2)
-    [made] = applied
-    assert (made.work_pool_name, made.entrypoint) == ("docker-pool", "ttrain.flows.serve.nightly")
-    assert made.job_variables == {"env": {"TTRAIN_HOME": str(server.home)}} and not server.added
-    [slot] = made.schedules
-    assert (slot.schedule.cron, slot.schedule.timezone) == ("0 2 * * *", "UTC")
-    assert load_flow_from_entrypoint(made.entrypoint).name == "nightly"

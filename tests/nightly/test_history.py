@@ -1,15 +1,11 @@
 """The last nights from their records, in a table."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.night_files import completed
-from support.pipeline_home import Cli
 
-from ttrain.errors import UsageError
 from ttrain.nightly import history
 from ttrain.nightly.records import Champion, InputSnapshot, Nights
 
@@ -62,34 +58,6 @@ def test_nights_are_listed_newest_first_with_losses(listed: list[dict[str, Any]]
     summary = history.summary_line(listed)
     assert summary.startswith("4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; ")
     assert summary.endswith(" 1,200 documents, 340,000 tokens")
-
-
-def test_a_night_names_its_worst_text(listed: list[dict[str, Any]]) -> None:
-    _, better, worse = texts = listed[2]["texts"]
-    few = [{**text, "records": 3} for text in texts]
-    one_judged = [*few[:2], {**worse, "records": 20}]
-
-    def lost(texts: list[dict[str, Any]]) -> str:
-        return history.lost_text({**listed[2], "lost": [], "texts": texts})
-
-    assert lost([better, worse]) == lost(one_judged) == "nothing; worst: source <i> +1.0%"
-    assert lost([better]) == "nothing"
-    assert lost(few) == "not judged (3 of 20 held-out records)"
-
-
-@pytest.mark.usefixtures("nights")
-def test_the_command_prints_the_table_and_gives_json_of_a_pipeline(tmp_path: Path) -> None:
-    cli = Cli(tmp_path, tmp_path)
-    assert "night-000002" in cli.here("models", "history", settings=False)
-    output = cli.in_process("models", "history", "--json", "--nights", "1", settings=False)
-    report = json.loads(output)
-    assert report["name"] == "mine"
-    assert [night["night"] for night in report["nights"]] == ["night-000004"]
-    Nights(tmp_path, "other").directory.mkdir()
-    with pytest.raises(UsageError, match=r"--name.*mine, other"):
-        history.history(tmp_path, None)
-    with pytest.raises(UsageError, match="nightly"):
-        history.history(tmp_path / "empty", "mine")
 
 
 def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> None:

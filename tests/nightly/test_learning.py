@@ -1,6 +1,6 @@
 """How a night trains: from which state, with which budget, chats and base models."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,35 +49,29 @@ def store(tmp_path: Path) -> ArtifactStore:
     return store
 
 
+@dataclass
 class Night:
     """Inputs and graphs of a night that starts from version 7."""
 
-    def __init__(self, tmp_path: Path, store: ArtifactStore) -> None:
-        self.store = store
-        names = {"pretrain": "docs", "sft": "chats", "lora": "domain"}
-        self.data = {dataset: f"{tmp_path}/{name}.jsonl" for dataset, name in names.items()}
-        for path in self.data.values():
-            Path(path).write_text("{}", encoding="utf-8")
+    data: dict[str, str]
+    store: ArtifactStore
 
-    def inputs(
-        self,
-        sections: Mapping[str, Any],
-        keys: Mapping[str, str] = KEYS,
-        without: str = "",
-        **snapshot: Any,
-    ) -> NightInputs:
+    def inputs(self, sections: Any, without: str = "", **snapshot: Any) -> NightInputs:
         settings = Settings.model_validate({"data": self.data, **sections})
         files = dict(night_inputs.watched_files(settings, self.store, may_be_gone=True))
         if without:
             files[without] = []
-        tree, champion = settings.model_dump(mode="json"), Champion("7", {**KEYS, **keys})
-        frozen = InputSnapshot(files, tree, champion, **snapshot)
+        champion = Champion("7", {**KEYS, **snapshot.pop("keys", {})})
+        frozen = InputSnapshot(files, settings.model_dump(mode="json"), champion, **snapshot)
         return night_inputs.inputs_of(frozen, settings, self.store)
 
 
 @pytest.fixture
 def night(tmp_path: Path, store: ArtifactStore) -> Night:
-    return Night(tmp_path, store)
+    data = {dataset: f"{tmp_path}/{dataset}.jsonl" for dataset in ("pretrain", "sft", "lora")}
+    for path in data.values():
+        Path(path).write_text("{}", encoding="utf-8")
+    return Night(data, store)
 
 
 def stages_of(inputs: NightInputs) -> dict[str, dict[str, Any]]:
@@ -94,18 +88,11 @@ def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(night: 
     assert another.plateau is None and another.note == ""
 
 
-@pytest.mark.parametrize(
-    ("key", "pretrain", "note"),
-    [
-        ("old", {}, "muon (it was unknown)"),
-        ("p", {"optim": {"kind": "adamw"}}, "adamw (it was muon)"),
-    ],
-)
-def test_a_champion_whose_plateau_cannot_be_continued_is_warmed_up_with_a_note(
-    night: Night, key: str, pretrain: dict[str, Any], note: str
-) -> None:
-    inputs = night.inputs({"pretrain": {**INFINITE, **pretrain}}, {"pretrain": key})
-    assert inputs.plateau is None and note in inputs.note and "version 7" in inputs.note
+@pytest.mark.parametrize(("key", "kind"), [("old", "muon"), ("p", "adamw")])
+def test_a_champion_without_a_plateau_is_warmed_up(night: Night, key: str, kind: str) -> None:
+    sections = {"pretrain": {**INFINITE, "optim": {"kind": kind}}}
+    inputs = night.inputs(sections, keys={"pretrain": key})
+    assert inputs.plateau is None and kind in inputs.note
     assert inputs.settings.pretrain.schedule.warmup_steps is None
     assert "plateau" not in stages_of(inputs)["pretrain"]
 
@@ -121,47 +108,33 @@ def test_shards_and_replay_read_what_earlier_nights_hold_out(night: Night) -> No
     alone = stages_of(night.inputs({}, documents=documents))
     assert alone["shards-pretrain"].keys() == {"tokenizer", "learnt-0000"}
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
+    assert (alone["sft"]["base"], alone["lora"]["base"]) == ("pretrain", "sft")
+    assert "replay-sft" not in alone
 
 
 @pytest.mark.parametrize(
-    ("reading", "share"),
-    [
-        ({}, "auto"),
-        ({"near_duplicates": 0.8}, "auto"),
-        # rows that the champion was trained on could be among the larger share that `auto` may be
-        ({"near_duplicates": 0.0}, 0.02),
-        ({"near_duplicates": 0.0, "heldout_fraction": 0.3}, 0.3),
-    ],
+    ("near_duplicates", "fraction", "share"),
+    # Rows that the champion was trained on could be among the larger share that `auto` may be.
+    [(0.8, "auto", "auto"), (0.0, "auto", 0.02), (0.0, 0.3, 0.3)],
 )
-def test_a_night_that_does_not_look_for_known_documents_holds_out_the_least_share(
-    night: Night, reading: dict[str, float], share: object
+def test_without_near_duplicates_a_night_holds_out_the_least_share(
+    night: Night, near_duplicates: float, fraction: object, share: object
 ) -> None:
+    reading = {"near_duplicates": near_duplicates, "heldout_fraction": fraction}
     assert night.inputs({"reading": reading}).settings.reading.heldout_fraction == share
 
 
-@pytest.mark.parametrize(
-    ("nightly", "budget"),
-    [
+def test_a_night_has_its_own_budget(night: Night) -> None:
+    for nightly, budget in (
         ({}, ("auto", None)),
         ({"tokens": "50k"}, (50_000, None)),
         ({"epochs": 1.5}, (None, 1.5)),
         ({"epochs": 1, "start_from": "scratch"}, ("auto", None)),
-    ],
-)
-def test_a_night_has_its_own_budget_and_one_from_scratch_that_of_pretraining(
-    night: Night, nightly: dict[str, Any], budget: tuple[object, object]
-) -> None:
-    inputs = night.inputs({"pretrain": INFINITE, "nightly": nightly})
-    pretrain = inputs.settings.pretrain
-    assert (pretrain.tokens, pretrain.epochs) == budget
-    is_from_scratch = nightly.get("start_from") == "scratch"
-    assert (inputs.plateau is None) == is_from_scratch
-    assert not is_from_scratch or pretrain.optim == Settings().pretrain.optim
-
-
-def test_two_budgets_of_a_night_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"nightly\.tokens.*nightly\.epochs"):
-        Nightly(tokens=5, epochs=1)
+    ):
+        inputs = night.inputs({"pretrain": INFINITE, "nightly": nightly})
+        assert (inputs.settings.pretrain.tokens, inputs.settings.pretrain.epochs) == budget
+        assert (inputs.plateau is None) == ("start_from" in nightly)
+    assert inputs.settings.pretrain.optim == Settings().pretrain.optim, "from scratch"
 
 
 def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(night: Night) -> None:
@@ -173,15 +146,6 @@ def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(nigh
     pretrain = night.inputs(sections).settings.pretrain
     assert pretrain.optim == Settings().pretrain.optim
     assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
-    default = night.inputs({"pretrain": INFINITE}).settings.pretrain
-    assert default.schedule.full_rate_steps is None
-
-
-def test_sft_and_lora_start_from_the_models_of_the_night(night: Night) -> None:
-    stages = stages_of(night.inputs({}))
-    assert (stages["sft"]["base"], stages["lora"]["base"]) == ("pretrain", "sft")
-    assert "replay-sft" not in stages
-    assert not {name for name in stages["evaluate"] if name.startswith("base_of")}
 
 
 def test_sft_continues_the_champions_model_with_a_sample_of_known_chats(night: Night) -> None:
@@ -202,26 +166,19 @@ def test_an_adapter_stays_with_its_model_for_training_and_evaluation(night: Nigh
     stages = stages_of(night.inputs({"nightly": {"lora_base": "champion"}}))
     assert stages["lora"]["base"].key == stages["evaluate"]["base_of_lora"].key == "q"
     assert stages["sft"]["base"] == "pretrain" and "base_of_lora" not in stages["evaluate-champion"]
-    stages = stages_of(night.inputs({}, {"lora": "a0"}))  # an adapter of an earlier model
+    stages = stages_of(night.inputs({}, keys={"lora": "a0"}))  # an adapter of an earlier model
     assert stages["evaluate-champion"]["base_of_lora"].key == "q0"
     assert "base_of_lora" not in stages["evaluate"]
-    publish(night.store, "lora", "b", ADAPTER, base=reference("sft", "gone"))
-    adapter = night.store.find("lora", "b")
-    assert adapter and night.store.input_of(adapter, "base") is None, "its base was removed"
 
 
-@pytest.mark.parametrize(
-    ("nightly", "files", "chosen"),
-    [
-        ({}, "ab", "ab"),
-        ({"chats": "new"}, "ab", "b"),
-        ({"chats": "new"}, "a", "a"),  # a new base that would be trained on no chat at all
-        ({"chats": "new", "sft_base": "champion"}, "a", ""),
-    ],
-)
-def test_chats_are_new_to_the_champion(nightly: dict[str, Any], files: str, chosen: str) -> None:
-    watched = {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in files]}
-    selected, _ = night_inputs.select_files(
-        Nightly(**nightly), watched, {"a"}, {"a"}, has_champion=True
-    )
-    assert "".join(file["sha256"] for file in selected["sft"]) == chosen
+def test_chats_are_new_to_the_champion() -> None:
+    for nightly, files, chosen in (
+        (Nightly(), "ab", "ab"),
+        (Nightly(chats="new"), "ab", "b"),
+        (Nightly(chats="new"), "a", "a"),  # a new base that would be trained on no chat at all
+        (Nightly(chats="new", sft_base="champion"), "a", ""),
+    ):
+        watched = {"sft": [{"location": f"{name}.jsonl", "sha256": name} for name in files]}
+        known = ({"a"}, {"a"})
+        selected, _ = night_inputs.select_files(nightly, watched, *known, has_champion=True)
+        assert "".join(file["sha256"] for file in selected["sft"]) == chosen

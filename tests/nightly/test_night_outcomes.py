@@ -44,8 +44,7 @@ class Runner:
 
     def run(self, settings: Settings, slot: datetime | None = None) -> nightly.NightResult:
         console = Console(file=self._file, width=200)
-        options = nightly.RunOptions("none")
-        return nightly.run_night(settings, self.store, console, options, slot)
+        return nightly.run_night(settings, self.store, console, nightly.RunOptions("none"), slot)
 
     def replace_stages(self, run_stages: Callable[..., None]) -> None:
         self.monkeypatch.setattr(nightly, "run_pipeline", run_stages)
@@ -64,10 +63,6 @@ class Runner:
     def newest(self) -> NightRecord:
         return next(self.nights.newest_first())
 
-    def assert_refused(self, night: NightRecord, attempts: int, *, is_open: bool) -> None:
-        assert (night.outcome, night.is_open, night.failures) == ("refused", is_open, 0)
-        assert len(night.data["attempts"]) == attempts
-
 
 @pytest.fixture
 def runner(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> Runner:
@@ -81,10 +76,9 @@ def train_nothing(*_: object) -> None:
 def test_a_night_without_news_only_leaves_a_record(tmp_path: Path, runner: Runner) -> None:
     settings = inbox(tmp_path, a="1")
     runner.add_kept(settings)
-    result = runner.run(settings)
+    result, root = runner.run(settings), runner.store.root
     assert (result.outcome, result.night) == ("nothing-new", "night-000002")
     assert "all 3" in runner.output
-    root = runner.store.root
     assert not (root / "mlflow").exists() and not (root / "runs").exists()
     with runner.nights.lock():
         assert runner.run(settings).outcome == "skipped"
@@ -108,10 +102,9 @@ def test_after_a_deadline_the_next_slot_has_the_same_keys(tmp_path: Path, runner
         assert "deadline" in result.reason
         inbox(tmp_path, a="1", later="2")
     [night] = runner.nights.newest_first()
-    attempts = night.data["attempts"]
     assert night.is_open and night.failures == 0
     reason = "stage pretrain: deadline reached"
-    outcomes = [(attempt["outcome"], attempt["reason"]) for attempt in attempts]
+    outcomes = [(attempt["outcome"], attempt["reason"]) for attempt in night.data["attempts"]]
     assert outcomes == [("unfinished", reason)] * 2
     continued = f"goes on (unfinished: {reason}); with the settings that it began with"
     assert " ".join(runner.output.split()).count(continued) == 1
@@ -140,9 +133,7 @@ def test_an_empty_folder_is_refused_without_a_champion(tmp_path: Path, runner: R
     assert runner.run(settings).outcome == "nothing-new"
 
 
-def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again(
-    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_fails_a_night(tmp_path: Path, runner: Runner, monkeypatch: Any) -> None:
     settings, cache = inbox(tmp_path, a="1", b="2"), type(runner.store.cache)
     digest, closed = cache.file, tmp_path / "inbox" / "b.jsonl"
 
@@ -156,8 +147,7 @@ def test_a_file_that_cannot_be_read_fails_the_night_and_the_next_one_tries_again
         patch.setattr(cache, "file", refuse)
         with pytest.raises(CannotRead, match=rf"{closed}.*data\.pretrain.*denied"):
             runner.run(settings)
-    [night] = runner.nights.newest_first()
-    assert night.outcome == records.FAILED, "not refused: no setting has to be corrected"
+    assert runner.newest.outcome == records.FAILED, "not refused: no setting has to be corrected"
     with pytest.raises(Interrupted):
         runner.run(settings)
     assert runner.newest.is_open and len(runner.newest.frozen.files["pretrain"]) == 2
@@ -167,12 +157,12 @@ def test_damaged_files_are_left_out_until_replaced(tmp_path: Path, runner: Runne
     reads: list[str] = []
 
     def read_files(plan: Any, *_: object) -> None:
-        locations = plan.settings.data.pretrain
+        locations = [str(location) for location in plan.settings.data.pretrain]
         reads.append(", ".join(Path(location).stem for location in locations))
         try:
             for location in locations:
-                with streams.noting_faults(str(location)):
-                    list(streams.chunks(str(location)))
+                with streams.noting_faults(location):
+                    list(streams.chunks(location))
         except DataError as error:
             message = f"stage shards-pretrain failed: {error}"
             raise StageFailed(message, DataError.__name__, files=error.files) from None
@@ -198,8 +188,7 @@ def test_damaged_files_are_left_out_until_replaced(tmp_path: Path, runner: Runne
     assert result.outcome == "nothing-new" and "4 files" in result.reason
     assert result.reason.endswith(f"; {LEFT_OUT}{', '.join(left_out)}")
     assert len(reads) == 3
-    reading = settings.reading.model_copy(update={"max_line_bytes": 9999})
-    changed = settings.model_copy(update={"reading": reading})
+    changed = settings.replaced({"reading": {"max_line_bytes": 9999}})
     frozen, _ = night_plan.choose_inputs(changed, runner.store, runner.nights, None)
     assert frozen is not None and len(frozen.files["pretrain"]) == 4, "other settings may read them"
     truncated.write_bytes(packed)
@@ -225,12 +214,8 @@ def test_a_night_whose_only_new_file_is_damaged_fails_once(tmp_path: Path, runne
 
 
 @pytest.mark.parametrize("has_new_chats", [False, True])
-def test_a_night_of_known_documents_is_closed_as_nothing_new_or_trains_on_its_new_chats(
-    tmp_path: Path,
-    runner: Runner,
-    champion: Champion,
-    monkeypatch: pytest.MonkeyPatch,
-    has_new_chats: bool,
+def test_a_night_of_known_documents_trains_on_new_chats_or_nothing(
+    tmp_path: Path, runner: Runner, champion: Champion, monkeypatch: Any, has_new_chats: bool
 ) -> None:
     runs: list[set[str]] = []
 
@@ -272,7 +257,8 @@ def test_a_wrong_setting_is_not_a_failed_try(tmp_path: Path, runner: Runner) -> 
     assert result.reason.startswith(f"{refused}: model.kind is 'lama'")
     assert refused in (runner.nights.directory / "skipped.jsonl").read_text()
     [night] = runner.nights.newest_first()
-    runner.assert_refused(night, 3, is_open=True)
+    assert (night.outcome, night.is_open, night.failures) == ("refused", True, 0)
+    assert len(night.data["attempts"]) == 3
     assert f"{night.name} was refused" in runner.output
     frozen, reason = night_plan.choose_inputs(settings, runner.store, runner.nights, night)
     assert frozen is not None and "current settings" in reason
@@ -295,7 +281,8 @@ def test_too_few_rows_are_not_a_failed_try(tmp_path: Path, runner: Runner) -> No
     assert result.outcome == "skipped" and f"is still refused: {message}" in result.reason
     # the next one reads what came meanwhile
     for night, files in zip(runner.nights.newest_first(), (2, 2, 1), strict=True):
-        runner.assert_refused(night, 1, is_open=False)
+        assert (night.outcome, night.is_open, night.failures) == ("refused", False, 0)
+        assert len(night.data["attempts"]) == 1
         assert len(night.frozen.files["pretrain"]) == files
     assert "takes these files" in runner.output
 

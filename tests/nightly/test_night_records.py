@@ -26,18 +26,6 @@ def test_a_list_that_kills_each_process_is_given_up(known: Nights) -> None:
     assert "a" not in known.read(), "the next night takes the file again"
 
 
-def test_ten_late_slots_give_one_night(known: Nights) -> None:
-    now = datetime.now(UTC)
-    slots = [now - timedelta(days=days) for days in range(10, 0, -1)]
-    uncovered = []
-    for slot in slots:
-        if known.covered(slot) is None:
-            known.begin(NONE, slot).end_try("kept", "", closed=True)
-            uncovered.append(slot)
-    assert uncovered == slots[:1]
-    assert known.covered(now + timedelta(days=1)) is known.covered(None) is None
-
-
 @pytest.mark.parametrize("outcome", ["failed", "refused", "unfinished", "kept", "promoted"])
 def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights, outcome: str) -> None:
     slot = datetime.now(UTC) - timedelta(seconds=5)

@@ -1,40 +1,31 @@
 """The inputs of a night that continues: changed files, corrected settings, missing sets."""
 
-import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, completed, inbox, list_of
+from support.night_files import completed, inbox, list_of
 
 from ttrain.config import Nightly
-from ttrain.errors import ArtifactError
 from ttrain.flows import night_plan
-from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.nightly.records import Champion, Nights
 from ttrain.store.artifacts import ArtifactStore
 
 
 @pytest.mark.parametrize(
-    ("nightly", "files", "replay", "documents"),
-    [
-        ({"replay": 0.3}, ["new"], 0.3, True),
-        ({"data": "all"}, ["new", "old"], 0.05, False),
-    ],
+    "expected",
+    [({"replay": 0.3}, ["new"], 0.3, True), ({"data": "all"}, ["new", "old"], 0.05, False)],
 )
 def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
-    nightly: Mapping[str, Any],
-    files: list[str],
-    replay: float,
-    documents: bool,
+    expected: tuple[dict[str, Any], list[str], float, bool],
     tmp_path: Path,
     store: ArtifactStore,
     champion: Champion,
     known: Nights,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    nightly, files, replay, documents = expected
     before = list_of(inbox(tmp_path, old="1"), store, champion)
     completed(known, before, "promoted", "8", documents="shards-pretrain/s")
     monkeypatch.setattr(night_plan, "current_champion", lambda *_: Champion("8", champion.keys))
@@ -56,39 +47,3 @@ def test_after_a_failure_the_current_settings_choose_what_a_night_reads(
     same, reason = night_plan.choose_inputs(deadline, store, known, night)
     assert same is not None and "new.jsonl" not in reason
     assert replace(same, settings=first.settings) == first
-
-
-def test_a_night_stops_if_a_set_that_it_has_to_read_is_gone_and_the_next_does_without(
-    tmp_path: Path,
-    store: ArtifactStore,
-    champion: Champion,
-    caplog: pytest.LogCaptureFixture,
-    known: Nights,
-) -> None:
-    settings = inbox(tmp_path, a="1")
-    artifact(store, "shards-pretrain", "own", {"train/index.json": "{}"})
-    before = InputSnapshot({}, {}, champion, documents=("shards-pretrain/s",))
-    night = completed(known, before, "promoted", "8", documents="shards-pretrain/own")
-    listed = replace(list_of(settings, store, champion), documents=night.learnt_shards("pretrain"))
-    assert len(night_inputs.inputs_of(listed, settings, store).learnt) == 2
-    shutil.rmtree(store.path("shards-pretrain", "own"))
-    with pytest.raises(ArtifactError, match="shards-pretrain own"):
-        night_inputs.inputs_of(listed, settings, store)
-    now = Champion("8", champion.keys)
-    learnt = night_inputs.learnt_shards("pretrain", now, known.newest_first(), store)
-    assert learnt == ("shards-pretrain/s",)
-    assert [record.args for record in caplog.records] == [(1, 2, "8")]
-
-
-def test_a_night_on_held_out_documents_of_the_user_does_not_end_those_of_the_nights(
-    tmp_path: Path, store: ArtifactStore, champion: Champion, known: Nights
-) -> None:
-    settings = inbox(tmp_path, a="1")
-    named = settings.data.model_copy(update={"pretrain_heldout": ("x.jsonl",)})
-    own = settings.model_copy(update={"data": named})
-    artifact(store, "heldout", "h", {"heldout/index.json": "{}"})
-    for now, reference in ((settings, "heldout/h"), (own, "shards-pretrain/named")):
-        listed = InputSnapshot({}, now.model_dump(mode="json"), champion)
-        completed(known, listed, "promoted", heldout=reference, heldout_nights=[reference])
-    earlier = night_inputs.earlier_heldout(champion, known.newest_first(), store, settings)
-    assert earlier == ("heldout/h", ("heldout/h",), "")

@@ -34,11 +34,6 @@ def fresh_home(tmp_path: Path) -> Home:
     return Home.make(tmp_path)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return ArtifactStore(tmp_path)
-
-
 def test_weights_of_which_a_bit_flipped_are_refused_and_set_aside(fresh_home: Home) -> None:
     store, base = fresh_home.store, build(fresh_home)
     assert base.manifest["inputs_verified"]
@@ -75,9 +70,8 @@ def test_every_other_file_is_compared_before_a_process_starts(fresh_home: Home) 
 
 @pytest.mark.parametrize("name", ["train/index.json", "SHARD", "tokenizer.json"])
 def test_damage_found_by_the_check_of_rows_is_set_aside(fresh_home: Home, name: str) -> None:
-    settings = SETTINGS.replaced({"tracking": {"enabled": False}})
-    sft = settings.sft.model_copy(update={"tokens_per_step": 10**6})  # so that rows are counted
-    settings = settings.model_copy(update={"sft": sft})
+    sections = {"tracking": {"enabled": False}, "sft": {"tokens_per_step": 10**6}}
+    settings = SETTINGS.replaced(sections)  # so that rows are counted
     damaged = fresh_home.tokenizer if name == "tokenizer.json" else fresh_home.chats
     shard = ShardSet(fresh_home.chats.path / "train").index["shards"][0]["file"]
     flip_bit(damaged.path / name.replace("SHARD", f"train/{shard}"))
@@ -102,18 +96,19 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_set_aside(fresh_home: Ho
     assert not isinstance(refused.value, DamagedFile)
 
 
-def publish_file(store: ArtifactStore, size: int) -> Artifact:
+def publish_file(store: ArtifactStore, megabytes: int) -> Artifact:
     """An artifact with one file, whose megabytes differ."""
     output = store.work("pretrain", "k" * 64) / "output"
     output.mkdir(parents=True)
-    megabytes = [number.to_bytes(4, "big") * (1 << 18) for number in range(-(-size >> 20))]
-    (output / "weights").write_bytes(b"".join(megabytes)[:size])
+    blocks = [number.to_bytes(4, "big") * (1 << 18) for number in range(megabytes)]
+    (output / "weights").write_bytes(b"".join(blocks))
     manifest = {"result": {}, "ingredients": {"files": {}}, "inputs": {}}
     return store.publish("pretrain", "k" * 64, output, manifest)
 
 
-def test_a_flipped_bit_of_a_copied_file_is_found_by_its_digest(store: ArtifactStore) -> None:
-    artifact = publish_file(store, 5 << 20)
+def test_a_flipped_bit_of_a_copied_file_is_found_by_its_digest(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    artifact = publish_file(store, 5)
     integrity.verify_artifact(artifact)
     os.utime(artifact.path / "weights", ns=(10**18, 10**18))  # as in a copied home
     assert store.damage(artifact) is None
@@ -121,14 +116,14 @@ def test_a_flipped_bit_of_a_copied_file_is_found_by_its_digest(store: ArtifactSt
     assert store.damage(artifact) == "weights was altered after it was published"
     with pytest.raises(DamagedFile, match=r"weights.*sha256"):
         integrity.verify_artifact(artifact)
-    assert artifact_commands.verify(artifact) == [
-        "manifest.json says that it was made of other things than its key does",
-        "weights was altered after it was published",
-    ]
+    key_problem, weights_problem = artifact_commands.verify(artifact)
+    assert key_problem.startswith("manifest.json says that it was made of other things")
+    assert weights_problem == "weights was altered after it was published"
 
 
-def test_a_copy_that_shares_the_damaged_file_is_not_fetched(store: ArtifactStore) -> None:
-    base = publish_file(store, 10)
+def test_a_copy_that_shares_the_damaged_file_is_not_fetched(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    base = publish_file(store, 1)
     os.link(base.path / "weights", store.root / "linked by MLflow")
 
     class Copies:

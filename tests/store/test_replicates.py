@@ -26,9 +26,7 @@ def write_run(home: Path, number: int, seed: int, shards: str, **changes: object
     (home / "runs" / f"{record['run']}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
-def test_replicates_share_setting_and_shards_and_the_newest_of_each_seed_counts(
-    tmp_path: Path,
-) -> None:
+def test_the_newest_replicate_of_each_seed_counts(tmp_path: Path) -> None:
     write_run(tmp_path, 1, seed=3, shards="before the text changed")
     write_run(tmp_path, 2, seed=1, shards="now")
     write_run(tmp_path, 3, seed=2, shards="now")

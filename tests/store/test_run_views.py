@@ -16,10 +16,8 @@ FIRST = "full-20261121-100000-0001a"
 SECOND = "full-20261121-110000-0002b"
 CACHED = "full-20261122-090000-0003c"
 KILLED = "full-20261122-100000-0004d"
-SAMPLE = "run/samples/step-00000004.txt"
 LOSSES = falling(8, gap=3)
-TEXTS = {SAMPLE: "=== Hello\nworld\n", "run/log.txt": "a line\n"}
-PRETRAIN = Made("pretrain", LOSSES, texts=TEXTS)
+PRETRAIN = Made("pretrain", LOSSES)
 SFT = Made("sft", falling(6, 2.0))
 
 
@@ -52,7 +50,7 @@ def test_a_run_is_found_by_every_name_it_and_its_models_have(home: Path) -> None
     ("text", "runs"),
     [
         ("full-2026", f"4 runs: {KILLED}, {CACHED}"),
-        *((text, f"there are {KILLED}") for text in ("nothing-like-it", "", "../runs", "0" * 32)),
+        *((text, f"there are {KILLED}") for text in ("nothing-like-it", "", "../runs")),
         (FIRST.replace("full", "fill"), f"did you mean {FIRST}"),
     ],
 )
@@ -83,13 +81,6 @@ def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(home: Path) -> No
     assert [stage.made_by for stage in cached.stages.values()] == [FIRST, FIRST]
     assert cached.curve("pretrain", "loss")[0].value == LOSSES[0]
     assert cached.stages["pretrain"].seconds == 5.5
-
-
-def test_files_are_listed_and_texts_are_read(home: Path) -> None:
-    view = read_run(home, FIRST)
-    assert view.files("pretrain", "run/samples") == [SAMPLE]
-    assert view.text("pretrain", SAMPLE) == TEXTS[SAMPLE]
-    assert view.text("pretrain", "run/none.txt") is None
 
 
 def test_settings_that_look_like_secrets_are_masked(tmp_path: Path) -> None:

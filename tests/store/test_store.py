@@ -76,11 +76,11 @@ def published_files(artifact: Artifact) -> dict[str, bytes]:
 
 
 def snapshot(directory: Path) -> dict[Path, tuple[int, int, bytes]]:
-    stats = {path: path.stat() for path in directory.rglob("*")}
-    return {
-        path: (stat.st_mtime_ns, stat.st_ino, path.read_bytes() if path.is_file() else b"")
-        for path, stat in stats.items()
-    }
+    def state(path: Path) -> tuple[int, int, bytes]:
+        stat, data = path.stat(), path.read_bytes() if path.is_file() else b""
+        return stat.st_mtime_ns, stat.st_ino, data
+
+    return {path: state(path) for path in directory.rglob("*")}
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["fresh", "in place of another"])
@@ -169,9 +169,7 @@ def test_a_copied_home_never_changes_the_original(store: ArtifactStore, tmp_path
     assert moved.latest(STAGE).path == moved.path(STAGE, keys[-1]), "the old place is gone"
 
 
-def test_the_latest_is_the_newest_undamaged(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_latest_is_the_newest_undamaged(store: ArtifactStore, monkeypatch: Any) -> None:
     for key, clock in (("second", 2e9), ("third", 2e9 + 60), ("first", 1e9)):
         monkeypatch.setattr(time, "time", lambda now=clock: now)
         publish(store, key)
@@ -204,57 +202,49 @@ def test_a_symbolic_link_is_refused(store: ArtifactStore, tmp_path: Path) -> Non
     assert store.find(STAGE, KEY) is None
 
 
-def let_go(holder: subprocess.Popen[str]) -> None:
-    assert holder.stdin is not None
+def let_go(holder: Any) -> None:
     holder.stdin.write("\n")
     holder.stdin.flush()
 
 
 @pytest.mark.parametrize("end", [let_go, subprocess.Popen.kill], ids=["leaves", "is killed"])
-def test_a_process_waits_until_the_lock_holder(
-    store: ArtifactStore, end: Callable[[Any], None]
-) -> None:
+def test_a_lock_is_waited_for_until_its_holder(store: ArtifactStore, end: Any) -> None:
     waiting, taken = threading.Event(), threading.Event()
 
     def take() -> None:
-        with store.lock("pretrain", "key", waiting=waiting.set):
-            assert store.holder("pretrain", "key") == (os.getpid(), platform.node())
+        with store.lock(STAGE, "key", waiting=waiting.set):
+            assert store.holder(STAGE, "key") == (os.getpid(), platform.node())
             taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
-    with held_elsewhere(store.root, "pretrain", "key") as holder:
-        for stage, key in (("pretrain", "other"), ("sft", "key")):  # which are not locked
+    with held_elsewhere(store.root, STAGE, "key") as holder:
+        for stage, key in ((STAGE, "other"), ("sft", "key")):  # which are not locked
             with store.lock(stage, key, waiting=pytest.fail):
                 assert holder.poll() is None
-        assert store.holder("pretrain", "key") == (holder.pid, platform.node())
         thread.start()
         assert waiting.wait(30)
-        assert store.holder("pretrain", "key") == (holder.pid, platform.node())
+        assert store.holder(STAGE, "key") == (holder.pid, platform.node())
         assert not taken.wait(0.3), "it is still held by the other process"
         end(holder)
         assert taken.wait(30)
     thread.join(30)
-    assert store.holder("pretrain", "key") is None
+    assert store.holder(STAGE, "key") is None
 
 
-def test_files_are_synced_before_their_name(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_their_name(store: ArtifactStore, monkeypatch: Any) -> None:
     """Files and directories are synced after their last change, new names after the rename."""
     order: list[tuple[str, int]] = []
-    fsync = os.fsync
-    rename = os.rename
 
-    def synced(descriptor: int) -> None:
-        order.append(("fsync", os.fstat(descriptor).st_ino))
-        fsync(descriptor)
+    def note(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def noted(file: Any, *rest: Any) -> None:
+            state = os.fstat(file) if name == "fsync" else Path(file).stat()
+            order.append((name, state.st_ino))
+            call(file, *rest)
 
-    def renamed(source: Any, target: Any) -> None:
-        order.append(("rename", Path(source).stat().st_ino))
-        rename(source, target)
+        return noted
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
+    for name in ("fsync", "rename"):
+        monkeypatch.setattr(os, name, note(name, getattr(os, name)))
     path = publish(store).path
 
     def inode(name: str) -> int:

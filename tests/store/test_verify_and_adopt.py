@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.artifact_home import DAY, LONG_AGO, Home, keys, older, printed
+from support.artifact_home import Home, keys, older, printed
 from support.comparing import flip_bit
 from support.planned_homes import House
 
@@ -16,8 +15,7 @@ from ttrain.core.files import read_json, write_json
 from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
 from ttrain.engine.planner import key_of
-from ttrain.errors import ArtifactError, DamagedFile, UsageError
-from ttrain.store import runs
+from ttrain.errors import ArtifactError, DamagedFile
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import Reference
 
@@ -60,19 +58,14 @@ def test_verify_names_all_damage_and_sets_it_aside(user_home: Home, capsys: Capt
         short.key: f"{weights} has 1 bytes",
         cut.key: "manifest.json cannot be read: ",
     }
-    states = {row["key"]: row["state"] for row in printed_json(capsys, "list")}
-    assert states.keys() == keys(whole, sft, *harmed)
-    assert states[cut.key].startswith(f"damaged: {problems[cut.key]}")
     report = printed_json(capsys, "verify", code=1)
     assert (report["artifacts"], len(report["damaged"])) == (6, 4)
     for entry in report["damaged"]:
         [problem] = entry["problems"]
         assert problem.startswith(problems[entry["key"]])
-    text = printed(capsys, "artifacts", "verify", "--set-aside", code=1)
-    assert flipped.key[:12] in text
+    assert flipped.key[:12] in printed(capsys, "artifacts", "verify", "--set-aside", code=1)
     assert user_home.keys == keys(whole, sft), "what was made from a damaged one stays"
     assert len(list(user_home.store.root.glob("replaced/*/*"))) == 4
-    assert "none damaged" in printed(capsys, "artifacts", "verify", "pretrain")
 
 
 @pytest.fixture
@@ -127,7 +120,7 @@ def test_adopt_all_adopts_only_what_differs_in_code(pipeline: House, capsys: Cap
     """The shards, too, whose key is known once the tokenizer is adopted; none of other settings."""
     published(pipeline, pipeline.plan()["tokenizer"])
     text = printed(capsys, "artifacts", "adopt", "--all", *pipeline.files)
-    assert "tokenizer" in text and "shards" not in text and "1 s" in text
+    assert "tokenizer" in text and "shards" not in text
     published(pipeline, pipeline.plan()["shards-sft"])
     published(pipeline, pipeline.plan("shards.block_bytes=4096")["shards-lora"])
     tokenizer = pipeline.store.path("tokenizer", str(pipeline.plan()["tokenizer"].key))
@@ -137,49 +130,3 @@ def test_adopt_all_adopts_only_what_differs_in_code(pipeline: House, capsys: Cap
     stages = pipeline.plan()
     states = [stages[name].state for name in ("tokenizer", "shards-sft", "shards-lora")]
     assert states == ["cached", "cached", "run"]
-    assert printed_json(capsys, "adopt", "--all", *pipeline.files) == []
-
-
-def test_a_run_suggests_adopting_what_takes_over_ten_minutes(pipeline: House) -> None:
-    planned = pipeline.plan()["tokenizer"]
-    old = published(pipeline, planned, seconds=500.0)
-    plan = planned_run(pipeline)
-    assert artifact_commands.remarks_on_code(plan) == []
-    shutil.rmtree(old.path)
-    published(pipeline, planned, seconds=700.0)
-    [line] = artifact_commands.remarks_on_code(plan)
-    assert line.startswith("tokenizer") and "adopt --all" in line
-
-
-def test_the_list_has_state_size_and_newest_run(user_home: Home, capsys: Capture) -> None:
-    whole = user_home.publish("sft", "whole")
-    broken = user_home.publish("sft", "broken", age=2 * LONG_AGO)
-    (broken.path / "model" / "weights.bin").unlink()
-    user_home.run(whole, age=DAY)
-    user_home.run(whole)
-    write_json(user_home.work("pretrain", "a" * 64) / "ingredients.json", {"settings": {}})
-    rows = printed_json(capsys, "list")
-    assert [(row["key"], row["state"].partition(":")[0]) for row in rows] == [
-        (whole.key, "finished"),
-        (broken.key, "damaged"),
-        ("a" * 64, "unfinished at step 7"),
-    ]
-    assert rows[0]["run"] == runs.history(user_home.store.root)[0]["run"]
-    assert rows[0]["bytes"] == 5000
-    assert printed_json(capsys, "list", "lora") == []
-    assert "2 artifacts" in printed(capsys, "artifacts", "list", "sft")
-
-
-def test_an_artifact_is_found_by_the_beginning_of_its_key(user_home: Home, capsys: Capture) -> None:
-    # of 17 keys, two begin with the same of 16 letters
-    made = [user_home.publish("sft", str(number), age=(20 - number) * DAY) for number in range(17)]
-    key, letters = made[0].key, [artifact.key[0] for artifact in made]
-    assert printed(capsys, "artifacts", "path", "sft") == f"{made[-1].path}\n"
-    assert printed(capsys, "artifacts", "path", "sft", key[:10]) == f"{made[0].path}\n"
-    shown = printed_json(capsys, "show", "sft", key[:10])
-    assert (shown["key"], shown["damage"], shown["result"]) == (key, None, {"loss": 1.5})
-    assert key in printed(capsys, "artifacts", "show", "sft", key[:10])
-    ambiguous = next(letter for letter in letters if letters.count(letter) > 1)
-    for stage, prefix in (("sft", "xyz"), ("sft", ambiguous), ("stf", "latest")):
-        with pytest.raises(UsageError, match="'stf'" if stage == "stf" else prefix):
-            artifact_commands.find_artifact(user_home.store, stage, prefix)

@@ -21,7 +21,6 @@ from ttrain.config import Settings, flatten
 from ttrain.core.files import ProgressWriter
 from ttrain.core.hashing import sha256_file
 from ttrain.data.pool import Processes
-from ttrain.errors import UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import weights_digest
 from ttrain.tasks import REFERENCE, dpo, new_model, reference, shards
@@ -48,18 +47,8 @@ def settings_of(**changes: Any) -> Settings:
 
 def pair(number: int) -> dict[str, Any]:
     dice = random.Random(number)
-    question, answer = (
-        " ".join(dice.choices(WORDS.split(), k=dice.randint(1, 6))) for _ in range(2)
-    )
-    answers = {"chosen": f"yes {answer}", "rejected": f"no {answer}"}
-    return {"prompt": f"{question} {number}?", **answers}
-
-
-def rated(number: int) -> dict[str, Any]:
-    row = pair(number)
-    is_good = number % 3 > 0
-    completion = row["chosen" if is_good else "rejected"]
-    return {"prompt": row["prompt"], "completion": completion, "label": is_good}
+    words = " ".join(dice.choices(WORDS.split(), k=dice.randint(1, 6)))
+    return {"prompt": f"{words} {number}?", "chosen": f"yes {words}", "rejected": f"no {words}"}
 
 
 def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path:
@@ -93,29 +82,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**inputs, "reference": root / "reference", "tokenizer": tokenizer}
 
 
-def tune(output: Path, inputs: Mapping[str, Path], **changes: Any) -> dict[str, Any]:
-    metrics: dict[str, Any] = run_stage(dpo, settings_of(**changes), output, inputs)
-    return metrics
-
-
 @pytest.fixture(scope="module")
 def straight(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("straight")
-    assert tune(output, inputs)["pairs"] == 36 * 2
+    assert run_stage(dpo, settings_of(), output, inputs)["pairs"] == 36 * 2
     return output
 
 
-def test_the_planted_preference_is_learnt_from_ln_2_on(
-    inputs: dict[str, Path], straight: Path
-) -> None:
-    """The reference has every answer once."""
+def test_the_planted_preference_is_learnt(inputs: dict[str, Path], straight: Path) -> None:
     for part, pairs in (("train", 36), ("heldout", 12)):
         scores = load_file(inputs["reference"] / f"{part}.safetensors")
-        assert len(scores["tokens"]) == 2 * pairs and (scores["tokens"] > 0).all()
-        values = scores["log_probabilities"]
-        assert np.isfinite(values).all() and (values < 0).all()
-    files = {path.name for path in inputs["reference"].iterdir()}
-    assert files == {"heldout.safetensors", "train.safetensors"}
+        assert len(scores["tokens"]) == 2 * pairs, "every answer once"
+        assert (scores["tokens"] > 0).all() and (scores["log_probabilities"] < 0).all()
     metrics = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
     assert metrics[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
     margins = [line["reward_margin"] for line in metrics if "reward_margin" in line]
@@ -123,10 +101,8 @@ def test_the_planted_preference_is_learnt_from_ln_2_on(
     assert metrics[-1]["validation_reward_accuracy"] > 0.9 and metrics[-1]["validation_loss"] < 0.5
 
 
-def test_an_adapter_is_kept_next_to_the_model_it_is_merged_into(
-    inputs: dict[str, Path], tmp_path: Path
-) -> None:
-    tune(tmp_path, inputs, adapter="lora", rank=4, alpha=8, epochs=0.3)
+def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) -> None:
+    run_stage(dpo, settings_of(adapter="lora", rank=4, alpha=8, epochs=0.3), tmp_path, inputs)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
     models = {"merged": factory.load(tmp_path / "model"), "base": factory.load(base)}
@@ -135,18 +111,6 @@ def test_an_adapter_is_kept_next_to_the_model_it_is_merged_into(
         logits = {name: model(torch.arange(20)[None]).logits for name, model in models.items()}
     error = {name: float((values - expected).abs().max()) for name, values in logits.items()}
     assert error["merged"] < 1e-4 < error["base"]
-
-
-def test_rated_answers_need_kto(inputs: dict[str, Path], tmp_path: Path) -> None:
-    rows = [rated(number) for number in range(ROWS)]
-    inputs = {**inputs, "shards": make_shards(tmp_path, inputs["tokenizer"], rows)}
-    with pytest.raises(UsageError, match=r"dpo\.loss=kto"):
-        tune(tmp_path / "refused", inputs)
-    run_stage(reference, settings_of(), tmp_path / "reference", inputs)
-    inputs["reference"] = tmp_path / "reference"
-    metrics = tune(tmp_path / "kto", inputs, loss="kto", epochs=3)
-    assert metrics["answers"] == 36 * 3
-    assert metrics["validation_loss"] < 0.5, "the loss of two equal models"
 
 
 def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
@@ -162,12 +126,7 @@ def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
     ("kills", "most"), [(1, 12), pytest.param(KILLS, 25, marks=pytest.mark.soak)]
 )
 def test_killed_stages_end_with_the_same_bytes(
-    inputs: dict[str, Path],
-    straight: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kills: int,
-    most: int,
+    inputs: Any, straight: Path, tmp_path: Path, monkeypatch: Any, kills: int, most: int
 ) -> None:
     """Each kill comes before a random one of the first `most` calls."""
     monkeypatch.setattr(reference, "BLOCK_ROWS", 4)

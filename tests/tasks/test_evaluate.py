@@ -32,154 +32,104 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The evaluation of three tiny models, by the stages; every path that it read."""
     root = tmp_path_factory.mktemp("evaluated")
     home, few = Home.make(root / "home"), {"epochs": 0.3}
-    settings = stage_settings(steps=4).replaced(
-        {"sft": few, "lora": few, "evaluate": {"new_tokens": 2}}
-    )
+    sections = {"sft": few, "lora": few, "evaluate": {"new_tokens": 2}}
+    settings = stage_settings(steps=4).replaced(sections)
     paths = {"base": root / "base", "sft": root / "sft", "lora": root / "lora"}
     chats, runtime = home.chats.path, settings.runtime
     home.pretrain(settings, paths["base"])
     run_here(sft, settings, paths["sft"], {"base": paths["base"], "shards": chats}, runtime)
     run_here(lora, settings, paths["lora"], {"base": paths["sft"], "shards": chats}, runtime)
-    rows = [
-        {"prompt": f"Which {n}?", "chosen": f"This one, {n}.", "rejected": "None."}
-        for n in range(30)
-    ]
+    answers = {"chosen": "This one.", "rejected": "None."}
+    rows = [{"prompt": f"Which {number}?", **answers} for number in range(30)]
+    file = shard_sets.write_lines(root / "pairs.jsonl", rows)
     recipe = recipe_of(HALF, home.tokenizer.path, "pairs")
-    shard_sets.build(
-        root / "pairs", [shard_sets.write_lines(root / "pairs.jsonl", rows)], recipe, HALF
-    )
-    inputs = {
-        **paths,
-        "documents": home.documents.path,
-        "chats": chats,
-        "domain": chats,
-        "pairs": root / "pairs",
-    }
+    shard_sets.build(root / "pairs", [file], recipe, HALF)
+    sets = {"documents": home.documents.path, "chats": chats, "domain": chats}
+    inputs = {**paths, **sets, "pairs": root / "pairs"}
     (root / "output").mkdir()
     result = run_here(evaluate, settings, root / "output", inputs, runtime)
     return SimpleNamespace(root=root, inputs=inputs, settings=settings, result=result)
 
 
-def test_the_preference_accuracy_is_the_share_of_its_records_with_an_interval_and_a_paired_test(
-    evaluated: Any,
-) -> None:
-    pairs = [record for record in heldout_records(evaluated.inputs["pairs"]) if "chosen" in record]
+def test_the_preference_accuracy_has_an_interval_and_a_paired_test(evaluated: Any) -> None:
+    pairs = [*heldout_records(evaluated.inputs["pairs"])]
+    metrics = evaluated.result["metrics"]
     for model in ("base", "sft", "lora"):
         name = f"preference_accuracy/{model}"
         recorded = read_scores(evaluated.root / "output", name)
-        assert recorded.higher_is_better
-        assert set(recorded.sums) <= {0.0, 0.5, 1.0} and len(recorded.sums) == len(
-            set(recorded.records)
-        ) == len(pairs)
-        value = evaluated.result["metrics"][name]
-        assert value == sum(recorded.sums) / len(pairs)
+        assert recorded.higher_is_better and set(recorded.sums) <= {0.0, 0.5, 1.0}
+        assert len(recorded.sums) == len(set(recorded.records)) == len(pairs)
+        assert metrics[name] == sum(recorded.sums) / len(pairs)
         low, high = evaluated.result["intervals"][name]
-        assert low <= value <= high
+        assert low <= metrics[name] <= high
     paired = evaluated.result["paired"]
-    assert paired["preference_accuracy/sft"]["against"] == "base"
-    metrics = evaluated.result["metrics"]
+    test = paired["preference_accuracy/sft"]
     difference = metrics["preference_accuracy/sft"] - metrics["preference_accuracy/base"]
-    assert paired["preference_accuracy/sft"]["difference"] == pytest.approx(difference)
+    assert (test["against"], test["difference"]) == ("base", pytest.approx(difference))
     assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
 
 
-def test_the_evaluation_has_every_figure_and_chats_cost_what_the_assistants_tokens_cost(
-    evaluated: Any,
-) -> None:
+def test_the_evaluation_has_every_metric_of_each_model(evaluated: Any) -> None:
     counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
     assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < metrics.keys()
     for model in ("base", "sft", "lora"):
-        assert {
-            f"preference_{figure}/{model}" for figure in ("accuracy", "margin")
-        } < metrics.keys()
-        assert {f"{part}_loss_{model}" for part in ("chat", "domain")} < metrics.keys()
+        preference = {f"preference_accuracy/{model}", f"preference_margin/{model}"}
+        assert {*preference, f"chat_loss_{model}", f"domain_loss_{model}"} < metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
     index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
     assert counts["chat_tokens"] == index["live_tokens"]
-    assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], (
-        "both parts are the same chats here"
-    )
-    assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], (
-        "the fine-tuned model knows chats better than its base"
-    )
+    assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "they are the same chats here"
+    assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "it was trained on chats"
 
 
-def test_the_records_behind_a_figure_give_it_and_bits_per_byte_are_those_of_the_held_out_text(
-    evaluated: Any,
-) -> None:
-    """By hand: every document after its first token, its own tokens only, over the bytes of the
-    text; each also alone."""
-    metrics, counts, output = (
-        evaluated.result["metrics"],
-        evaluated.result["counts"],
-        evaluated.root / "output",
-    )
+def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
+    """By hand: every document after its first token, its own tokens only, over its bytes."""
+    metrics, counts = evaluated.result["metrics"], evaluated.result["counts"]
+    output, base = evaluated.root / "output", evaluated.inputs["base"] / "model"
     for metric in (name for name in metrics if name.split("_")[-1] not in baselines.BASELINES):
-        found = read_scores(output, metric)
-        assert len(found.sums) == len(found.sizes) == len(found.records) > 1
-        assert found.value == metrics[metric], metric
+        scores = read_scores(output, metric)
+        assert len(scores.sums) == len(scores.sizes) == len(scores.records) > 1
+        assert scores.value == metrics[metric], metric
     compressed = read_scores(output, "bits_per_byte_xz")
     assert compressed.records == (), "a compressor reads all as one stream"
-    files = sorted((evaluated.inputs["documents"] / "heldout").glob("*.jsonl"))
-    texts = [
-        json.loads(line)["text"]
-        for path in files
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    encoder, model = (
-        Encoder(evaluated.inputs["base"] / "model"),
-        factory.load(evaluated.inputs["base"] / "model"),
-    )
-    sequences = [
-        ([encoder.special("<|bos|>"), *ids], [False] + [True] * len(ids))
-        for ids in encoder.encode(texts)
-    ]
+    texts = [record["text"] for record in heldout_records(evaluated.inputs["documents"])]
+    encoder, model = Encoder(base), factory.load(base)
+    all_ids = [[encoder.special("<|bos|>"), *ids] for ids in encoder.encode(texts)]
+    sequences = [(ids, [False] + [True] * (len(ids) - 1)) for ids in all_ids]
     size = sum(len(text.encode()) for text in texts)
-    whole, alone = (
-        score_of(model, some, 32, 16).nats / math.log(2) for some in (sequences, sequences[:1])
-    )
+    whole = score_of(model, sequences, 32, 16).nats / math.log(2)
+    alone = score_of(model, sequences[:1], 32, 16).nats / math.log(2)
     by_document = read_scores(output, "bits_per_byte")
     assert by_document.factor * by_document.sums[0] == pytest.approx(alone, rel=1e-6)
     assert by_document.sizes[0] == len(texts[0].encode())
     assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
     assert counts["document_bytes"] == size
-    assert counts["document_tokens"] == sum(len(ids) - 1 for ids, _ in sequences)
-    assert (
-        metrics["bits_per_byte_order0"]
-        == baselines.adaptive_bits("".join(texts).encode(), 0).mean()
-    )
+    assert counts["document_tokens"] == sum(len(ids) - 1 for ids in all_ids)
+    order0 = baselines.adaptive_bits("".join(texts).encode(), 0).mean()
+    assert metrics["bits_per_byte_order0"] == order0
 
 
-def test_an_adapter_that_stayed_with_its_model_is_measured_on_it(
-    evaluated: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_is_measured_on_its_own_model(evaluated: Any, tmp_path: Path) -> None:
     """Of another SFT model than the night's. Records have the same names, so that they pair."""
-    inputs = {
-        **evaluated.inputs,
-        "sft": evaluated.inputs["base"],
-        "base_of_lora": evaluated.inputs["sft"],
-    }
+    base, sft_model = evaluated.inputs["base"], evaluated.inputs["sft"]
+    inputs = {**evaluated.inputs, "sft": base, "base_of_lora": sft_model}
     del inputs["pairs"]
     settings = evaluated.settings
     metrics = run_here(evaluate, settings, tmp_path, inputs, settings.runtime)["metrics"]
     assert metrics["domain_loss_lora"] == evaluated.result["metrics"]["domain_loss_lora"]
     assert metrics["chat_loss_sft"] != evaluated.result["metrics"]["chat_loss_sft"]
-    ours, theirs = (
-        read_scores(output, "chat_loss_sft") for output in (evaluated.root / "output", tmp_path)
-    )
+    ours = read_scores(evaluated.root / "output", "chat_loss_sft")
+    theirs = read_scores(tmp_path, "chat_loss_sft")
     assert (ours.sizes, ours.records) == (theirs.sizes, theirs.records) and ours.sums != theirs.sums
 
 
-def test_two_ranks_leave_the_bytes_of_one(
-    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_leave_the_bytes_of_one(evaluated: Any, tmp_path: Path, monkeypatch: Any) -> None:
     output = tmp_path / "output"
     output.mkdir()
 
     def work(ranks: Ranks) -> Any:
-        monkeypatch.setattr(
-            evaluate, "join_ranks", lambda runtime: ranks
-        )  # in a fork of this process
+        # in a fork of this process
+        monkeypatch.setattr(evaluate, "join_ranks", lambda runtime: ranks)
         settings = evaluated.settings
         return run_here(evaluate, settings, output, evaluated.inputs, settings.runtime)
 

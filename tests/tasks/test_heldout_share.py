@@ -1,5 +1,4 @@
-"""The stages `shards-*` and `tokenizer`: they agree on which rows are held out of the user's own
-files."""
+"""The stages `shards-*` and `tokenizer` agree on which rows of the user's files are held out."""
 
 from pathlib import Path
 
@@ -18,16 +17,10 @@ def test_the_tokenizer_learns_from_the_rows_that_the_model_learns_from(tmp_path:
     make_tokenizer(tmp_path / "tokenizer")
     rows = [{"text": f"{number}: a text of a few words"} for number in range(200)]
     path = str(write_lines(tmp_path / "train.jsonl", rows))
-    job = StageContext(
-        {"tokenizer": tmp_path / "tokenizer"},
-        {"train": [path]},
-        {"kind": "documents", "dataset": "pretrain"},
-        tmp_path / "out",
-        Runtime(device="cpu"),
-        ProgressWriter(None),
-        lambda: False,
-        groups={"train": [0]},
-    )
+    inputs, files = {"tokenizer": tmp_path / "tokenizer"}, {"train": [path]}
+    arguments = {"kind": "documents", "dataset": "pretrain"}
+    options = (arguments, tmp_path / "out", Runtime(device="cpu"), ProgressWriter(None))
+    job = StageContext(inputs, files, *options, lambda: False, groups={"train": [0]})
     shards.build(Settings(), job, Processes(1))
     made = tokenizer.train_directory([path], tmp_path / "tok", Tokenizer(vocab_size=300), Reading())
     assert made["documents_seen"] == len(ShardSet(tmp_path / "out" / "train")) < 200

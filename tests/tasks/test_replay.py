@@ -1,5 +1,4 @@
-"""What a night reads again: a sample of documents learnt before, and its exact share of the
-rows."""
+"""What a night reads again: a sample of known documents, and its exact share of the rows."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +24,8 @@ VOCAB = 300
 
 def documents(first: int, count: int) -> list[list[int]]:
     """Documents of 5 to 24 tokens, no two alike."""
-    return [
-        [100, number % 256, number // 256, *range(2 + number % 20)]
-        for number in range(first, first + count)
-    ]
+    numbers = range(first, first + count)
+    return [[100, n % 256, n // 256, *range(2 + n % 20)] for n in numbers]
 
 
 def write(
@@ -40,21 +37,15 @@ def write(
     for part, groups in (("train", sources), ("heldout", [heldout])):
         (directory / part).mkdir(parents=True)
         entries = []
-        for group, found in enumerate(groups):
-            column = Column(
-                np.concatenate(found).astype(np.uint16), np.cumsum([0, *map(len, found)])
-            )
+        for group, records in enumerate(groups):
+            tokens = np.concatenate(records).astype(np.uint16)
+            column = Column(tokens, np.cumsum([0, *map(len, records)]))
             entry = write_shard(directory / part / f"{group}.arrow", column, VOCAB)
             entries.append({**entry, "bytes": 0, "group": group})
-        more: dict[str, Any] = {"weights": weights} if weights and part == "train" else {}
-        write_index(
-            directory / part,
-            kind="documents",
-            vocab_size=VOCAB,
-            tokenizer="mine",
-            shards=entries,
-            **more,
-        )
+        index: dict[str, Any] = {"kind": "documents", "vocab_size": VOCAB, "tokenizer": "mine"}
+        if weights and part == "train":
+            index["weights"] = weights
+        write_index(directory / part, shards=entries, **index)
     return directory
 
 
@@ -63,18 +54,17 @@ def read(directory: Path) -> list[list[int]]:
     return [shards.row(number)[0].tolist() for number in range(len(shards))]
 
 
+def token_count(records: list[list[int]]) -> int:
+    return sum(map(len, records))
+
+
 @pytest.fixture
 def nights(tmp_path: Path) -> dict[str, Path]:
-    """Two nights, the second of two weighted sources, and tonight, which holds out a document of
-    the first."""
+    """Two nights, and tonight, which holds out a document of the first."""
+    sources = [documents(1000, 200), documents(2000, 100)]
     return {
         "learnt-0000": write(tmp_path / "a", [documents(0, 400)], documents(5000, 1)),
-        "learnt-0001": write(
-            tmp_path / "b",
-            [documents(1000, 200), documents(2000, 100)],
-            documents(6000, 1),
-            (1.0, 2.0),
-        ),
+        "learnt-0001": write(tmp_path / "b", sources, documents(6000, 1), (1.0, 2.0)),
         "documents": write(tmp_path / "c", [documents(3000, 200)], documents(7, 1)),
     }
 
@@ -88,48 +78,36 @@ def run(
     return result, read(output / "train")
 
 
-def test_a_sample_has_the_share_of_each_night_and_source_and_nothing_that_is_held_out(
+def test_a_sample_has_the_share_of_each_night_and_source(
     nights: dict[str, Path], tmp_path: Path
 ) -> None:
-    result, found = run(nights, tmp_path / "out", 0.2)
-    new = sum(map(len, documents(3000, 200)))
-    wanted = 0.2 * new / 0.8
-    assert wanted <= result["tokens"] <= wanted + 3 * 24 and result["records"] == len(found) == len(
-        set(map(tuple, found))
-    )
-    ranges = [documents(0, 400), documents(1000, 200), documents(2000, 100)]
-    total = sum(len(one) for source in ranges for one in source)
-    for source in ranges:
-        taken = sum(len(one) for one in found if one in source)
-        assert taken == pytest.approx(wanted * sum(map(len, source)) / total, abs=24)
-    assert result["nights"] == 2
-    everything, all_found = run(nights, tmp_path / "all", 0.9)
-    assert everything["records"] == 699 and documents(7, 1)[0] not in all_found
+    result, sample = run(nights, tmp_path / "out", 0.2)
+    wanted = 0.2 * token_count(documents(3000, 200)) / 0.8
+    assert wanted <= result["tokens"] <= wanted + 3 * 24 and result["nights"] == 2
+    assert result["records"] == len(sample) == len(set(map(tuple, sample)))
+    sources = [documents(0, 400), documents(1000, 200), documents(2000, 100)]
+    total = sum(map(token_count, sources))
+    for source in sources:
+        taken = token_count([record for record in sample if record in source])
+        assert taken == pytest.approx(wanted * token_count(source) / total, abs=24)
+    result, sample = run(nights, tmp_path / "all", 0.9)
+    assert result["records"] == 699 and documents(7, 1)[0] not in sample
     # As where the held-out share was another once: the first night learnt what the second held out
-    once = {
-        **nights,
-        "learnt-0001": write(tmp_path / "e", [documents(1000, 200)], documents(11, 1)),
-    }
-    _, found = run(once, tmp_path / "once", 0.9)
-    assert documents(11, 1)[0] not in found and documents(12, 1)[0] in found
+    second = write(tmp_path / "e", [documents(1000, 200)], documents(11, 1))
+    _, sample = run({**nights, "learnt-0001": second}, tmp_path / "once", 0.9)
+    assert documents(11, 1)[0] not in sample and documents(12, 1)[0] in sample
     budget, _ = run(nights, tmp_path / "budget", 0.5, tokens=1000, epochs=None)
     assert 500 <= budget["tokens"] <= 500 + 3 * 24, "a budget in tokens has its share, too"
 
 
 def test_one_night_after_the_other_reads_other_parts_of_what_was_learnt(tmp_path: Path) -> None:
-    """Of samples drawn anew each night, four with a fifth of the documents would have 0.59 of them,
-    not 0.8."""
+    """Independent samples of a fifth would have 0.59 of the documents after four nights."""
     learnt = ShardSet(write(tmp_path / "a", [documents(0, 1000)], documents(50_000, 1)) / "train")
-    samples = [
-        replay.sample(learnt, 0.2, 1, night, (), 256).tokens.reshape(-1) for night in range(5)
-    ]
-    for count, most in ((2, 0.4), (3, 0.6), (4, 0.8), (5, 0.95)):
-        parts = {
-            tuple(part)
-            for tokens in samples[:count]
-            for part in np.split(tokens, np.flatnonzero(tokens == 100)[1:])
-        }
-        assert len(parts) / 1000 > 0.9 * most
+    read_parts: set[tuple[int, ...]] = set()
+    for night, most in enumerate((0.2, 0.4, 0.6, 0.8, 0.95)):
+        tokens = replay.sample(learnt, 0.2, 1, night, (), 256).tokens.reshape(-1)
+        read_parts |= set(map(tuple, np.split(tokens, np.flatnonzero(tokens == 100)[1:])))
+        assert len(read_parts) / 1000 > 0.9 * most
 
 
 def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -> None:
@@ -139,71 +117,53 @@ def test_long_documents_are_sampled_by_windows_as_long_as_rows(tmp_path: Path) -
         "learnt-0000": write(tmp_path / "a", [long], documents(9, 1)),
         "documents": write(tmp_path / "b", [documents(0, 200)], long[1:]),
     }
-    new = sum(map(len, documents(0, 200)))
-    _, found = run(night, tmp_path / "out", 200 / (200 + new), row_length=64)
+    share = 200 / (200 + token_count(documents(0, 200)))
+    _, parts = run(night, tmp_path / "out", share, row_length=64)
     windows = [long[0][first : first + 65] for first in range(0, 999, 64)]
-    assert found and all(part in windows for part in found), (
-        "each is a row of training, and none of the held-out document"
-    )
-    assert len(found) == len(set(map(tuple, found)))
-    sample = replay.sample(learnt := ShardSet(tmp_path / "a" / "train"), 1.0, 1, 3, (), 64)
-    assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 2 * 16, (
-        "a sample of everything has every window"
-    )
+    assert parts and all(part in windows for part in parts), "rows of the document not held out"
+    assert len(parts) == len(set(map(tuple, parts)))
+    learnt = ShardSet(tmp_path / "a" / "train")
+    sample = replay.sample(learnt, 1.0, 1, 3, (), 64)
+    assert len(sample) == len(SeparateDocumentRows(learnt, 64, 0)) == 2 * 16, "every window"
 
 
-def test_documents_with_masked_regions_are_sampled_whole_so_that_no_window_begins_within_one(
-    tmp_path: Path,
-) -> None:
-    opens, closes = 7, 8
-    masked = [
-        [100, 101, opens, *range(20, 100), *range(20, 100), closes, *range(102, 140)]
-        for _ in range(2)
-    ]
+def test_documents_with_masked_regions_are_sampled_whole(tmp_path: Path) -> None:
+    masked = [100, 101, 7, *range(20, 100), *range(20, 100), 8, *range(102, 140)]
     night = {
-        "learnt-0000": write(tmp_path / "a", [masked], documents(9, 1)),
+        "learnt-0000": write(tmp_path / "a", [[masked] * 2], documents(9, 1)),
         "documents": write(tmp_path / "b", [documents(0, 200)], documents(9, 1)),
     }
-    _, found = run(night, tmp_path / "out", 0.05, row_length=64, mask_intervals=[[opens, closes]])
-    assert found == masked[:1]
+    _, sample = run(night, tmp_path / "out", 0.05, row_length=64, mask_intervals=[[7, 8]])
+    assert sample == [masked]
 
 
-def test_what_earlier_nights_hold_out_is_not_learnt_from_a_champion_that_somebody_promoted(
-    tmp_path: Path,
-) -> None:
-    """Trained on all files at once, where another row is the lowest; what nights hold out is a
-    text, not tokens."""
+def test_what_earlier_nights_hold_out_is_not_sampled(tmp_path: Path) -> None:
+    """Trained on all files at once, where another row is the lowest; nights hold out texts."""
     encoder = make_tokenizer(tmp_path / "tokenizer")
     reading = Reading(heldout_fraction=1e-9)
     recipe = recipe_of(reading, tmp_path / "tokenizer", "documents")
     texts = [f"{number} the river, 日本 and a stone {number}" for number in range(40)]
-    files = [
-        write_lines(tmp_path / f"{n}.jsonl", [{"text": text} for text in texts[n::4]])
-        for n in range(4)
-    ]
-    for name, read_files in {
-        "a": files[:1],
-        "b": files[1:2],
-        "all": files[:3],
-        "tonight": files[3:],
-    }.items():
-        build(tmp_path / name, read_files, recipe, reading)
-    of_both: Any = SimpleNamespace(
-        inputs={"earlier": tmp_path / "a", "documents": tmp_path / "b"}, output=tmp_path / "ab"
-    )
-    heldout.run(Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), of_both)
+    files = []
+    for number in range(4):
+        rows_of_file = [{"text": text} for text in texts[number::4]]
+        files.append(write_lines(tmp_path / f"{number}.jsonl", rows_of_file))
+    sets = {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}
+    for name, set_files in sets.items():
+        build(tmp_path / name, set_files, recipe, reading)
+    both = {"earlier": tmp_path / "a", "documents": tmp_path / "b"}
+    job: Any = SimpleNamespace(inputs=both, output=tmp_path / "ab")
+    heldout.run(Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), job)
     held = {record["text"] for record in heldout_records(tmp_path / "ab")}
     inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
 
     def sampled(name: str, **more: Path) -> set[str]:
-        _, found = run({**inputs, **more}, tmp_path / name, 0.9)
-        return {encoder.decode(tokens) for tokens in found}
+        _, sample = run({**inputs, **more}, tmp_path / name, 0.9)
+        return {encoder.decode(tokens) for tokens in sample}
 
-    assert len(held) == 2 and (learnt := held & sampled("without")), (
-        "all files together hold out one row at most of them"
-    )
-    found = sampled("with", tokenizer=tmp_path / "tokenizer", earlier=tmp_path / "ab")
-    assert not found & held and found == sampled("without") - learnt
+    everything = sampled("without")
+    assert len(held) == 2 and held & everything, "all files together hold out at most one of them"
+    sample = sampled("with", tokenizer=tmp_path / "tokenizer", earlier=tmp_path / "ab")
+    assert sample == everything - held
 
 
 def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:
@@ -213,13 +173,13 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     result = replay.run(config, SimpleNamespace(inputs=chats, output=tmp_path / "replay"))  # type: ignore[arg-type]
     whole, sample = (ShardSet(path / "train") for path in (home.chats.path, tmp_path / "replay"))
     assert sample.index["kind"] == "chats" and 0 < result["records"] < len(whole)
-    all_chats = {
-        ids.tobytes(): live.tobytes()
-        for ids, live in map(whole.row, range(len(whole)))
-        if live is not None
-    }
-    for ids, live in map(sample.row, range(len(sample))):
-        assert live is not None and all_chats[ids.tobytes()] == live.tobytes()
+
+    def records(shards: ShardSet) -> list[tuple[bytes, bytes]]:
+        """The ids and the mask of each chat."""
+        rows = map(shards.row, range(len(shards)))
+        return [(ids.tobytes(), live.tobytes()) for ids, live in rows if live is not None]
+
+    assert len(records(sample)) == len(sample) and {*records(sample)} <= {*records(whole)}
     base = new_model.new(settings.model, Encoder(home.tokenizer.path), seed=1)
     new_model.write(base, home.tokenizer.path, tmp_path / "base" / "model")
     inputs = {"base": tmp_path / "base", "shards": home.chats.path, "replay": tmp_path / "replay"}
@@ -227,21 +187,17 @@ def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) 
     assert figures["rows"]["epoch"] == round(figures["rows"]["rows_of_source_0"] / 0.75)
 
 
-def test_a_night_reads_each_new_row_once_and_its_exact_share_of_old_ones(
-    nights: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_night_reads_its_exact_share_of_old_rows(nights: dict[str, Path], tmp_path: Path) -> None:
     run(nights, tmp_path / "out", 0.25)
     config = Pretrain(tokens=None, epochs=1.0, tokens_per_step=256, row_length=32)
     encoder: Any = SimpleNamespace(digest="mine", pad_id=0)
     new = SeparateDocumentRows(ShardSet(nights["documents"] / "train"), 32, 0, packed=True)
     mixed = rows.with_replay(new, tmp_path / "out" / "train", encoder, config)
-    assert isinstance(mixed, MixedRows) and mixed.counts()["epoch"] == mixed.epoch == round(
-        len(new) / 0.75
-    )
+    assert isinstance(mixed, MixedRows)
+    assert mixed.counts()["epoch"] == mixed.epoch == round(len(new) / 0.75)
     order = rows.order_of(config, mixed)
     read_rows = np.concatenate([order.step_rows(step) for step in range(order.steps)]).tolist()
     assert sorted(row for row in read_rows if row < len(new)) == list(range(len(new)))
     old = [row for row in read_rows if row >= len(new)]
-    assert len(old) == mixed.epoch - len(new) and len(set(old)) == min(
-        len(old), len(mixed) - len(new)
-    )
+    assert len(old) == mixed.epoch - len(new)
+    assert len(set(old)) == min(len(old), len(mixed) - len(new))

@@ -1,16 +1,12 @@
 """`runtime.tune=auto`: which sizes the search tries, and what a stage makes of the choice."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.comparing import copies, distance, same
+from support.comparing import copies, same
 from support.tiny_data import NumberedRows
-from support.tiny_stages import Home, stage_settings
+from support.tiny_stages import stage_settings
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 
 from ttrain.data.order import ShuffledOrder
@@ -33,9 +29,8 @@ def lacks_memory(size: int) -> float:
         (lacks_memory, 4, [1, 2, 4, 8]),
         (lambda size: 10.0 / size, 24, [1, 2, 4, 8, 16, 24]),
     ],
-    ids=["until it is slower", "until it does not fit", "to the rows of a step"],
 )
-def test_the_search_doubles_the_rows(
+def test_the_search_doubles_rows(
     seconds: Callable[[int], float], best: int, tried: list[int]
 ) -> None:
     calls: list[int] = []
@@ -58,38 +53,6 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
     assert same(before, module.state_dict())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home.make(tmp_path_factory.mktemp("home"))
-
-
-def run(home: Home, output: Path, **runtime: Any) -> Any:
-    settings = stage_settings(2, {"optim": {"kind": "adamw"}}, **runtime)
-    # the masks of dropout follow the micro-batches
-    without_dropout = settings.replaced({"model": {"dropout": 0.0}})
-    return home.pretrain(without_dropout, output, home=output / "home")
-
-
-def weights(output: Path) -> Any:
-    return load_file(output / "model" / "model.safetensors")
-
-
-def test_a_stage_runs_with_the_fastest_size_and_remembers_it(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Unless it is deterministic. The weights are equal up to the order of sums."""
-    tuned = {"deterministic": False, "tune": "auto"}
-    monkeypatch.setattr(tuning, "step_seconds", lambda *words: {1: 2.0, 2: 1.0, 4: 3.0}[words[-1]])
-    assert "tuned" not in run(home, tmp_path / "plain", deterministic=False)
-    assert run(home, tmp_path / "tuned", **tuned)["tuned"] == {"rows_per_device": 2}
-    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "tuned")) < 1e-4
-    assert [*json.loads((tmp_path / "tuned" / "home" / tuning.FILE).read_text()).values()] == [2]
-    monkeypatch.setattr(tuning, "step_seconds", lambda *words: pytest.fail("it is remembered"))
-    assert run(home, tmp_path / "tuned", **tuned)["tuned"] == {"rows_per_device": 2}
-    assert "tuned" not in run(home, tmp_path / "fixed", tune="auto")
-    assert "runtime.deterministic=false" in caplog.text
 
 
 def test_long_runs_over_rows_of_one_width_are_compiled_on_cuda() -> None:
