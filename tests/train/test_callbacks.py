@@ -16,11 +16,10 @@ from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_t
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
-from ttrain.core.files import ProgressWriter
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
-from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, ProgressBar
+from ttrain.train.callbacks import Callback, MetricsFile
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
@@ -222,19 +221,3 @@ def test_logged_losses_are_means_over_the_tokens_since_the_last_log_on_all_ranks
         assert metrics["loss"] == pytest.approx(mean, rel=1e-12)
         assert metrics["logits_loss"] == metrics["loss"] and metrics["aux_loss"] == 0.0
         assert metrics["lr"] == metrics["lr_adamw"] != metrics["lr_muon"]
-
-
-def test_the_progress_file_has_the_tokens_done_and_in_total(tmp_path: Path) -> None:
-    file = tmp_path / "progress.json"
-    bar = ProgressBar(ProgressWriter(file), 96)
-    for show, done, figures in (
-        (lambda: bar.start(2, 6), 192, {}),
-        (
-            lambda: bar.log(LogRecord(6, 6, 576, {"loss": 3.0, "grad_norm": 1.0})),
-            576,
-            {"loss": 3.0},
-        ),
-    ):
-        show()
-        expected = {"done": done, "total": 576, "unit": "tokens", "figures": figures}
-        assert expected.items() <= json.loads(file.read_text()).items()

@@ -105,29 +105,6 @@ def test_nan_stays_nan(kind: torch.dtype) -> None:
     assert native.gated(logits, logits).isnan().any(1).tolist() == [True, False, False]
 
 
-def test_gated_layers_are_those_of_torch(kind: torch.dtype) -> None:
-    gate, up, grad = (random(7, 48, seed=seed, dtype=kind) for seed in (1, 2, 3))
-    gate[0, :4] = torch.tensor([90.0, -90.0, 0.0, 2.0**25])
-    exact = {"gate": gate.double().requires_grad_(), "up": up.double().requires_grad_()}
-    expected = with_gradients(F.silu(exact["gate"]) * exact["up"], grad, exact)
-    results = native.gated_slopes(grad, gate, up)
-    assert torch.equal(results[0], native.gated(gate, up))
-    for result, tensor in zip(results, expected.values(), strict=True):
-        assert is_close(result, tensor, kind)
-
-
-def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
-    x, grad = random(3, 50, 48, seed=1), random(3, 50, 48, seed=2, dtype=kind)
-    weight = torch.rand(48)
-    exact = {"x": x.double().requires_grad_(), "weight": weight.double().requires_grad_()}
-    expected = with_gradients(F.rms_norm(exact["x"], (48,), exact["weight"], 1e-5), grad, exact)
-    out, scale = native.norm(x, weight, 1e-5, kind)
-    assert is_close(out, expected["out"], kind)
-    of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
-    assert torch.allclose(of_x.double(), expected["x"], rtol=1e-4, atol=1e-5)
-    assert torch.allclose(of_weight.double(), expected["weight"], rtol=1e-4, atol=1e-4)
-
-
 # Heads, heads of keys, their width, norms, rotation, rows of records by their branches' lengths.
 SHAPES = {
     "records": (2, 2, 64, True, True, [[(1,), (2,), (3,), (150,)], [(97,), (59,)], [(156,)]]),

@@ -11,7 +11,7 @@ import torch
 from support.comparing import PERFORMANCE, copies, curve, logged_steps, same
 from support.tiny_data import NumberedRows, chats, documents
 from support.tiny_stages import Home, stage_settings
-from support.tiny_trainers import ALONE, CPU, Recorder, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import ALONE, Recorder, in_ranks, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import MultiToken, Runtime
@@ -19,8 +19,6 @@ from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
 from ttrain.data.encoder import Encoder
-from ttrain.data.loader import Loader
-from ttrain.data.order import ShuffledOrder
 from ttrain.engine import planner as plan
 from ttrain.engine.provenance import with_absolute_paths
 from ttrain.errors import UsageError
@@ -34,13 +32,11 @@ from ttrain.model import factory, multi_token
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks.common import callbacks
 from ttrain.tasks.common.job import StageContext
-from ttrain.tasks.common.training import TrainableModel
 from ttrain.train.callbacks import LogRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
-from ttrain.train.precision import resolve_precision
 from ttrain.train.trainer import QUICK, QUICK_ACCURACY
-from ttrain.train.training_options import Cadence, TrainerOptions
+from ttrain.train.training_options import Cadence
 
 TASKS = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n"
 SUITE = f"{TASKS}  documents: {{kind: text, row_length: 32, stride: 16}}\n"
@@ -203,19 +199,6 @@ def test_a_stage_is_evaluated_on_what_it_holds_out_itself(stage_home: Home, tmp_
     assert (chat.task, len(chat.items)) == ("b", 4)
     with pytest.raises(UsageError, match="domain"):
         callbacks.read_items(settings.lora, jobs[1])
-
-
-def test_a_sharded_model_cannot_be_evaluated(encoder: Encoder, stage_home: Home) -> None:
-    settings = stage_settings(eval_every_steps=1, parallel="fsdp")
-    job = job_of(stage_home.documents.path, settings.runtime)
-    loader = Loader(
-        NumberedRows(8), ShuffledOrder(8, 2, 8, seed=1), rows_per_device=1, rank=0, world=2
-    )
-    model = tiny_model()
-    weights, precision = TrainableModel(model, model.state_dict, {}), resolve_precision("fp32", CPU)
-    options = TrainerOptions(weights, Ranks(0, 2, CPU), precision)
-    with pytest.raises(UsageError, match=r"runtime\.parallel=fsdp"):
-        callbacks.language_model_callbacks(settings.pretrain, job, loader, options, model, encoder)
 
 
 def test_a_rate_that_does_not_move_the_validation_loss_is_reported(

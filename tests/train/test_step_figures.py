@@ -2,21 +2,16 @@
 the device."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.comparing import copies, distance
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import Recorder, WatchedTask, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrain.config import Optim
-from ttrain.train import losses
-from ttrain.train.callbacks import Callback
 from ttrain.train.step_figures import NonFinite
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
@@ -71,46 +66,6 @@ def test_deferred_figures_are_those_of_a_training_that_reads_every_step(
     assert [getattr(expected, name) for name in names] == [getattr(result, name) for name in names]
     assert result.loss == pytest.approx(expected.loss, rel=2e-4)
     assert result.validation_loss is not None
-
-
-class Reads(TorchDispatchMode):
-    """Counts the values that the host asks of the device; on a GPU each would wait for it."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-class CountReads(Callback):
-    """Notes the number of reads so far at the start of each step."""
-
-    def __init__(self, reads: Reads) -> None:
-        self.reads, self.counts = reads, list[int]()
-
-    def step_start(self, step: int) -> None:
-        self.counts.append(self.reads.count)
-
-
-@pytest.mark.parametrize(("how", "is_deferred"), [(READ, False), (DEFERRED, True)])
-def test_no_step_between_two_logging_steps_reads_a_value_of_the_device(
-    how: Speed, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU the loss alone asks how many tokens have a target, which it does not ask
-    elsewhere."""
-    monkeypatch.setattr(losses, "live_rows", lambda labels: torch.arange(len(labels)))
-    trainer, _ = trainer_of(how, kind="muon")
-    with Reads() as reads:
-        counter = CountReads(reads)
-        trainer.callback_list.callbacks = [counter]
-        trainer.fit()
-    steps = [after - before for before, after in pairwise(counter.counts)]
-    assert len(steps) == 9
-    for between_logs in (steps[1:4], steps[5:9]):
-        assert max(between_logs) == 0 if is_deferred else min(between_logs) > 0
 
 
 def test_a_step_that_is_not_finite_is_skipped_though_it_is_read_later() -> None:

@@ -100,20 +100,6 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
     assert spans(dropout=0.5) is None
 
 
-def test_it_is_one_operation_for_the_compiler_and_the_gradients_stay(calls: list[Tensor]) -> None:
-    """Without inductor, which has no part in it."""
-    generator, spans = torch.Generator().manual_seed(0), varlen.spans_of(SEGMENTS, ALONE.device)
-    states = [torch.randn(2, T, 4, 8, generator=generator).requires_grad_() for _ in "qkv"]
-
-    def total(*states: Tensor) -> Tensor:
-        return varlen.span_attention(*states, spans, 0.3).square().sum()
-
-    expected = torch.autograd.grad(total(*states), states)
-    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
-    gradients = torch.autograd.grad(compiled(*states), states)
-    assert all(torch.equal(left, right) for left, right in zip(expected, gradients, strict=True))
-
-
 @pytest.mark.parametrize(
     ("capability", "arguments", "is_usable"),
     [
