@@ -29,10 +29,9 @@ def trainer_of(directory: Path, **options: Any) -> Trainer:
     return make_trainer(CONFIG, tiny_model(), ROWS, directory=directory, **options)
 
 
-def newest(trainer: Trainer) -> Snapshot:
-    snapshot = trainer.checkpoints.newest() if trainer.checkpoints else None
-    assert snapshot
-    return snapshot
+def newest(trainer: Trainer) -> Any:
+    assert trainer.checkpoints
+    return trainer.checkpoints.newest()
 
 
 def averaged_steps(state: dict[str, Tensor]) -> set[int]:
@@ -98,13 +97,11 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
 def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
     importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
     snapshot, steps = newest(averaged[0]), averaged[0].steps
-    options = {
-        "rows_per_device": 2,
-        "plateau": Snapshot(0, snapshot.weights, snapshot.optimizer, {}),
-    }
+    plateau = Snapshot(0, snapshot.weights, snapshot.optimizer, {})
 
     def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
-        trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, ranks=ranks, how=how, **options)
+        options: dict[str, Any] = {"ranks": ranks, "how": how, "plateau": plateau}
+        trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, rows_per_device=2, **options)
         assert averaged_steps(dict(trainer.average.state())) == {steps}
         trainer.fit()
         return copies(trainer.parallel.whole(trainer.weights.state()))

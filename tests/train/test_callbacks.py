@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,11 +60,7 @@ class HookRecorder(Callback):
 
 
 class Scripted(WatchedTask):
-    """A task whose validations have these losses."""
-
-    def __init__(self, *arguments: Any, losses: Sequence[float]) -> None:
-        super().__init__(*arguments)
-        self.losses = iter(losses)
+    losses: Iterator[float]
 
     def validation_step(self, model: Any, batch: Batch, device: Any) -> LossSum:
         return LossSum(torch.tensor(next(self.losses), dtype=torch.float64), 1)
@@ -72,7 +68,8 @@ class Scripted(WatchedTask):
 
 def scripted_trainer(tokens: int, losses: Sequence[float], **options: Any) -> Trainer:
     config, model = settings_of(tokens=tokens, schedule=CONSTANT), tiny_model()
-    task = Scripted(config, model, losses=losses)
+    task = Scripted(config, model)
+    task.losses = iter(losses)
     options = {"validation": [BATCH], "task": task, **options}
     return make_trainer(config, model, options.pop("rows", NumberedRows(52)), **options)
 
@@ -132,10 +129,7 @@ def test_early_stopping_needs_rows_to_validate_on() -> None:
     config = settings_of(validate_every_steps=5, early_stopping={"patience": 2})
     with pytest.raises(UsageError, match=r"early_stopping .*heldout_fraction"):
         early_stopping(config, [])
-    (callback,) = early_stopping(config, [BATCH])
-    assert isinstance(callback, EarlyStopping)
-    assert (callback.patience, callback.min_delta) == (2, 0.0)
-    assert early_stopping(settings_of(), []) == []
+    assert len(early_stopping(config, [BATCH])) == 1 and early_stopping(settings_of(), []) == []
 
 
 def trained(
@@ -143,17 +137,11 @@ def trained(
 ) -> tuple[Any, Trainer]:
     """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
-    trainer = scripted_trainer(
-        12 * 96,
-        PLATEAU[done:],
-        directory=directory,
-        ranks=ranks,
-        validation=[BATCH] * ranks.world,
-        callbacks=callbacks[::-1] if done else callbacks,
-        cadence=Cadence(log=3, checkpoint=100, validate=1),
-        stop_after=stop_after,
-        keep=9,
-    )
+    options: dict[str, Any] = {"directory": directory, "ranks": ranks, "stop_after": stop_after}
+    options |= {"validation": [BATCH] * ranks.world, "keep": 9}
+    options |= {"cadence": Cadence(log=3, checkpoint=100, validate=1)}
+    options |= {"callbacks": callbacks[::-1] if done else callbacks}
+    trainer = scripted_trainer(12 * 96, PLATEAU[done:], **options)
     return trainer.fit(), trainer
 
 
@@ -196,11 +184,7 @@ def test_an_early_stop_is_the_same_after_an_interruption_and_when_run_again(
     assert same(rerun_trainer.weights.state(), kept.weights)
 
 
-def test_logged_losses_are_means_over_the_tokens_since_the_last_log_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    """With MiniMind's names: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
-
+def test_logged_losses_are_means_over_the_tokens_since_the_last_log(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
         config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
         options = {"ranks": ranks, "rows_per_device": 2, "cadence": Cadence(log=3)}

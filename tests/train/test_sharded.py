@@ -21,12 +21,11 @@ from ttrain.train.training_options import Cadence, Speed
 FSDP = Speed(parallel="fsdp")
 
 
-def fit(
-    ranks: Ranks, how: Speed, directory: Path, steps: int = 6, layers: int = 2, **options: Any
-) -> dict[str, Any]:
+def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = tiny_trainers.settings_of_training(tokens=steps * 96)
-    model, recorder, rows = tiny_model(layers=layers), Recorder(), NumberedRows(13)
+    config = tiny_trainers.settings_of_training(tokens=options.pop("steps", 6) * 96)
+    size: dict[str, Any] = {"layers": options.pop("layers", 2)}
+    model, recorder, rows = tiny_model(**size), Recorder(), NumberedRows(13)
     options = {"rows_per_device": 2, "directory": directory, "callbacks": [recorder], **options}
     options |= {"ranks": ranks, "how": how, "cadence": Cadence(log=1, checkpoint=100)}
     validation = [rows.batch([n]) for n in range(3)]
@@ -34,7 +33,7 @@ def fit(
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
     result = trainer.fit()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
-    others = Held(tiny_model(layers=layers, seed=2)).state()
+    others = Held(tiny_model(seed=2, **size)).state()
     trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
     return {
         "weights": weights,
