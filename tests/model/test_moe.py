@@ -23,24 +23,17 @@ from ttrain.train.moe import RouterCall, Routers
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: str) -> None:
     model, settings = tiny_moe(kind), KINDS[kind]
-    shared = settings["moe"].get("shared_experts", 0)
-    assert model.config.model_type == kind
-    assert len(blocks(model)) == 2
+    assert model.config.model_type == kind and len(blocks(model)) == 2
     for block in blocks(model):
         E, inner, D = block.experts.gate_up_proj.shape
+        active = 2 + settings["moe"].get("shared_experts", 0)
         assert (E, D, block.gate.top_k) == (4, 16, 2)
         # As many active parameters as a dense layer has.
-        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared)
-        experts = getattr(block, "shared_experts", None)
-        widths = [experts.down_proj.weight.shape[1]] if experts is not None else []
-        assert widths == ([shared * inner // 2] if shared else [])
+        assert inner // 2 * active >= 64 > (inner // 2 - 8) * active
     moe_settings = {**settings["moe"], "dense_layers": 1, "expert_size": 24}
     model = tiny_model(kind=settings["kind"], layers=3, intermediate_size=40, moe=moe_settings)
     assert model.get_decoder().layers[0].mlp.gate_proj.weight.shape == (40, 16)
     assert [block.experts.down_proj.shape for block in blocks(model)] == [(4, 16, 24)] * 2
-    dense = tiny_model(kind=settings["kind"])
-    assert not Routers(dense).modules
-    assert not [name for name in dense.state_dict() if "gate.w" in name or "experts" in name]
 
 
 @pytest.mark.parametrize(
@@ -246,8 +239,7 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
     (gradient,) = torch.autograd.grad(value(logits), logits)
     moved = gradient.view(6, 16, 4).abs().amax(-1) > 0
     assert torch.equal(moved, inside & (live > 0)[:, None]), "every token that counts, and no other"
-    for _ in range(3):
-        direction = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            slope = (value(logits + 1e-5 * direction) - value(logits - 1e-5 * direction)) / 2e-5
-        assert float(slope) == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
+    step = 1e-5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        rise = float(value(logits + step) - value(logits - step))
+    assert rise == pytest.approx(2 * float((gradient * step).sum()), rel=1e-6)

@@ -16,7 +16,7 @@ from ttrain.train.callbacks import Callback
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import set_deterministic
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Cadence, Speed
+from ttrain.train.training_options import Cadence
 
 pytestmark = pytest.mark.gpu
 
@@ -92,18 +92,6 @@ def test_a_continued_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         continued.checkpoints.close()
     assert result.resumed_from_step >= 10
     assert same(copies(straight.bare.state_dict()), copies(continued.bare.state_dict()))
-
-
-def test_a_compiled_model_has_the_losses_of_one_that_is_not() -> None:
-    """In bf16, whose roundings twenty steps of Muon enlarge: 0.4 % at a loss of 0.75, on an
-    H200."""
-    losses = []
-    for how in (Speed(), Speed(compile=True)):
-        trainer, recorder = trainer_of(how=how)
-        trainer.fit()
-        assert trainer.model.compiled is how.compile
-        losses.append(recorder.figures("loss"))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 def test_a_gpu_trains_as_a_cpu_does_in_fp32() -> None:

@@ -201,14 +201,6 @@ def test_a_stage_is_evaluated_on_what_it_holds_out_itself(stage_home: Home, tmp_
         callbacks.read_items(settings.lora, jobs[1])
 
 
-def test_a_rate_that_does_not_move_the_validation_loss_is_reported(
-    stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = stage_settings(4, {"optim": {"kind": "adamw", "lr": 1e-9}})
-    assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
-    assert "pretrain.optim.lr" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
