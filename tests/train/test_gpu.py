@@ -23,8 +23,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 ALONE = Ranks(0, 1, CUDA)
 MUON = Optim(kind="muon", lr=1e-2)
-# The kernel has heads of 64.
-WIDE: dict[str, Any] = {"kind": "qwen3", "hidden_size": 128, "heads": 2}
+WIDE: dict[str, Any] = {"kind": "qwen3", "hidden_size": 128, "heads": 2}  # of 64, the kernel's
 STEPS = {"row_length": 64, "tokens_per_step": 384, "tokens": 20 * 384}
 
 

@@ -18,7 +18,6 @@ from ttrain.train import varlen
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
 
 T = 24
-SEGMENTS = np.array([[0] * T, [0] * 3 + [1] * 15 + [2] * 6])
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 
 
@@ -103,11 +102,11 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("capability", "arguments", "is_usable"),
     [
-        ((8, 0), (CUDA, BF16, 64, 0.0), True),
+        ((8, 0), (CUDA, BF16, 256, 0.0), True),
         ((7, 5), (CUDA, BF16, 64, 0.0), False),
         ((8, 0), (CPU, BF16, 64, 0.0), False),
         ((8, 0), (CUDA, torch.float32, 64, 0.0), False),
-        ((8, 0), (CUDA, BF16, 320, 0.0), False),
+        ((8, 0), (CUDA, BF16, 264, 0.0), False),
         ((8, 0), (CUDA, BF16, 36, 0.0), False),
         ((8, 0), (CUDA, BF16, 64, 0.1), False),
     ],
