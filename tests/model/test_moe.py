@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.comparing import distance, same
-from support.tiny_data import VOCAB, NumberedRows
+from support.tiny_data import VOCAB
 from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor, nn
@@ -53,19 +53,6 @@ def test_what_no_architecture_has_is_refused(
         tiny_model(kind=kind, moe=settings)
 
 
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
-LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
-
-
-@pytest.mark.parametrize("kind", ["olmoe", "granitemoe", "deepseek_v3"])
-def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -> None:
-    is_latent = kind == "deepseek_v3"
-    shared = {"shared_experts": 1} if is_latent else {}
-    settings = {"experts": 6, "top_k": 3, **shared}
-    model = tiny_model(kind=kind, moe=settings, fields=LATENT if is_latent else {})
-    routers: Any = Routers(model).modules
-    assert [(router.num_experts, router.top_k) for router in routers] == [(6, 3)] * 2
-    assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 
 
 def slow(block: Any, x_ND: Tensor) -> Tensor:

@@ -84,12 +84,12 @@ def test_losses_and_their_gradients_are_those_of_torch(
     assert is_close(logits, 64 * exact.grad, kind, atol=1e-5)
 
 
-@pytest.mark.parametrize("label", [50, -1])
-def test_a_label_outside_the_vocabulary_is_an_error(label: int, kind: torch.dtype) -> None:
+def test_a_label_outside_the_vocabulary_is_an_error(kind: torch.dtype) -> None:
     logits = random(3, 50, seed=1, dtype=kind)
     before = logits.clone()
-    with pytest.raises(IndexError, match=rf"label {label} .* 50 entries"):
-        native.score(logits, torch.tensor([1, label, 2]), 1.0)
+    for label in (50, -1):
+        with pytest.raises(IndexError, match=rf"label {label} .* 50 entries"):
+            native.score(logits, torch.tensor([1, label, 2]), 1.0)
     assert torch.equal(logits, before)
 
 

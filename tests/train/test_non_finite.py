@@ -14,7 +14,6 @@ from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer,
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.data.packing import Batch
-from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.distributed import Ranks
 from ttrain.train.step_figures import SKIPS_IN_A_ROW, NonFinite
@@ -54,7 +53,8 @@ def rows_of_step(step: int) -> list[int]:
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return factory.state(trainer.weights.model)  # type: ignore[attr-defined]
+    weights: dict[str, torch.Tensor] = trainer.weights.state()
+    return weights
 
 
 def test_stop_saves_the_state_before_the_step_and_raise_does_not(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from datetime import datetime, time, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from support.tiny_trainers import (
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Night
-from ttrain.config.loading import load
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import resource_limits
 from ttrain.train.callbacks import LogRecord
@@ -34,7 +32,6 @@ from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, l
 from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence
 
-CUDA = torch.device("cuda", 0)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS enforces no limit")
 
 
@@ -71,33 +68,12 @@ def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes()
     torch.zeros(10_000_000)
 
 
-@pytest.fixture
-def fractions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, torch.device]]:
-    """The shares that were set of a GPU of 160 GB."""
-    pairs: list[tuple[float, torch.device]] = []
-    properties = SimpleNamespace(total_memory=160_000_000_000)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    set_fraction = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, set_fraction, lambda *pair: pairs.append(pair))
-    return pairs
-
-
-def test_on_cuda_the_limit_is_a_share_of_the_device(fractions: Any) -> None:
-    for limit in (40e9, 200e9):
-        limit_memory(limit, CUDA)
-    assert fractions == [(0.25, CUDA), (1.0, CUDA)]
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")]
-)
-def test_out_of_memory_names_the_setting(error: Exception) -> None:
-    with (
-        pytest.raises(TTrainError, match=r"runtime\.rows_per_device .*8") as raised,
-        explain_out_of_memory(None, 8),
-    ):
-        raise error
-    assert "memory_limit_gb" not in str(raised.value) and raised.value.__cause__ is error
+def test_out_of_memory_names_the_setting() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")):
+        message = pytest.raises(TTrainError, match=r"runtime\.rows_per_device .*8")
+        with message as raised, explain_out_of_memory(None, 8):
+            raise error
+        assert "memory_limit_gb" not in str(raised.value) and raised.value.__cause__ is error
     with pytest.raises(RuntimeError, match="shape mismatch"), explain_out_of_memory(1e9, 8):
         raise RuntimeError("shape mismatch")
 
@@ -158,16 +134,3 @@ def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
 def test_a_window_has_its_start_but_not_its_end() -> None:
     for now, start, end, inside in ((22, 22, 8, True), (8, 22, 8, False), (3, 1, 5, True)):
         assert resource_limits.is_in_window(time(now), time(start), time(end)) is inside
-
-
-@pytest.mark.parametrize(("used", "by_night"), [(10e9, 0.5), (100e9, 0.625)])
-def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
-    fractions: Any, monkeypatch: pytest.MonkeyPatch, used: float, by_night: float
-) -> None:
-    settings = load(profiles=["night"]).settings.runtime.night
-    assert settings
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
-    throttle = NightThrottle(settings, CUDA, rows_per_device=4)
-    throttle.set(True)
-    throttle.set(False)
-    assert fractions == [(by_night, CUDA), (1.0, CUDA)]
