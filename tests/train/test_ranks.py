@@ -50,19 +50,12 @@ def fit(
     rows, is_spoilt = NumberedRows(13, config.row_length, live), spoilt_rank == ranks.rank
     model = tiny_model(seed=1 + 7 * ranks.rank, dropout=dropout)  # rank 0's weights count
     recorder = Recorder()
-    trainer = make_trainer(
-        config,
-        model,
-        rows,
-        ranks=ranks,
-        callbacks=[recorder],
-        directory=directory / "checkpoints" if stop_rank else None,
-        cadence=Cadence(log=1, checkpoint=100),
-        task=WatchedTask(config, model, lambda n: math.inf if is_spoilt and n == 2 else 1.0),
-        validation=[rows.batch(numbers) for numbers in (range(6), range(6, 11), range(11, 13))],
-        stop_after=3 if stop_rank == ranks.rank else None,
-        **options,
-    )
+    options |= {"callbacks": [recorder], "cadence": Cadence(log=1, checkpoint=100), "ranks": ranks}
+    options |= {"directory": directory / "checkpoints"} if stop_rank else {}
+    options |= {"stop_after": 3} if stop_rank == ranks.rank else {}
+    task = WatchedTask(config, model, lambda n: math.inf if is_spoilt and n == 2 else 1.0)
+    validation = [rows.batch(numbers) for numbers in (range(6), range(6, 11), range(11, 13))]
+    trainer = make_trainer(config, model, rows, task=task, validation=validation, **options)
     result = trainer.fit()
     weights = copy_tensors(factory.state(model))
     if ranks.first:
