@@ -108,12 +108,6 @@ def test_sizes_have_the_architectures_own_names(kind: str) -> None:
     assert {"vocab_size": VOCAB, **IDS}.items() <= config.items()
 
 
-def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
-    for settings, expected in (({}, [0, 0]), ({"dropout": 0.2}, [0.2, 0])):
-        config = config_of(kind="gpt2", **settings)
-        assert [config[name] for name in ("attn_pdrop", "embd_pdrop")] == expected
-
-
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from support.comparing import distance, same
-from support.tiny_data import VOCAB
 from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor, nn
@@ -51,8 +50,6 @@ def test_what_no_architecture_has_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         tiny_model(kind=kind, moe=settings)
-
-
 
 
 def slow(block: Any, x_ND: Tensor) -> Tensor:
@@ -132,16 +129,14 @@ def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() ->
     assert torch.isfinite(sums_of(model, padded_rows()).total)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_routers_decide_in_fp32_under_autocast(kind: str) -> None:
-    model = tiny_moe(kind)
+def test_routers_decide_in_fp32_under_autocast() -> None:
+    model = tiny_moe("glm4_moe")
     routers = Routers(model)
     with torch.autocast("cpu", torch.bfloat16), routers.watched() as choices:
-        model(input_ids=torch.randint(9, VOCAB, (2, 8)))
-    for choice, block in zip(choices, blocks(model), strict=True):
-        logits_NE = choice.logits_NE
+        model(input_ids=torch.arange(9, 25)[None])
+    for logits_NE in (choice.logits_NE for choice in choices):
         assert logits_NE.dtype == torch.float32
-        assert not torch.equal(logits_NE, logits_NE.bfloat16().float()), block
+        assert not torch.equal(logits_NE, logits_NE.bfloat16().float())
 
 
 def sums_of(model: Any, batch: Batch) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import copies, same
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import Recorder, make_trainer, settings_of_training, tiny_model
 
@@ -91,13 +91,3 @@ def test_a_continued_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         continued.checkpoints.close()
     assert result.resumed_from_step >= 10
     assert same(copies(straight.bare.state_dict()), copies(continued.bare.state_dict()))
-
-
-def test_a_gpu_trains_as_a_cpu_does_in_fp32() -> None:
-    weights, config = [], settings_of_training(optim=Optim(kind="adamw", lr=1e-2))
-    for ranks in (ALONE, Ranks(0, 1, torch.device("cpu"))):
-        options: dict[str, Any] = {"rows_per_device": 3, "ranks": ranks}
-        trainer = make_trainer(config, tiny_model(), NumberedRows(13), **options)
-        trainer.fit()
-        weights.append({name: tensor.cpu() for name, tensor in trainer.bare.state_dict().items()})
-    assert distance(*weights) < 1e-3

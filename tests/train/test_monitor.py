@@ -3,13 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 from support.comparing import PERFORMANCE
-from support.tiny_trainers import CPU, tiny_model
-from torch.utils.flop_counter import FlopCounterMode
+from support.tiny_trainers import CPU
 
 from ttrain.train.callbacks import StepRecord
-from ttrain.train.monitor import PerformanceMonitor, flops_per_token
+from ttrain.train.monitor import PerformanceMonitor
 
 
 def test_figures_are_of_the_time_since_the_last_log() -> None:
@@ -40,32 +38,3 @@ def test_figures_are_of_the_time_since_the_last_log() -> None:
     }
     assert {*metrics} == {*PERFORMANCE}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-
-
-def counted_flops(model: torch.nn.Module, T: int) -> float:
-    """FLOPs a token of a forward and a backward pass, as torch counts its matrix products."""
-    model.set_attn_implementation("eager")  # type: ignore[operator]  # torch counts no fused ones
-    model.set_experts_implementation("eager")  # type: ignore[operator]
-    ids = torch.arange(2 * T).reshape(2, T) % 50
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
-    return counter.get_total_flops() / (2 * T)
-
-
-SPARSE = {"experts": 6, "top_k": 3, "expert_size": 16, "shared_experts": 1, "dense_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("options", "T", "error"),
-    [
-        ({"kv_heads": 2}, 16, 0.02),
-        ({"kv_heads": 2, "tie_embeddings": False}, 96, 0.02),
-        ({"kind": "gpt2"}, 32, 0.05),  # biases and norms are some percent
-        ({"kind": "qwen3", "moe": SPARSE}, 32, 0.05),
-    ],
-)
-def test_flops_per_token_are_those_that_torch_counts(
-    options: dict[str, Any], T: int, error: float
-) -> None:
-    model = tiny_model(**{"hidden_size": 64, "heads": 4, **options})
-    assert flops_per_token(model, T) == pytest.approx(counted_flops(model, T), rel=error)

@@ -1,13 +1,11 @@
 """Which precision and device the settings become, and how the scale of fp16 moves."""
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ttrain.core import machine
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import precision
 from ttrain.train.precision import LossScale, resolve_device, resolve_precision
@@ -48,18 +46,6 @@ def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(
     assert resolved.loss_scale() == scale
     with resolved.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == precision.DTYPES[word]
-
-
-@pytest.mark.parametrize(
-    ("flags", "has_bf16"),
-    [("flags : avx512f avx512_bf16", True), ("Features : bf16", True), ("Features : ebf16", False)],
-)
-def test_a_cpu_has_bf16_by_its_flags(
-    monkeypatch: pytest.MonkeyPatch, flags: str, has_bf16: bool
-) -> None:
-    monkeypatch.setattr(Path, "read_text", Mock(return_value=flags))
-    monkeypatch.setattr(precision, "cpu_flags", machine.cpu_flags.__wrapped__)
-    assert precision.has_bf16(CPU) is has_bf16
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool) -> None:
