@@ -136,15 +136,13 @@ def test_the_output_head_is_adapted_unless_it_is_the_embedding() -> None:
         adapters.attach(tiny_model(tie_embeddings=True), settings(targets=("q_proj", "lm_head")))
 
 
-@pytest.mark.parametrize(
-    ("change", "cure"),
-    [({"kind": "dora"}, "set lora.kind=lora"), ({"dropout": 0.1}, "set lora.dropout=0")],
-)
+@pytest.mark.parametrize(("name", "value", "cure"), [("kind", "dora", "lora"), ("dropout", 0.1, 0)])
 def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(
-    change: dict[str, Any], cure: str
+    name: str, value: Any, cure: Any
 ) -> None:
-    with pytest.raises(UsageError, match=f"experts .*{cure}.* or lora.targets=attention"):
-        adapters.attach(tiny_model(**SHAPES["experts"]), settings(**change))
+    message = rf"experts .*set lora\.{name}={cure}.* or lora\.targets=attention"
+    with pytest.raises(UsageError, match=message):
+        adapters.attach(tiny_model(**SHAPES["experts"]), settings(**{name: value}))
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=CASE_IDS)
@@ -182,8 +180,8 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
 
     def fit(ranks: Ranks) -> dict[str, Tensor]:
         model, rows = adapters.attach(tiny_model(), config), NumberedRows(12)
-        options: dict[str, Any] = {"rows_per_device": 3, "how": Speed(parallel="fsdp")}
-        trainer = make_trainer(config, model, rows, ranks=ranks, **options)
+        how = Speed(parallel="fsdp")
+        trainer = make_trainer(config, model, rows, ranks=ranks, rows_per_device=3, how=how)
         trainer.fit()
         return copies(trainer.parallel.whole(adapters.state(model)))
 
@@ -201,9 +199,8 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     for how in (Speed(), Speed(compile=True)):
         model = adapters.attach(tiny_model(), config)
         before = copies(adapters.state(model))
-        task = PlainSgd(config, model)
-        trainer = make_trainer(config, model, NumberedRows(24), how=how, task=task)
-        trainer.weights = HeldAdapter(model)
+        options: dict[str, Any] = {"task": PlainSgd(config, model), "weights": HeldAdapter(model)}
+        trainer = make_trainer(config, model, NumberedRows(24), how=how, **options)
         trainer.fit()
         assert trainer.model.compiled is how.compile
         weights.append(copies(adapters.state(model)))
@@ -217,12 +214,8 @@ def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(
     base = save_base(tiny_model(vocab=len(Encoder(tokenizer))), tmp_path / "base" / "model")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, base / name)
-    digest, settings, whole, again = (
-        weights_digest(base),
-        stage_settings(),
-        tmp_path / "1",
-        tmp_path / "2",
-    )
+    digest, settings = weights_digest(base), stage_settings()
+    whole, again = tmp_path / "1", tmp_path / "2"
     changes = {"kind": "prefix", "start_from": "pretrain", "virtual_tokens": 4}
     config = settings.replaced({"lora": {**changes, "epochs": None, "tokens": 6 * 256}})
     inputs = {"base": base.parent, "shards": stage_home.chats.path}

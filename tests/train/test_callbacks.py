@@ -82,15 +82,12 @@ def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["start", "validation_figures", "end"])
-def test_a_callback_that_raises_is_named_and_failed_is_the_last_hook_of_all(
-    tmp_path: Path, hook: str
-) -> None:
+def test_a_callback_that_raises_is_named_and_failed_is_the_last_hook_of_all(hook: str) -> None:
     def broken(self: Callback, *arguments: Any) -> None:
         raise ZeroDivisionError("by itself")
 
     breaks, recorder = type("Breaks", (Callback,), {hook: broken, "failed": broken}), HookRecorder()
-    cadence = Cadence(log=1, checkpoint=1, validate=1)
-    options = {"callbacks": [breaks(), recorder], "cadence": cadence, "directory": tmp_path}
+    options = {"callbacks": [breaks(), recorder], "cadence": Cadence(log=1, validate=1)}
     with pytest.raises(TTrainError, match=rf"Breaks\.{hook} raised ZeroDivisionError"):
         scripted_trainer(96, [1.0], **options).fit()
     assert recorder.events[-1] == "failed TTrainError" and "end 1" not in recorder.events

@@ -13,7 +13,6 @@ from support.tiny_trainers import WatchedTask, make_trainer, settings_of_trainin
 from ttrain.data.order import ShuffledOrder
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
 from ttrain.train.guards import LossSpike, Overfit, counts, default_guards
-from ttrain.train.trainer import QUICK
 
 ORDER = ShuffledOrder(60, 6, 60_000, 1)
 NAN, INF = float("nan"), float("inf")
@@ -99,16 +98,3 @@ def test_overfitting_is_three_rises_while_the_training_loss_falls(
         assert (line["guard"], line["rows"]) == ("overfit", ORDER.step_rows(49).tolist())
         for part in ("step 20", "1.9 → 2.05", "2.9 → 2.6", "5.0 times"):
             assert part in line["message"]
-
-
-def test_all_held_out_rows_are_not_compared_with_those_of_quick_validations(book: Path) -> None:
-    guard = Overfit(book, ORDER)
-    guard.log(LogRecord(0, ORDER.steps, 0, {QUICK: 7.7}))  # before the first step
-    for number, held_out in enumerate([5.7, 5.85, 5.9], start=1):
-        end_steps(guard, [6.0 / number] * 10, first=10 * number - 9)
-        guard.log(LogRecord(10 * number, ORDER.steps, 0, {QUICK: held_out}))
-    end_steps(guard, [1.0] * 10, first=31)
-    guard.log(LogRecord(40, ORDER.steps, 0, {QUICK: 9.0, "validation_loss": 9.0}))
-    assert lines(book) == []
-    guard.log(LogRecord(45, ORDER.steps, 0, {QUICK: 7.0}))
-    assert [line["step"] for line in lines(book)] == [45]

@@ -186,20 +186,6 @@ def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
     assert same(alone, results())
 
 
-@pytest.mark.parametrize("shape", [(3, 96, 16), (1, 48, 48), (3, 144, 336)], ids=str)
-def test_matrices_become_as_orthogonal_as_by_torch(
-    shape: tuple[int, ...], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrices, zeros = random(*shape, seed=1), torch.zeros(1, *shape[1:])
-    matrices[-1] *= 1e-3
-    exact = without_kernels(monkeypatch, lambda: optim.orthogonal(matrices, torch.float64))
-    rounded = without_kernels(monkeypatch, lambda: optim.orthogonal(matrices, kind))
-    ours = optim.orthogonal(matrices, kind)
-    assert ours.dtype == FP32
-    assert distance({"": exact}, {"": ours}) < 1.5 * distance({"": exact}, {"": rounded})
-    assert torch.equal(optim.orthogonal(zeros, kind), zeros)
-
-
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_kernels(

@@ -84,14 +84,14 @@ def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step() -> None:
 
 
 def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:
-    recorder, weights = Recorder(), list[dict[str, torch.Tensor]]()
-
     class Copying(Recorder):
         def log(self, record: Any) -> None:
+            super().log(record)
             weights.append(copies(state(trainer)))
 
-    rows, callbacks = {rows_of_step(2)[0]}, [recorder, Copying()]
-    trainer = trainer_with(rows, "skip", {"factor": math.inf}, callbacks=callbacks)
+    recorder, weights = Copying(), list[dict[str, torch.Tensor]]()
+    rows = {rows_of_step(2)[0]}
+    trainer = trainer_with(rows, "skip", {"factor": math.inf}, callbacks=[recorder])
     result = trainer.fit()
     assert (result.skipped_steps, result.step) == (1, 7)
     assert same(weights[1], weights[2]) and not same(weights[2], weights[3])

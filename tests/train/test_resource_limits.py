@@ -68,16 +68,6 @@ def test_a_limit_in_which_no_training_can_begin_is_refused_and_nothing_changes()
     torch.zeros(10_000_000)
 
 
-def test_out_of_memory_names_the_setting() -> None:
-    for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("std::bad_alloc")):
-        message = pytest.raises(TTrainError, match=r"runtime\.rows_per_device .*8")
-        with message as raised, explain_out_of_memory(None, 8):
-            raise error
-        assert "memory_limit_gb" not in str(raised.value) and raised.value.__cause__ is error
-    with pytest.raises(RuntimeError, match="shape mismatch"), explain_out_of_memory(1e9, 8):
-        raise RuntimeError("shape mismatch")
-
-
 class ThreadsAndRows(Recorder):
     """Notes the threads and the rows of a micro-batch at each log."""
 
