@@ -31,9 +31,7 @@ def saved(shape: str, kind: str, directory: Path) -> tuple[Path, Path, torch.Ten
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=CASE_IDS)
-def test_an_adapter_gives_the_same_logits_loaded_here_by_plain_peft_and_merged(
-    tmp_path: Path, shape: str, kind: str
-) -> None:
+def test_an_adapter_gives_the_same_logits_everywhere(tmp_path: Path, shape: str, kind: str) -> None:
     """Up to rounding: products of experts differ in the last bit with where their rows lie."""
     base, adapter, expected = saved(shape, kind, tmp_path)
     of_base = logits(factory.load(base))

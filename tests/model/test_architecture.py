@@ -33,9 +33,7 @@ PLACES = {"file": 0, "environment": 1, "command line": 2}
 
 
 @pytest.mark.parametrize(("preset", "size"), list(product(PLACES, repeat=2)))
-def test_a_size_beside_a_preset_wins_where_its_layer_is_as_strong_or_stronger(
-    tmp_path: Path, preset: str, size: str
-) -> None:
+def test_a_size_wins_where_its_layer_is_as_strong(tmp_path: Path, preset: str, size: str) -> None:
     given: dict[str, list[tuple[str, Any]]] = {place: [] for place in PLACES}
     given[size].append(("layers", 7))
     given[preset].append(("preset", "124m"))  # after it, which must not matter in one layer
@@ -86,9 +84,7 @@ VALUES: dict[str, Any] = {"null": None, "{}": {}, "[1, 2]": [1, 2], "true": True
 VALUES |= {"1e-5": "1e-5", "gelu": "gelu"}
 
 
-def test_a_field_takes_any_value_of_json_alone_or_within_a_mapping(
-    tmp_path: Path,
-) -> None:
+def test_a_field_takes_any_value_of_json_alone_or_within_a_mapping(tmp_path: Path) -> None:
     for text, value in VALUES.items():
         assert model_of(f"model.fields.any={text}").fields == {"any": value}
     rope = "{rope_parameters: {rope_type: linear, factor: 2.0}}"
@@ -138,9 +134,7 @@ def test_a_model_config_of_tinyseek_alone_is_its_model(tmp_path: Path) -> None:
         ("kep", "'keep'"),
     ],
 )
-def test_a_name_that_tinyseek_lacks_is_refused_with_the_nearest(
-    tmp_path: Path, name: str, hint: str
-) -> None:
+def test_a_name_that_tinyseek_lacks_is_refused(tmp_path: Path, name: str, hint: str) -> None:
     path = settings_file(tmp_path, json.dumps({**TINYSEEK, name: 1}), "model_config.json")
     with pytest.raises(UsageError, match=rf"'{name}' \(from .*model_config\.json\) .*{hint}"):
         model_of(files=[path])

@@ -65,9 +65,7 @@ def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
-def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(
-    options: dict[str, Any],
-) -> None:
+def test_a_step_reaches_every_parameter_with_checkpointing_too(options: dict[str, Any]) -> None:
     """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not
     spoil."""
     gradients = []
@@ -121,9 +119,7 @@ def test_sizes_have_the_architectures_own_names(kind: str) -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_an_architecture_cannot_be_is_refused_by_name(
-    settings: dict[str, Any], parts: list[str]
-) -> None:
+def test_what_no_architecture_has_is_refused(settings: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
     assert [part for part in parts if part not in str(raised.value)] == [], raised.value
@@ -164,9 +160,7 @@ EXPERTS = {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}
 
 
 @pytest.mark.parametrize("options", [{"kind": "llama"}, {"kind": "gpt2"}, EXPERTS], ids=str)
-def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(
-    options: Any,
-) -> None:
+def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers(options: Any) -> None:
     sizes = {**options, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)
     writers, unscaled = residual_weights(scaled), dict(plain.named_parameters())

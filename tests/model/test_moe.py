@@ -45,9 +45,7 @@ def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: st
         ("granitemoe", {"dense_layers": 1}, "all layers of granitemoe"),
     ],
 )
-def test_what_no_architecture_has_is_refused(
-    kind: str, settings: dict[str, Any], message: str
-) -> None:
+def test_a_mixture_of_no_kind_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         tiny_model(kind=kind, moe=settings)
 

@@ -53,9 +53,7 @@ def by_hand(model: Any, batch: Batch) -> tuple[float, float]:
     ("settings", "chunk"), [({}, 0), ({}, 5), ({"tie_embeddings": False}, None)], ids=str
 )
 @torch.no_grad()
-def test_the_loss_is_that_of_both_heads_by_hand(
-    settings: dict[str, Any], chunk: int | None
-) -> None:
+def test_the_loss_is_that_of_both_heads(settings: dict[str, Any], chunk: int | None) -> None:
     model, batch = two_heads(0.4, **settings), NumberedRows(3).batch(range(3))
     task = LanguageModeling(settings_of_training(), model, chunk_tokens=chunk)
     loss = task.train_step(task.build_model(), batch, CPU)
@@ -77,9 +75,7 @@ def test_the_head_is_trained_by_adamw_without_decay() -> None:
     assert any(parameter is head for parameter in group["params"])
 
 
-def test_a_head_with_a_bias_is_loaded_and_one_of_another_size_refused_by_name(
-    tmp_path: Path,
-) -> None:
+def test_a_head_with_a_bias_is_loaded_and_one_of_another_size_refused(tmp_path: Path) -> None:
     model = tiny_model()
     weights = {"weight": torch.randn(VOCAB, 16), "bias": torch.randn(VOCAB)}
     save_file(weights, tmp_path / SECOND_HEAD)
@@ -94,9 +90,7 @@ SHORT = {"epochs": None, "tokens": 3 * 256}
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
-def test_stages_keep_the_head_with_the_model_or_drop_it(
-    keep: bool, stage_home: Home, tmp_path: Path
-) -> None:
+def test_stages_keep_the_head_or_drop_it(keep: bool, stage_home: Home, tmp_path: Path) -> None:
     settings = stage_settings(steps=2)
     changes: dict[str, Any] = {"multi_token": MultiToken(weight=0.5, keep_head=keep)}
     if keep:

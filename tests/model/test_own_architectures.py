@@ -67,9 +67,7 @@ def test_noise_of_the_size_that_its_weight_says_moves_routes_in_training_only() 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_cache_and_padding_on_the_left_change_neither_logits_nor_what_is_generated(
-    shape: str,
-) -> None:
+def test_a_cache_and_left_padding_change_neither_logits_nor_text(shape: str) -> None:
     model, ids = tiny_model(**SHAPES[shape]).eval(), random_ids(3, 1, T)
     with torch.no_grad():
         whole = model(ids).logits

@@ -51,9 +51,7 @@ def alone(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     ("shape", "chunk_tokens"), [*((shape, None) for shape in SHAPES), ("llama", 0)]
 )
-def test_records_in_a_row_have_the_loss_and_gradient_that_peft_gives_each(
-    shape: str, chunk_tokens: int | None
-) -> None:
+def test_records_in_a_row_have_the_loss_of_each_alone(shape: str, chunk_tokens: int | None) -> None:
     config = settings(kind="prefix")
     model = disturb(adapters.attach(tiny_model(**SHAPES[shape]), config))
     batch = packed((11, 4, 12))

@@ -166,9 +166,7 @@ def test_a_continued_metrics_file_loses_later_and_torn_lines(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stop_after", [None, 4])
-def test_an_early_stop_is_the_same_after_an_interruption_and_when_run_again(
-    tmp_path: Path, stop_after: int | None
-) -> None:
+def test_an_early_stop_is_the_same_when_continued(tmp_path: Path, stop_after: int | None) -> None:
     if stop_after:
         trained(tmp_path, stop_after=stop_after)
     result, trainer = trained(tmp_path, done=stop_after or 0)

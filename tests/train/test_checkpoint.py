@@ -137,9 +137,7 @@ def test_a_damaged_checkpoint_makes_room_for_whole_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_exactly_these_stay_and_the_best_is_the_smallest_metric_also_after_resuming(
-    tmp_path: Path, seed: int
-) -> None:
+def test_exactly_these_stay_and_the_best_has_the_smallest_metric(tmp_path: Path, seed: int) -> None:
     """Against sets: the newest `keep`, every `keep_every`, the permanent, and the argmin of all
     metrics."""
     dice = random.Random(seed)
@@ -198,9 +196,7 @@ def test_the_best_is_found_whatever_its_pointer_says(
     assert warning in caplog.text
 
 
-def test_final_names_the_step_of_the_weights_once_training_has_ended_and_named_steps_stay(
-    tmp_path: Path,
-) -> None:
+def test_final_names_the_last_step_and_named_steps_stay(tmp_path: Path) -> None:
     config, permanent = settings_of_training(tokens=5 * 96), frozenset({1, 2})
     cadence = Cadence(checkpoint=100, checkpoint_steps=permanent)
 
@@ -292,9 +288,7 @@ class Malicious:
         ("optimizer.safetensors", torch.save),
     ],
 )
-def test_a_pickle_in_the_place_of_tensors_is_refused_and_not_run(
-    tmp_path: Path, name: str, save: Any
-) -> None:
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path, name: str, save: Any) -> None:
     """With digests that fit, as one who may write there would leave it."""
     write(tmp_path, 4)
     ran, path = tmp_path / "ran", tmp_path / "step-00000004" / name

@@ -54,16 +54,12 @@ def noisy(count: int, level: float = 3.0) -> list[float]:
     ],
     ids=["noise", "early", "not finite", "one", "two rises"],
 )
-def test_a_spike_is_a_rise_above_the_noise(
-    book: Path, losses: list[float], steps: list[int]
-) -> None:
+def test_a_spike_rises_above_the_noise(book: Path, losses: list[float], steps: list[int]) -> None:
     end_steps(LossSpike(book), losses)
     assert [line["step"] for line in lines(book)] == steps
 
 
-def test_a_run_continues_after_a_spike_and_counts_it(
-    book: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_continues_after_a_spike(book: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, model = settings_of_training(tokens=24 * 96), tiny_model(layers=1)
     task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 22 else 1.0)
     trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=task)

@@ -31,9 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
-    stage_home: Home, tmp_path: Path, name: str
-) -> None:
+def test_an_extended_stage_has_the_same_bytes(stage_home: Home, tmp_path: Path, name: str) -> None:
     common, short, long, begins = CASES[name]
     store, inputs = stage_home.store, stage_home.pretrain_inputs()
     first, second = (

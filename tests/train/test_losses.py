@@ -74,9 +74,7 @@ def test_the_loss_in_chunks_equals_the_plain_one_with_its_gradients(
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
 
 
-def test_where_all_positions_are_computed_those_without_a_target_do_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_positions_without_a_target_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose counts are waited for; a hidden state without a target may even be
     NaN."""
     hidden, weight, labels = inputs()
@@ -128,9 +126,7 @@ def all_logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("chunk", [0, 7, 512])
-def test_the_accuracy_of_a_validation_is_an_offline_count_over_the_same_tokens(
-    chunk: int, kind: str
-) -> None:
+def test_the_accuracy_of_a_validation_is_an_offline_count(chunk: int, kind: str) -> None:
     """With a head that is computed in chunks, and with all logits of a model whose head does
     more."""
     rows, model, hits, targets = NumberedRows(20), tiny_model(kind=kind), 0, 0
@@ -153,9 +149,7 @@ def test_a_label_outside_the_vocabulary_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_half_precision_the_gradients_are_at_least_as_good_as_the_plain_ones(
-    dtype: torch.dtype,
-) -> None:
+def test_gradients_in_half_precision_are_as_good_as_plain_ones(dtype: torch.dtype) -> None:
     hidden, weight, labels = inputs()
     exact = results(plain(hidden.double(), weight.double(), labels), hidden, weight)
     with torch.autocast("cpu", dtype):
@@ -191,9 +185,7 @@ def test_the_loss_scale_meets_small_gradients_before_they_are_rounded_to_fp16() 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scale", [None, 1.0, losses.FP16_GRADIENT_SCALE])
-def test_the_scores_for_a_compiler_and_their_slopes_are_those_of_torch(
-    scale: float | None, compiled: bool
-) -> None:
+def test_the_scores_for_a_compiler_are_those_of_torch(scale: float | None, compiled: bool) -> None:
     """Compiled to one graph that writes its input; without inductor, whose kernels differ on
     a GPU."""
     generator = torch.Generator().manual_seed(0)
@@ -334,9 +326,7 @@ def test_all_plain_heads_are_tested() -> None:
     assert {*PLAIN_HEADS} == {CAUSAL[kind] for kind in (*DENSE, *SPARSE)}
 
 
-def test_a_head_that_does_more_takes_the_plain_way_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_head_that_does_more_takes_the_plain_way(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(kind="granite", fields={"logits_scaling": 4.0})
     batch = NumberedRows(3).batch(range(3))
     language_modeling.warn_unchunked_logits.cache_clear()

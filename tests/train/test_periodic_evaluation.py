@@ -71,9 +71,7 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     return StageContext({"shards": shards}, {}, {}, shards, runtime, progress, lambda: False)
 
 
-def test_pretraining_with_a_suite_has_the_same_files_and_the_models_own_figures(
-    stage_home: Home, tmp_path: Path
-) -> None:
+def test_pretraining_with_a_suite_has_the_same_files(stage_home: Home, tmp_path: Path) -> None:
     """With samples and quick validations, too."""
     suite, first, second = tmp_path / "mine.yaml", tmp_path / "without", tmp_path / "with"
     suite.write_text(SUITE)
@@ -142,9 +140,7 @@ def test_an_evaluation_moves_no_shape_of_a_model(encoder: Encoder, name: str) ->
     assert len({record.metrics["eval/text/bits_per_byte"] for record in records}) == 2
 
 
-def test_two_ranks_wait_for_the_first_and_neither_is_moved(
-    encoder: Encoder, tmp_path: Path
-) -> None:
+def test_two_ranks_wait_for_the_first(encoder: Encoder, tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
         return [train(encoder, is_evaluated, ranks) for is_evaluated in (False, True)]
 

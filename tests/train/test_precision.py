@@ -38,9 +38,7 @@ def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
         ("fp32", torch.float32, LossScale(1.0, enabled=False)),
     ],
 )
-def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(
-    word: str, product_dtype: torch.dtype, scale: LossScale
-) -> None:
+def test_fp16_alone_is_scaled(word: str, product_dtype: torch.dtype, scale: LossScale) -> None:
     resolved = resolve_precision(word, CPU)
     assert (resolved.word, resolved.product_dtype) == (word, product_dtype)
     assert resolved.loss_scale() == scale

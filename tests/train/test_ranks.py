@@ -100,9 +100,7 @@ def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     assert distance(*weights) < 1e-4
 
 
-def test_the_weights_are_equal_to_the_bit_on_both_ranks_and_rank_0_alone_calls_its_callbacks(
-    two: Any,
-) -> None:
+def test_both_ranks_have_the_same_bits_and_rank_0_alone_calls_callbacks(two: Any) -> None:
     for name, (first, second) in two[1].items():
         assert first["events"] > 0 == second["events"], name
         for figure in ("digest", "step", "reason", "skipped", "scale", "live", "validation"):

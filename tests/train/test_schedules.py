@@ -105,9 +105,7 @@ SCHEDULES = st.builds(
 
 
 @given(SCHEDULES, st.integers(1, 60))
-def test_rates_rise_in_the_warm_up_and_never_after_it_and_are_never_0(
-    config: Schedule, steps: int
-) -> None:
+def test_rates_rise_in_the_warm_up_alone_and_are_never_0(config: Schedule, steps: int) -> None:
     factor = schedule(config, steps)
     rates = [factor(step) for step in range(steps)]
     warm = min(warmup_steps(config), steps)
@@ -140,9 +138,7 @@ def test_in_more_steps_than_those_of_the_full_rate_it_is_lower_by_the_root_of_th
 
 
 @given(SCHEDULES, st.integers(1, 60), st.integers(1, 60))
-def test_runs_of_any_length_agree_before_their_decay(
-    config: Schedule, short: int, long: int
-) -> None:
+def test_runs_of_any_length_agree_before_decay(config: Schedule, short: int, long: int) -> None:
     common = min(shared_steps(config, short), shared_steps(config, long))
     first, second = schedule(config, short), schedule(config, long)
     assert [first(step) for step in range(common)] == [second(step) for step in range(common)]

@@ -45,9 +45,7 @@ def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, 
     }
 
 
-def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(
-    tmp_path: Path,
-) -> None:
+def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) -> None:
     """Sharded to step 3 and whole to the end, and the other way round."""
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     straight = fit(ALONE, Speed(), tmp_path / "straight")
@@ -68,9 +66,7 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
         assert distance(straight["weights"], second["weights"]) < 1e-4
 
 
-def test_where_a_replica_cannot_be_compiled_none_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_replicas_are_compiled_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
 
     def keep(ranks: Ranks) -> tuple[bool, bool]:

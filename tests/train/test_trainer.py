@@ -131,9 +131,7 @@ def test_own_checkpoints_win_over_the_one_to_start_from(tmp_path: Path) -> None:
     assert resumed.result.resumed_from_step == 5
 
 
-def test_a_checkpoint_shows_the_step_it_was_taken_at_however_slow_the_writer(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_shows_the_step_it_was_taken_at(tmp_path: Path) -> None:
     """One writer is waited for at once; the other one writes when training is two steps on."""
     constant, moved_on = Schedule(kind="constant"), threading.Event()
     config = settings_of(tokens=7 * 96, precision="fp16", schedule=constant)
