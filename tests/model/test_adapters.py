@@ -52,9 +52,7 @@ class HeldAdapter(Held):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_nothing_that_a_library_will_drop_is_used_to_attach_an_adapter_or_to_load_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_nothing_that_a_library_will_drop_is_used(kind: str, tmp_path: Path) -> None:
     base = save_base(tiny_model(), tmp_path / "base")
     model = adapters.attach(tiny_model(), settings(kind=kind))
     adapter = save_adapter(model, tmp_path / "adapter", base)
@@ -122,9 +120,7 @@ def test_a_target_may_be_the_last_parts_of_a_name() -> None:
         ("llama", ("embed_tokens",), "names embed_tokens"),
     ],
 )
-def test_an_unknown_target_is_refused_with_the_list(
-    shape: str, names: tuple[str, ...], message: str
-) -> None:
+def test_an_unknown_target_is_refused(shape: str, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         adapters.attach(tiny_model(**SHAPES[shape]), settings(targets=names))
 
@@ -136,21 +132,15 @@ def test_the_output_head_is_adapted_unless_it_is_the_embedding() -> None:
         adapters.attach(tiny_model(tie_embeddings=True), settings(targets=("q_proj", "lm_head")))
 
 
-@pytest.mark.parametrize(
-    ("change", "cure"),
-    [({"kind": "dora"}, "set lora.kind=lora"), ({"dropout": 0.1}, "set lora.dropout=0")],
-)
-def test_what_peft_cannot_do_to_stacked_experts_is_refused_with_the_cure(
-    change: dict[str, Any], cure: str
-) -> None:
-    with pytest.raises(UsageError, match=f"experts .*{cure}.* or lora.targets=attention"):
-        adapters.attach(tiny_model(**SHAPES["experts"]), settings(**change))
+@pytest.mark.parametrize(("name", "value", "cure"), [("kind", "dora", "lora"), ("dropout", 0.1, 0)])
+def test_what_peft_cannot_do_to_experts_is_refused(name: str, value: Any, cure: Any) -> None:
+    message = rf"experts .*set lora\.{name}={cure}.* or lora\.targets=attention"
+    with pytest.raises(UsageError, match=message):
+        adapters.attach(tiny_model(**SHAPES["experts"]), settings(**{name: value}))
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES, ids=CASE_IDS)
-def test_training_moves_every_tensor_of_the_adapter_and_none_of_the_base(
-    shape: str, kind: str
-) -> None:
+def test_training_moves_all_of_the_adapter_and_nothing_of_the_base(shape: str, kind: str) -> None:
     base = tiny_model(**SHAPES[shape])
     frozen = copies(base.state_dict())
     config = settings(kind=kind, targets=("all-linear",))
@@ -182,8 +172,8 @@ def test_two_sharded_ranks_train_the_same_adapter_as_one(tmp_path: Path) -> None
 
     def fit(ranks: Ranks) -> dict[str, Tensor]:
         model, rows = adapters.attach(tiny_model(), config), NumberedRows(12)
-        options: dict[str, Any] = {"rows_per_device": 3, "how": Speed(parallel="fsdp")}
-        trainer = make_trainer(config, model, rows, ranks=ranks, **options)
+        how = Speed(parallel="fsdp")
+        trainer = make_trainer(config, model, rows, ranks=ranks, rows_per_device=3, how=how)
         trainer.fit()
         return copies(trainer.parallel.whole(adapters.state(model)))
 
@@ -201,28 +191,21 @@ def test_a_compiled_adapter_is_trained_to_the_same_weights(kind: str) -> None:
     for how in (Speed(), Speed(compile=True)):
         model = adapters.attach(tiny_model(), config)
         before = copies(adapters.state(model))
-        task = PlainSgd(config, model)
-        trainer = make_trainer(config, model, NumberedRows(24), how=how, task=task)
-        trainer.weights = HeldAdapter(model)
+        options: dict[str, Any] = {"task": PlainSgd(config, model), "weights": HeldAdapter(model)}
+        trainer = make_trainer(config, model, NumberedRows(24), how=how, **options)
         trainer.fit()
         assert trainer.model.compiled is how.compile
         weights.append(copies(adapters.state(model)))
     assert distance(*weights) < 1e-4 * distance(before, weights[0])
 
 
-def test_the_stage_leaves_an_adapter_and_continues_to_the_same_bytes(
-    stage_home: Home, tmp_path: Path
-) -> None:
+def test_the_stage_continues_to_the_same_bytes(stage_home: Home, tmp_path: Path) -> None:
     tokenizer = stage_home.tokenizer.path
     base = save_base(tiny_model(vocab=len(Encoder(tokenizer))), tmp_path / "base" / "model")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, base / name)
-    digest, settings, whole, again = (
-        weights_digest(base),
-        stage_settings(),
-        tmp_path / "1",
-        tmp_path / "2",
-    )
+    digest, settings = weights_digest(base), stage_settings()
+    whole, again = tmp_path / "1", tmp_path / "2"
     changes = {"kind": "prefix", "start_from": "pretrain", "virtual_tokens": 4}
     config = settings.replaced({"lora": {**changes, "epochs": None, "tokens": 6 * 256}})
     inputs = {"base": base.parent, "shards": stage_home.chats.path}
@@ -256,9 +239,7 @@ def test_without_bitsandbytes_the_command_that_installs_it_is_named(tmp_path: Pa
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_what_that_base_stands_for(
-    tmp_path: Path, kind: str
-) -> None:
+def test_an_adapter_on_a_quantized_base_gets_the_gradient_of_it(tmp_path: Path, kind: str) -> None:
     """Also after a validation, in which bitsandbytes may pack the weights of a CPU for
     inference."""
     import bitsandbytes

@@ -33,9 +33,7 @@ PLACES = {"file": 0, "environment": 1, "command line": 2}
 
 
 @pytest.mark.parametrize(("preset", "size"), list(product(PLACES, repeat=2)))
-def test_a_size_beside_a_preset_wins_where_its_layer_is_as_strong_or_stronger(
-    tmp_path: Path, preset: str, size: str
-) -> None:
+def test_a_size_wins_where_its_layer_is_as_strong(tmp_path: Path, preset: str, size: str) -> None:
     given: dict[str, list[tuple[str, Any]]] = {place: [] for place in PLACES}
     given[size].append(("layers", 7))
     given[preset].append(("preset", "124m"))  # after it, which must not matter in one layer
@@ -56,11 +54,6 @@ def test_only_the_strongest_preset_counts_and_null_is_none(tmp_path: Path) -> No
     # Nothing of 500m, such as its kv_heads.
     assert model_of("model.preset=1m", files=[path]) == Model(**SMALL)
     assert model_of("model.preset=null", files=[path]) == Model(heads=4)
-
-
-def test_a_preset_that_does_not_exist_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"model\.preset.*1m, 5m"):
-        model_of("model.preset=3m")
 
 
 def test_a_preset_is_not_in_the_key_but_its_sizes_are() -> None:
@@ -85,13 +78,13 @@ def test_fields_of_an_architecture_come_from_every_layer(tmp_path: Path) -> None
     assert loaded.sources["model.fields.resid_pdrop"] == str(path)
 
 
+NOT_JSON = (".nan", "2001-01-01", "!!binary aGk=")
+UNKNOWN = ("model.field.any", "model.layers.any", "sft.fields.any")
 VALUES: dict[str, Any] = {"null": None, "{}": {}, "[1, 2]": [1, 2], "true": True}
 VALUES |= {"1e-5": "1e-5", "gelu": "gelu"}
 
 
-def test_a_field_takes_any_value_that_json_has_and_one_within_a_mapping_may_be_set_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_field_takes_any_value_of_json_alone_or_within_a_mapping(tmp_path: Path) -> None:
     for text, value in VALUES.items():
         assert model_of(f"model.fields.any={text}").fields == {"any": value}
     rope = "{rope_parameters: {rope_type: linear, factor: 2.0}}"
@@ -110,18 +103,16 @@ FIELDS_OF_TINYSEEK = {
     "d_c": "latent_size",
     "d_r": "rope_head_dim",
     "hidden": "moe_intermediate_size",
+    "scale": "initializer_range",
     "other_experts": "num_local_experts",
     "shared_experts": "n_shared_experts",
     "keep": "num_experts_per_tok",
     "alpha": "router_aux_loss_coef",
     "dropout": "dropout",
-    "scale": "initializer_range",
 }
 
 
-def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(
-    tmp_path: Path,
-) -> None:
+def test_a_model_config_of_tinyseek_alone_is_its_model(tmp_path: Path) -> None:
     theirs = {**TINYSEEK, "vocab_size": 500, "hidden": 24}
     path = settings_file(tmp_path, json.dumps(theirs), "model_config.json")
     settings = load(["model.layers=5"], files=[path], environment={}).settings
@@ -143,28 +134,26 @@ def test_a_model_config_of_tinyseek_alone_is_its_model_and_may_be_overridden(
         ("kep", "'keep'"),
     ],
 )
-def test_a_name_that_tinyseek_lacks_is_refused_with_the_nearest(
-    tmp_path: Path, name: str, hint: str
-) -> None:
+def test_a_name_that_tinyseek_lacks_is_refused(tmp_path: Path, name: str, hint: str) -> None:
     path = settings_file(tmp_path, json.dumps({**TINYSEEK, name: 1}), "model_config.json")
     with pytest.raises(UsageError, match=rf"'{name}' \(from .*model_config\.json\) .*{hint}"):
         model_of(files=[path])
 
 
-@pytest.mark.parametrize("text", [".nan", "2001-01-01", "!!binary aGk="])
-def test_a_field_that_json_cannot_hold_is_refused(text: str) -> None:
-    """It could not enter the key, nor config.json."""
-    with pytest.raises(UsageError, match=r"model\.fields\.any"):
-        model_of(f"model.fields.any={text}")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # They could not enter the key, nor config.json.
+        *((f"model.fields.any={text}", r"model\.fields\.any") for text in NOT_JSON),
+        ("model.rope_factor=2", r"model\.rope_factor .*model\.rope_type"),
+        *((f"{key}=1", f"unknown setting '{key}'") for key in UNKNOWN),
+        ("model.preset=3m", r"model\.preset.*1m, 5m"),
+    ],
+)
+def test_what_no_model_has_is_refused(overrides: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        model_of(overrides)
 
 
-def test_a_factor_that_would_stretch_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"model\.rope_factor .*model\.rope_type"):
-        model_of("model.rope_factor=2")
+def test_a_factor_stretches_positions_of_a_type() -> None:
     assert model_of("model.rope_factor=2", "model.rope_type=yarn").rope_factor == 2
-
-
-@pytest.mark.parametrize("key", ["model.field.any", "model.layers.any", "sft.fields.any"])
-def test_only_model_fields_takes_any_name(key: str) -> None:
-    with pytest.raises(UsageError, match=f"unknown setting '{key}'"):
-        model_of(f"{key}=1")

@@ -2,20 +2,16 @@
 opens again."""
 
 import json
-import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny_adapters import save_base
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
 from torch.nn import functional as F
 
 from ttrain.config import Lora, Model
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import UsageError
 from ttrain.model import factory, kinds
 from ttrain.model.architecture import build_config
 from ttrain.model.factory import residual_weights
@@ -69,9 +65,7 @@ def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
-def test_a_training_step_reaches_every_parameter_the_same_with_gradient_checkpointing(
-    options: dict[str, Any],
-) -> None:
+def test_a_step_reaches_every_parameter_with_checkpointing_too(options: dict[str, Any]) -> None:
     """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not
     spoil."""
     gradients = []
@@ -97,15 +91,11 @@ def config_of(**settings: Any) -> dict[str, Any]:
 
 SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77}
 SIZES |= {"init_std": 0.01, "intermediate_size": 160}
+USUAL = "hidden_size num_hidden_layers num_attention_heads max_position_embeddings "
 OWN_NAMES = {
-    "llama": """
-        hidden_size num_hidden_layers num_attention_heads max_position_embeddings
-        initializer_range intermediate_size
-    """,
+    "llama": f"{USUAL} initializer_range intermediate_size",
     "gpt2": "n_embd n_layer n_head n_positions initializer_range n_inner",
-    "opt": """
-        hidden_size num_hidden_layers num_attention_heads max_position_embeddings init_std ffn_dim
-    """,
+    "opt": f"{USUAL} init_std ffn_dim",
 }
 
 
@@ -114,20 +104,6 @@ def test_sizes_have_the_architectures_own_names(kind: str) -> None:
     config = config_of(kind=kind, **SIZES)
     assert [config[name] for name in OWN_NAMES[kind].split()] == list(SIZES.values())
     assert {"vocab_size": VOCAB, **IDS}.items() <= config.items()
-
-
-def test_grouped_queries_and_the_width_of_a_head_follow_the_settings() -> None:
-    config = config_of(kind="qwen3", hidden_size=96, heads=4, kv_heads=2)
-    assert (config["num_key_value_heads"], config["head_dim"]) == (2, 24)
-    assert config_of(kind="qwen3", hidden_size=96, heads=4)["num_key_value_heads"] == 4
-    assert config_of(kind="llama", fields={"head_dim": 8})["head_dim"] == 8
-
-
-def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
-    config = config_of(kind="gpt2")
-    assert [config[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0, 0, 0]
-    config = config_of(kind="gpt2", dropout=0.2, fields={"resid_pdrop": 0.1})
-    assert [config[name] for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")] == [0.2, 0.1, 0]
 
 
 @pytest.mark.parametrize(
@@ -143,19 +119,10 @@ def test_no_architecture_brings_a_dropout_that_nobody_asked_for() -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_an_architecture_cannot_be_is_refused_by_name(
-    settings: dict[str, Any], parts: list[str]
-) -> None:
+def test_what_no_architecture_has_is_refused(settings: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(UsageError) as raised:
         factory.build(Model(**settings), vocab_size=VOCAB, ids=IDS, stop_ids=[3], seed=1)
     assert [part for part in parts if part not in str(raised.value)] == [], raised.value
-
-
-def test_numbers_in_fields_may_be_written_as_people_write_them() -> None:
-    """PyYAML reads 1e-4 as a word, and 1 as no float."""
-    config = config_of(fields={"rms_norm_eps": "1e-4"})
-    assert config["rms_norm_eps"] == 1e-4
-    assert isinstance(config_of(fields={"rms_norm_eps": 1})["rms_norm_eps"], float)
 
 
 def test_building_a_config_leaves_the_settings_as_they_are() -> None:
@@ -167,16 +134,6 @@ def test_building_a_config_leaves_the_settings_as_they_are() -> None:
     assert model.model_dump(mode="json") == before
 
 
-def test_kinds_are_those_of_transformers_own_table_and_ours_without_importing_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TABLE
-
-    monkeypatch.setitem(sys.modules, "transformers.models.auto", None)  # an import fails
-    kinds.names.cache_clear()
-    assert kinds.names() == {*TABLE, *kinds.OWN_KINDS}
-
-
 def test_targets_are_compared_with_the_layers_of_the_usual_kinds() -> None:
     tied = Model(tie_embeddings=True)
     for model, targets in ((Model(), ("no_such_layer", "q_proj")), (tied, ("lm_head",))):
@@ -185,46 +142,25 @@ def test_targets_are_compared_with_the_layers_of_the_usual_kinds() -> None:
     kinds.check_targets("lora", Lora(targets=("attention", "mlp.down_proj")), Model())
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [({"vocab_size": VOCAB - 1}, "embed_tokens"), ({"hidden_act": "nope"}, "'nope'")],
-    ids=str,
-)
-def test_a_config_that_contradicts_itself_or_its_weights_is_refused_by_its_directory(
-    tmp_path: Path, changes: dict[str, Any], problem: str
-) -> None:
-    save_base(tiny_model(kind="qwen3"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ArtifactError, match=rf"(?s){re.escape(str(tmp_path))}.*{problem}"):
-        factory.load(tmp_path)
-
-
 def test_rope_follows_its_base_type_and_factor() -> None:
     def frequencies(**settings: Any) -> Any:
         return tiny_model(**settings).model.rotary_emb.inv_freq
 
     plain = frequencies()
-    for base, actual in ((10_000.0, plain), (100.0, frequencies(rope_theta=100.0))):
-        expected = torch.tensor([base ** (-2 * i / 8) for i in range(4)])
-        torch.testing.assert_close(actual, expected)
+    expected = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
+    torch.testing.assert_close(frequencies(rope_theta=100.0), expected)
     torch.testing.assert_close(frequencies(rope_type="linear", rope_factor=4.0), plain / 4)
     for kind in ("yarn", "llama3"):
         scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
         # What turns fast within the trained length stays; what never turned there is stretched.
-        assert float(scaled[0]) == pytest.approx(1.0)
-        assert float(scaled[-1]) == pytest.approx(0.25)
-        config = config_of(rope_type=kind, rope_factor=4.0, max_length=128)
-        assert config["rope_parameters"]["original_max_position_embeddings"] == 32
+        assert [float(scaled[0]), float(scaled[-1])] == pytest.approx([1.0, 0.25])
 
 
 EXPERTS = {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}
 
 
 @pytest.mark.parametrize("options", [{"kind": "llama"}, {"kind": "gpt2"}, EXPERTS], ids=str)
-def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers_and_all_else_is_the_same(
-    options: Any,
-) -> None:
+def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers(options: Any) -> None:
     sizes = {**options, "hidden_size": 64, "layers": 8, "init_std": 0.05}
     scaled, plain = tiny_model(**sizes, scaled_residuals=True), tiny_model(**sizes)
     writers, unscaled = residual_weights(scaled), dict(plain.named_parameters())

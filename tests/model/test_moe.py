@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from support.comparing import distance, same
-from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import CPU, settings_of_training, tiny_model
 from torch import Tensor, nn
@@ -23,24 +22,17 @@ from ttrain.train.moe import RouterCall, Routers
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: str) -> None:
     model, settings = tiny_moe(kind), KINDS[kind]
-    shared = settings["moe"].get("shared_experts", 0)
-    assert model.config.model_type == kind
-    assert len(blocks(model)) == 2
+    assert model.config.model_type == kind and len(blocks(model)) == 2
     for block in blocks(model):
         E, inner, D = block.experts.gate_up_proj.shape
+        active = 2 + settings["moe"].get("shared_experts", 0)
         assert (E, D, block.gate.top_k) == (4, 16, 2)
         # As many active parameters as a dense layer has.
-        assert inner // 2 * (2 + shared) >= 64 > (inner // 2 - 8) * (2 + shared)
-        experts = getattr(block, "shared_experts", None)
-        widths = [experts.down_proj.weight.shape[1]] if experts is not None else []
-        assert widths == ([shared * inner // 2] if shared else [])
+        assert inner // 2 * active >= 64 > (inner // 2 - 8) * active
     moe_settings = {**settings["moe"], "dense_layers": 1, "expert_size": 24}
     model = tiny_model(kind=settings["kind"], layers=3, intermediate_size=40, moe=moe_settings)
     assert model.get_decoder().layers[0].mlp.gate_proj.weight.shape == (40, 16)
     assert [block.experts.down_proj.shape for block in blocks(model)] == [(4, 16, 24)] * 2
-    dense = tiny_model(kind=settings["kind"])
-    assert not Routers(dense).modules
-    assert not [name for name in dense.state_dict() if "gate.w" in name or "experts" in name]
 
 
 @pytest.mark.parametrize(
@@ -53,26 +45,9 @@ def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: st
         ("granitemoe", {"dense_layers": 1}, "all layers of granitemoe"),
     ],
 )
-def test_what_no_architecture_has_is_refused(
-    kind: str, settings: dict[str, Any], message: str
-) -> None:
+def test_a_mixture_of_no_kind_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         tiny_model(kind=kind, moe=settings)
-
-
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
-LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
-
-
-@pytest.mark.parametrize("kind", ["olmoe", "granitemoe", "deepseek_v3"])
-def test_an_architecture_with_experts_of_its_own_takes_the_settings(kind: str) -> None:
-    is_latent = kind == "deepseek_v3"
-    shared = {"shared_experts": 1} if is_latent else {}
-    settings = {"experts": 6, "top_k": 3, **shared}
-    model = tiny_model(kind=kind, moe=settings, fields=LATENT if is_latent else {})
-    routers: Any = Routers(model).modules
-    assert [(router.num_experts, router.top_k) for router in routers] == [(6, 3)] * 2
-    assert torch.isfinite(sums_of(model, NumberedRows(3).batch(range(3))).total)
 
 
 def slow(block: Any, x_ND: Tensor) -> Tensor:
@@ -152,16 +127,14 @@ def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() ->
     assert torch.isfinite(sums_of(model, padded_rows()).total)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_routers_decide_in_fp32_under_autocast(kind: str) -> None:
-    model = tiny_moe(kind)
+def test_routers_decide_in_fp32_under_autocast() -> None:
+    model = tiny_moe("glm4_moe")
     routers = Routers(model)
     with torch.autocast("cpu", torch.bfloat16), routers.watched() as choices:
-        model(input_ids=torch.randint(9, VOCAB, (2, 8)))
-    for choice, block in zip(choices, blocks(model), strict=True):
-        logits_NE = choice.logits_NE
+        model(input_ids=torch.arange(9, 25)[None])
+    for logits_NE in (choice.logits_NE for choice in choices):
         assert logits_NE.dtype == torch.float32
-        assert not torch.equal(logits_NE, logits_NE.bfloat16().float()), block
+        assert not torch.equal(logits_NE, logits_NE.bfloat16().float())
 
 
 def sums_of(model: Any, batch: Batch) -> Any:
@@ -246,8 +219,7 @@ def test_the_gradient_of_the_balance_is_that_of_finite_differences(kind: str) ->
     (gradient,) = torch.autograd.grad(value(logits), logits)
     moved = gradient.view(6, 16, 4).abs().amax(-1) > 0
     assert torch.equal(moved, inside & (live > 0)[:, None]), "every token that counts, and no other"
-    for _ in range(3):
-        direction = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            slope = (value(logits + 1e-5 * direction) - value(logits - 1e-5 * direction)) / 2e-5
-        assert float(slope) == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
+    step = 1e-5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        rise = float(value(logits + step) - value(logits - step))
+    assert rise == pytest.approx(2 * float((gradient * step).sum()), rel=1e-6)

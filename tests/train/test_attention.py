@@ -1,20 +1,15 @@
 """Attention within records: equal to that of torch, and only where it was asked for."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support.comparing import distance, with_gradients
-from support.tiny_data import VOCAB
-from support.tiny_trainers import tiny_model
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ttrain.model import factory
 from ttrain.train import attention, native
 from ttrain.train.attention import Records, segment_mask
-from ttrain.train.language_modeling import NextTokenLoss
 
 T = 29
 SEGMENTS = torch.tensor([[0] * T, [0] * 3 + [1] * 20 + [2] * 6, [4] * 9 + [-1] * 20, [*range(T)]])
@@ -73,19 +68,3 @@ def test_the_mask_is_that_of_a_naive_loop(branches_BT: Tensor | None) -> None:
     rows = range(len(SEGMENTS))
     expected = [[[[sees(b, q, k) for k in range(T)] for q in range(T)]] for b in rows]
     assert segment_mask(SEGMENTS, branches_BT).tolist() == expected
-
-
-def test_training_changes_neither_the_files_nor_the_generation_of_a_model() -> None:
-    """A batch padded on the left, which its mask must keep out."""
-    trained, untouched = tiny_model(), tiny_model()
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(9, VOCAB, SEGMENTS.shape, generator=generator)
-    NextTokenLoss(trained)(ids, torch.arange(T).expand_as(ids).contiguous(), SEGMENTS, ids)
-    assert factory.files(trained) == factory.files(untouched)
-    padding = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
-    ids = torch.randint(9, VOCAB, (2, 9), generator=generator) * padding
-    how: dict[str, Any] = {"attention_mask": padding, "max_new_tokens": 5, "do_sample": False}
-    texts = [model.eval().generate(ids, **how) for model in (trained, untouched)]
-    assert torch.equal(*texts)
-    with torch.no_grad():
-        assert torch.equal(trained(ids).logits, untouched(ids).logits)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,10 @@ from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_t
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
-from ttrain.core.files import ProgressWriter
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
-from ttrain.train.callbacks import Callback, LogRecord, MetricsFile, ProgressBar
+from ttrain.train.callbacks import Callback, MetricsFile
 from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
@@ -61,11 +60,7 @@ class HookRecorder(Callback):
 
 
 class Scripted(WatchedTask):
-    """A task whose validations have these losses."""
-
-    def __init__(self, *arguments: Any, losses: Sequence[float]) -> None:
-        super().__init__(*arguments)
-        self.losses = iter(losses)
+    losses: Iterator[float]
 
     def validation_step(self, model: Any, batch: Batch, device: Any) -> LossSum:
         return LossSum(torch.tensor(next(self.losses), dtype=torch.float64), 1)
@@ -73,7 +68,8 @@ class Scripted(WatchedTask):
 
 def scripted_trainer(tokens: int, losses: Sequence[float], **options: Any) -> Trainer:
     config, model = settings_of(tokens=tokens, schedule=CONSTANT), tiny_model()
-    task = Scripted(config, model, losses=losses)
+    task = Scripted(config, model)
+    task.losses = iter(losses)
     options = {"validation": [BATCH], "task": task, **options}
     return make_trainer(config, model, options.pop("rows", NumberedRows(52)), **options)
 
@@ -86,15 +82,12 @@ def test_the_order_of_hooks_is_golden(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["start", "validation_figures", "end"])
-def test_a_callback_that_raises_is_named_and_failed_is_the_last_hook_of_all(
-    tmp_path: Path, hook: str
-) -> None:
+def test_a_callback_that_raises_is_named_and_failed_is_the_last_hook_of_all(hook: str) -> None:
     def broken(self: Callback, *arguments: Any) -> None:
         raise ZeroDivisionError("by itself")
 
     breaks, recorder = type("Breaks", (Callback,), {hook: broken, "failed": broken}), HookRecorder()
-    cadence = Cadence(log=1, checkpoint=1, validate=1)
-    options = {"callbacks": [breaks(), recorder], "cadence": cadence, "directory": tmp_path}
+    options = {"callbacks": [breaks(), recorder], "cadence": Cadence(log=1, validate=1)}
     with pytest.raises(TTrainError, match=rf"Breaks\.{hook} raised ZeroDivisionError"):
         scripted_trainer(96, [1.0], **options).fit()
     assert recorder.events[-1] == "failed TTrainError" and "end 1" not in recorder.events
@@ -133,10 +126,7 @@ def test_early_stopping_needs_rows_to_validate_on() -> None:
     config = settings_of(validate_every_steps=5, early_stopping={"patience": 2})
     with pytest.raises(UsageError, match=r"early_stopping .*heldout_fraction"):
         early_stopping(config, [])
-    (callback,) = early_stopping(config, [BATCH])
-    assert isinstance(callback, EarlyStopping)
-    assert (callback.patience, callback.min_delta) == (2, 0.0)
-    assert early_stopping(settings_of(), []) == []
+    assert len(early_stopping(config, [BATCH])) == 1 and early_stopping(settings_of(), []) == []
 
 
 def trained(
@@ -144,17 +134,11 @@ def trained(
 ) -> tuple[Any, Trainer]:
     """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
-    trainer = scripted_trainer(
-        12 * 96,
-        PLATEAU[done:],
-        directory=directory,
-        ranks=ranks,
-        validation=[BATCH] * ranks.world,
-        callbacks=callbacks[::-1] if done else callbacks,
-        cadence=Cadence(log=3, checkpoint=100, validate=1),
-        stop_after=stop_after,
-        keep=9,
-    )
+    options: dict[str, Any] = {"directory": directory, "ranks": ranks, "stop_after": stop_after}
+    options |= {"validation": [BATCH] * ranks.world, "keep": 9}
+    options |= {"cadence": Cadence(log=3, checkpoint=100, validate=1)}
+    options |= {"callbacks": callbacks[::-1] if done else callbacks}
+    trainer = scripted_trainer(12 * 96, PLATEAU[done:], **options)
     return trainer.fit(), trainer
 
 
@@ -182,9 +166,7 @@ def test_a_continued_metrics_file_loses_later_and_torn_lines(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stop_after", [None, 4])
-def test_an_early_stop_is_the_same_after_an_interruption_and_when_run_again(
-    tmp_path: Path, stop_after: int | None
-) -> None:
+def test_an_early_stop_is_the_same_when_continued(tmp_path: Path, stop_after: int | None) -> None:
     if stop_after:
         trained(tmp_path, stop_after=stop_after)
     result, trainer = trained(tmp_path, done=stop_after or 0)
@@ -197,11 +179,7 @@ def test_an_early_stop_is_the_same_after_an_interruption_and_when_run_again(
     assert same(rerun_trainer.weights.state(), kept.weights)
 
 
-def test_logged_losses_are_means_over_the_tokens_since_the_last_log_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    """With MiniMind's names: `logits_loss` and `aux_loss` make up the loss, `lr` is one number."""
-
+def test_logged_losses_are_means_over_the_tokens_since_the_last_log(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
         config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
         options = {"ranks": ranks, "rows_per_device": 2, "cadence": Cadence(log=3)}
@@ -222,19 +200,3 @@ def test_logged_losses_are_means_over_the_tokens_since_the_last_log_on_all_ranks
         assert metrics["loss"] == pytest.approx(mean, rel=1e-12)
         assert metrics["logits_loss"] == metrics["loss"] and metrics["aux_loss"] == 0.0
         assert metrics["lr"] == metrics["lr_adamw"] != metrics["lr_muon"]
-
-
-def test_the_progress_file_has_the_tokens_done_and_in_total(tmp_path: Path) -> None:
-    file = tmp_path / "progress.json"
-    bar = ProgressBar(ProgressWriter(file), 96)
-    for show, done, figures in (
-        (lambda: bar.start(2, 6), 192, {}),
-        (
-            lambda: bar.log(LogRecord(6, 6, 576, {"loss": 3.0, "grad_norm": 1.0})),
-            576,
-            {"loss": 3.0},
-        ),
-    ):
-        show()
-        expected = {"done": done, "total": 576, "unit": "tokens", "figures": figures}
-        assert expected.items() <= json.loads(file.read_text()).items()

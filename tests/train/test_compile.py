@@ -1,6 +1,5 @@
-"""Compiled training: the eager fallback, and in `make soak` checkpoints that pass to and fro."""
+"""Compiled training: the eager fallback."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,3 @@ def test_where_compiling_fails_training_continues_eagerly_with_a_warning(
     assert "torch.compile" in caplog.text
     assert recorder.figures("loss") == expected.figures("loss")
     assert same(eager.weights.state(), fallen.weights.state())
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_checkpoints_pass_between_compiled_and_eager_runs(tmp_path: Path) -> None:
-    straight, expected = fit(tmp_path / "straight", Speed())
-    compiled, _ = fit(tmp_path / "mixed", COMPILED, stop_after=3)
-    assert compiled.model.compiled
-    assert {*compiled.weights.state()} == {*straight.weights.state()}, "the names are the same"
-    resumed, recorder = fit(tmp_path / "mixed", Speed())
-    assert resumed.first == 3
-    losses = recorder.figures("loss")
-    assert losses == pytest.approx(expected.figures("loss")[-len(losses) :], rel=1e-4)
-    assert fit(tmp_path / "mixed", COMPILED)[0].first == 6, "a finished run opens compiled"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.comparing import distance, same, with_gradients
+from support.tiny_adapters import disturb
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
 from torch import Tensor
@@ -73,12 +74,7 @@ def adapted() -> Any:
     base = tiny_model(kv_heads=1)
     up_proj = base.model.layers[1].mlp.up_proj
     up_proj.bias = torch.nn.Parameter(torch.linspace(-1, 1, up_proj.out_features))
-    model = adapters.attach(base, Lora(rank=3, alpha=12.0)).train()
-    torch.manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return disturb(adapters.attach(base, Lora(rank=3, alpha=12.0)).train(), by=0.05)
 
 
 def lora_results(model: Any, *, autocast: bool) -> Results:

@@ -17,27 +17,22 @@ WEIGHTS = Path("model") / "model.safetensors"
 
 
 WARM = {"schedule": {"warmup_steps": 2}}
+UNPACKED = {**WARM, "packing": "none"}
 EPOCHS = {"tokens": None, "schedule": {"kind": "constant"}}
 
 
-@pytest.mark.parametrize(
-    ("common", "short", "long", "begins"),
-    [
-        (WARM, {"tokens": 8 * 256}, {"tokens": 10 * 256}, 4),  # before the decay
-        # The run ends within a step, which a longer run fills up: it begins one checkpoint before.
-        (EPOCHS, {"epochs": 0.2}, {"epochs": 0.3}, None),
-        ({**WARM, "packing": "none"}, {"tokens": 1000}, {"tokens": 2000}, 3),
-    ],
-    ids=["before the decay", "a last step cut short", "rows that are not packed"],
-)
-def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
-    stage_home: Home,
-    tmp_path: Path,
-    common: dict[str, Any],
-    short: dict[str, Any],
-    long: dict[str, Any],
-    begins: int | None,
-) -> None:
+# name: settings of both, of the short one, of the long one, the step where the extension begins
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "before the decay": (WARM, {"tokens": 8 * 256}, {"tokens": 10 * 256}, 4),
+    # The run ends within a step, which a longer run fills up: it begins one checkpoint before.
+    "a last step cut short": (EPOCHS, {"epochs": 0.2}, {"epochs": 0.3}, 0),
+    "rows that are not packed": (UNPACKED, {"tokens": 1000}, {"tokens": 2000}, 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_extended_stage_has_the_same_bytes(stage_home: Home, tmp_path: Path, name: str) -> None:
+    common, short, long, begins = CASES[name]
     store, inputs = stage_home.store, stage_home.pretrain_inputs()
     first, second = (
         stage_settings(pretrain=common | budget, keep_checkpoints=9) for budget in (short, long)
@@ -45,7 +40,7 @@ def test_an_extended_stage_gives_the_bytes_of_one_from_the_start(
     planned = plan_stage(PRETRAIN, first, store, inputs)
     assert planned.key is not None
     result = stage_home.pretrain(first, tmp_path / "short")
-    if begins is None:
+    if not begins:
         assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
         begins = 4 * ((result["steps"] - 1) // 4)
     manifest = {"result": result, "ingredients": planned.ingredients, "inputs": {}}

@@ -41,11 +41,6 @@ def test_a_recurrent_model_needs_rows_of_one_record(kind: str) -> None:
     check(objective, UNPACKED)
 
 
-def test_a_model_that_takes_no_mask_of_a_packed_row_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"MambaForCausalLM.*llama"):
-        check(objective_of(kind="mamba"), UNPACKED)
-
-
 class Seeing(nn.Module):
     """An objective whose loss of a position is that of the token two places on."""
 
@@ -57,6 +52,14 @@ class Seeing(nn.Module):
         return (token_loss_sum(self.model(input_ids=ids.flip(1)).logits.flip(1), labels),)
 
 
-def test_a_model_that_sees_what_it_should_predict_is_refused() -> None:
-    with pytest.raises(UsageError, match="should predict"):
-        check(Seeing(), UNPACKED)
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (lambda: objective_of(kind="mamba"), r"MambaForCausalLM.*llama"),  # takes no mask
+        (Seeing, "should predict"),
+    ],
+    ids=["no mask", "sees the future"],
+)
+def test_what_no_mask_can_keep_apart_is_refused(objective: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check(objective(), UNPACKED)

@@ -84,12 +84,12 @@ def test_losses_and_their_gradients_are_those_of_torch(
     assert is_close(logits, 64 * exact.grad, kind, atol=1e-5)
 
 
-@pytest.mark.parametrize("label", [50, -1])
-def test_a_label_outside_the_vocabulary_is_an_error(label: int, kind: torch.dtype) -> None:
+def test_a_label_outside_the_vocabulary_is_an_error(kind: torch.dtype) -> None:
     logits = random(3, 50, seed=1, dtype=kind)
     before = logits.clone()
-    with pytest.raises(IndexError, match=rf"label {label} .* 50 entries"):
-        native.score(logits, torch.tensor([1, label, 2]), 1.0)
+    for label in (50, -1):
+        with pytest.raises(IndexError, match=rf"label {label} .* 50 entries"):
+            native.score(logits, torch.tensor([1, label, 2]), 1.0)
     assert torch.equal(logits, before)
 
 
@@ -103,29 +103,6 @@ def test_nan_stays_nan(kind: torch.dtype) -> None:
     assert logits[0].isnan().all() and logits[2, 7:].eq(0).all()
     assert native.norm(x, weight, 1e-6, kind)[0].isnan().any(1).tolist() == [True, False]
     assert native.gated(logits, logits).isnan().any(1).tolist() == [True, False, False]
-
-
-def test_gated_layers_are_those_of_torch(kind: torch.dtype) -> None:
-    gate, up, grad = (random(7, 48, seed=seed, dtype=kind) for seed in (1, 2, 3))
-    gate[0, :4] = torch.tensor([90.0, -90.0, 0.0, 2.0**25])
-    exact = {"gate": gate.double().requires_grad_(), "up": up.double().requires_grad_()}
-    expected = with_gradients(F.silu(exact["gate"]) * exact["up"], grad, exact)
-    results = native.gated_slopes(grad, gate, up)
-    assert torch.equal(results[0], native.gated(gate, up))
-    for result, tensor in zip(results, expected.values(), strict=True):
-        assert is_close(result, tensor, kind)
-
-
-def test_norms_are_those_of_torch(kind: torch.dtype) -> None:
-    x, grad = random(3, 50, 48, seed=1), random(3, 50, 48, seed=2, dtype=kind)
-    weight = torch.rand(48)
-    exact = {"x": x.double().requires_grad_(), "weight": weight.double().requires_grad_()}
-    expected = with_gradients(F.rms_norm(exact["x"], (48,), exact["weight"], 1e-5), grad, exact)
-    out, scale = native.norm(x, weight, 1e-5, kind)
-    assert is_close(out, expected["out"], kind)
-    of_x, of_weight = native.norm_slopes(grad, x, weight, scale)
-    assert torch.allclose(of_x.double(), expected["x"], rtol=1e-4, atol=1e-5)
-    assert torch.allclose(of_weight.double(), expected["weight"], rtol=1e-4, atol=1e-4)
 
 
 # Heads, heads of keys, their width, norms, rotation, rows of records by their branches' lengths.
@@ -207,20 +184,6 @@ def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
     alone = results()
     torch.set_num_threads(3)
     assert same(alone, results())
-
-
-@pytest.mark.parametrize("shape", [(3, 96, 16), (1, 48, 48), (3, 144, 336)], ids=str)
-def test_matrices_become_as_orthogonal_as_by_torch(
-    shape: tuple[int, ...], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrices, zeros = random(*shape, seed=1), torch.zeros(1, *shape[1:])
-    matrices[-1] *= 1e-3
-    exact = without_kernels(monkeypatch, lambda: optim.orthogonal(matrices, torch.float64))
-    rounded = without_kernels(monkeypatch, lambda: optim.orthogonal(matrices, kind))
-    ours = optim.orthogonal(matrices, kind)
-    assert ours.dtype == FP32
-    assert distance({"": exact}, {"": ours}) < 1.5 * distance({"": exact}, {"": rounded})
-    assert torch.equal(optim.orthogonal(zeros, kind), zeros)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=str)

@@ -14,7 +14,6 @@ from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer,
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.data.packing import Batch
-from ttrain.model import factory
 from ttrain.train import checkpoint
 from ttrain.train.distributed import Ranks
 from ttrain.train.step_figures import SKIPS_IN_A_ROW, NonFinite
@@ -54,7 +53,8 @@ def rows_of_step(step: int) -> list[int]:
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return factory.state(trainer.weights.model)  # type: ignore[attr-defined]
+    weights: dict[str, torch.Tensor] = trainer.weights.state()
+    return weights
 
 
 def test_stop_saves_the_state_before_the_step_and_raise_does_not(tmp_path: Path) -> None:
@@ -84,14 +84,14 @@ def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step() -> None:
 
 
 def test_skip_leaves_the_step_out_and_counts_it(caplog: pytest.LogCaptureFixture) -> None:
-    recorder, weights = Recorder(), list[dict[str, torch.Tensor]]()
-
     class Copying(Recorder):
         def log(self, record: Any) -> None:
+            super().log(record)
             weights.append(copies(state(trainer)))
 
-    rows, callbacks = {rows_of_step(2)[0]}, [recorder, Copying()]
-    trainer = trainer_with(rows, "skip", {"factor": math.inf}, callbacks=callbacks)
+    recorder, weights = Copying(), list[dict[str, torch.Tensor]]()
+    rows = {rows_of_step(2)[0]}
+    trainer = trainer_with(rows, "skip", {"factor": math.inf}, callbacks=[recorder])
     result = trainer.fit()
     assert (result.skipped_steps, result.step) == (1, 7)
     assert same(weights[1], weights[2]) and not same(weights[2], weights[3])

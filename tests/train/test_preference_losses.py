@@ -62,14 +62,15 @@ class Judge:
     """The part of a trainer of TRL that its losses use; also the model, with these
     log-probabilities."""
 
+    aux_loss_enabled, precompute_ref_logps, use_weighting, training = False, True, False, True
+    ld_alpha, f_divergence_type, loss_weights = None, "reverse_kl", (1.0,)
+    label_smoothing, alpha, _total_train_tokens, _tp_size = 0.0, 0.0, 0, 1
+
     def __init__(self, log_probs_AT: Tensor, live_AT: Tensor, **attributes: Any) -> None:
         self.log_probs_AT, self._metrics = log_probs_AT * live_AT, {"train": defaultdict(list)}
         unchanged: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
         self.accelerator = SimpleNamespace(**unchanged, device=torch.device("cpu"))
-        self.model, self.training = self, True
-        self.aux_loss_enabled, self.precompute_ref_logps, self.use_weighting = False, True, False
-        self.ld_alpha, self.f_divergence_type, self.loss_weights = None, "reverse_kl", [1.0]
-        self.label_smoothing, self.alpha, self._total_train_tokens, self._tp_size = 0.0, 0.0, 0, 1
+        self.model = self
         vars(self).update(attributes)
 
     def __call__(self, **inputs: Any) -> Any:

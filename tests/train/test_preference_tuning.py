@@ -79,9 +79,7 @@ def config_of(lr: float = 1e-2, eps: float = 1e-8, **changes: Any) -> Dpo:
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "gemma2"}, SLIDING], ids=str)
-def test_packed_answers_have_the_log_probabilities_and_gradients_of_each_alone(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_packed_answers_score_as_each_alone(options: dict[str, Any], tmp_path: Path) -> None:
     model, pairs = tiny_model(**options).eval(), make_pairs(9)
 
     def alone(prompt: list[int], answer: list[int]) -> Tensor:
@@ -129,9 +127,7 @@ def test_two_ranks_and_other_micro_batches_take_the_steps_of_one(tmp_path: Path)
         assert max(map(distance, once, states)) < 1e-5
 
 
-def test_a_resumed_kto_has_the_reference_point_and_the_bits_of_one_that_was_not_stopped(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_kto_has_the_reference_point_and_the_same_bits(tmp_path: Path) -> None:
     config = config_of(loss="kto", beta=0.5, desirable_weight=2.0, undesirable_weight=0.1)
     rows = packed(tmp_path / "pairs", make_pairs(20), tiny_model())
 

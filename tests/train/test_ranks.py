@@ -50,19 +50,12 @@ def fit(
     rows, is_spoilt = NumberedRows(13, config.row_length, live), spoilt_rank == ranks.rank
     model = tiny_model(seed=1 + 7 * ranks.rank, dropout=dropout)  # rank 0's weights count
     recorder = Recorder()
-    trainer = make_trainer(
-        config,
-        model,
-        rows,
-        ranks=ranks,
-        callbacks=[recorder],
-        directory=directory / "checkpoints" if stop_rank else None,
-        cadence=Cadence(log=1, checkpoint=100),
-        task=WatchedTask(config, model, lambda n: math.inf if is_spoilt and n == 2 else 1.0),
-        validation=[rows.batch(numbers) for numbers in (range(6), range(6, 11), range(11, 13))],
-        stop_after=3 if stop_rank == ranks.rank else None,
-        **options,
-    )
+    options |= {"callbacks": [recorder], "cadence": Cadence(log=1, checkpoint=100), "ranks": ranks}
+    options |= {"directory": directory / "checkpoints"} if stop_rank else {}
+    options |= {"stop_after": 3} if stop_rank == ranks.rank else {}
+    task = WatchedTask(config, model, lambda n: math.inf if is_spoilt and n == 2 else 1.0)
+    validation = [rows.batch(numbers) for numbers in (range(6), range(6, 11), range(11, 13))]
+    trainer = make_trainer(config, model, rows, task=task, validation=validation, **options)
     result = trainer.fit()
     weights = copy_tensors(factory.state(model))
     if ranks.first:
@@ -107,9 +100,7 @@ def test_two_ranks_equal_one(two: Any, tmp_path: Path, name: str) -> None:
     assert distance(*weights) < 1e-4
 
 
-def test_the_weights_are_equal_to_the_bit_on_both_ranks_and_rank_0_alone_calls_its_callbacks(
-    two: Any,
-) -> None:
+def test_both_ranks_have_the_same_bits_and_rank_0_alone_calls_callbacks(two: Any) -> None:
     for name, (first, second) in two[1].items():
         assert first["events"] > 0 == second["events"], name
         for figure in ("digest", "step", "reason", "skipped", "scale", "live", "validation"):

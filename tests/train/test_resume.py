@@ -50,8 +50,7 @@ def test_larger_steps_leave_no_checkpoint_that_passes_for_a_later_one(tmp_path: 
     trainer(tmp_path, total_rows=60, stop_after=6).fit()
     larger = trainer(tmp_path, LARGER, total_rows=60)
     assert larger.first == 3
-    # Nothing is removed before the new count is on disk.
-    assert (tmp_path / "step-00000006").exists()
+    assert (tmp_path / "step-00000006").exists(), "none is removed before the new one is on disk"
     fit_to(4, larger)
     names = [path.name for path in sorted(tmp_path.glob("step-*"))]
     assert names == ["step-00000003", "step-00000004"]
@@ -86,32 +85,30 @@ def test_ranks_that_would_begin_at_different_steps_end_with_an_error(tmp_path: P
 
 
 class InParts(WatchedTask):
-    """A task whose loss has a part, and after four passes, where `late` is set, another one."""
+    """A task whose loss has a part, and after `late` passes another one."""
 
-    late = False
+    late = 99
 
     def train_step(self, model: nn.Module, batch: Any, device: torch.device) -> LossSum:
         loss = super().train_step(model, batch, device)
-        names = ["all", "new"] if self.late and self.passes > 4 else ["all"]
+        names = ["all", "new"] if self.passes > self.late else ["all"]
         return LossSum(loss.total, loss.count, dict.fromkeys(names, loss.total.detach()))
 
 
 def test_ranks_with_no_micro_batch_of_a_step_sum_the_same_parts(tmp_path: Path) -> None:
     def fit(ranks: Ranks) -> int:
-        config, model = settings_of(), tiny_model()
         options: dict[str, Any] = {"rows_per_device": 3, "total_rows": 7, "ranks": ranks}
-        task = InParts(config, model)
-        return make_trainer(config, model, NumberedRows(52), task=task, **options).fit().step
+        task = InParts(settings_of(), model := tiny_model())
+        return make_trainer(settings_of(), model, NumberedRows(52), task=task, **options).fit().step
 
     assert in_ranks(2, tmp_path, fit) == [2, 2]
 
 
 def test_a_part_that_the_first_step_had_not_is_named() -> None:
-    config, model = settings_of(), tiny_model()
-    task = InParts(config, model)
-    task.late = True
+    task = InParts(settings_of(), model := tiny_model())
+    task.late = 4
     with pytest.raises(TTrainError, match="'new'"):
-        make_trainer(config, model, NumberedRows(52), task=task).fit()
+        make_trainer(settings_of(), model, NumberedRows(52), task=task).fit()
 
 
 def test_running_statistics_are_those_of_rank_0_on_all_ranks(tmp_path: Path) -> None:

@@ -21,20 +21,18 @@ from ttrain.train.training_options import Cadence, Speed
 FSDP = Speed(parallel="fsdp")
 
 
-def fit(
-    ranks: Ranks, how: Speed, directory: Path, steps: int = 6, layers: int = 2, **options: Any
-) -> dict[str, Any]:
+def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = tiny_trainers.settings_of_training(tokens=steps * 96)
-    model, recorder, rows = tiny_model(layers=layers), Recorder(), NumberedRows(13)
-    options = {"rows_per_device": 2, "directory": directory, "callbacks": [recorder], **options}
+    config = tiny_trainers.settings_of_training(tokens=6 * 96)
+    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
+    options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
     options |= {"ranks": ranks, "how": how, "cadence": Cadence(log=1, checkpoint=100)}
     validation = [rows.batch([n]) for n in range(3)]
     trainer = tiny_trainers.make_trainer(config, model, rows, validation=validation, **options)
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
     result = trainer.fit()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
-    others = Held(tiny_model(layers=layers, seed=2)).state()
+    others = Held(tiny_model(seed=2)).state()
     trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
     return {
         "weights": weights,
@@ -44,13 +42,10 @@ def fit(
         "held": sum(part.numel() for part in parts),
         "validation": result.validation_loss,
         "first": result.resumed_from_step,
-        "compiled": trainer.model.compiled,
     }
 
 
-def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and_fro(
-    tmp_path: Path,
-) -> None:
+def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) -> None:
     """Sharded to step 3 and whole to the end, and the other way round."""
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     straight = fit(ALONE, Speed(), tmp_path / "straight")
@@ -71,40 +66,7 @@ def test_sharded_ranks_train_as_one_whole_model_does_and_pass_checkpoints_to_and
         assert distance(straight["weights"], second["weights"]) < 1e-4
 
 
-def failing(graph: Any, inputs: Any) -> Any:
-    raise RuntimeError("no compiler here")
-
-
-@pytest.mark.soak  # compiling takes 8 s
-def test_sharded_layers_train_as_one_whole_model_does_compiled_or_where_they_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Without inductor, and on one rank also without a compiled backward pass: each layer is
-    # compiled in place, within what gathers it. Compiling takes most of the time: few shapes.
-    size: dict[str, Any] = {"steps": 2, "layers": 1, "rows_per_device": 3}
-    compile_module, how = nn.Module.compile, Speed(parallel="fsdp", compile=True)
-
-    def both(ranks: Ranks) -> list[dict[str, Any]]:
-        results = []
-        for backend in (failing, "aot_eager" if ranks.first else "eager"):
-            patched = partialmethod(compile_module, backend=backend)
-            monkeypatch.setattr(nn.Module, "compile", patched)
-            results.append(fit(ranks, how, tmp_path / f"{len(results)}", **size))
-        return results
-
-    whole = fit(ALONE, Speed(), tmp_path / "alone", **size)
-    failed, compiled = in_ranks(2, tmp_path, both, seconds=240, compiles=True)[0]
-    assert (whole["compiled"], failed["compiled"], compiled["compiled"]) == (False, False, True)
-    for results in (failed, compiled):
-        assert results["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-        assert results["norms"] == pytest.approx(whole["norms"], rel=1e-4)
-        assert results["validation"] == pytest.approx(whole["validation"], rel=1e-5)
-        assert distance(whole["weights"], results["weights"]) < 1e-4, "under the same names, too"
-
-
-def test_where_a_replica_cannot_be_compiled_none_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_replicas_are_compiled_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
 
     def keep(ranks: Ranks) -> tuple[bool, bool]:
