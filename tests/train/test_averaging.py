@@ -89,7 +89,6 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert same(whole.weights.state(), second.weights.state())
     assert same(newest(whole).weights, newest(second).weights)
     assert same(newest(whole).optimizer, newest(second).optimizer)
-<<<<<<< HEAD
 
 
 def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
@@ -125,5 +124,3 @@ def test_an_average_that_leaves_out_prevented_steps_is_that_of_the_others() -> N
             averages.append(float(weight[0]))
     assert averages[0] == pytest.approx(averages[1])
     assert 100 < averages[0] < 115
-=======
->>>>>>> side-f
