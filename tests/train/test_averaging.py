@@ -1,23 +1,26 @@
 """The moving average of the weights: its values, its state, and what another training continues."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import distance, same
+from support.comparing import copies, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Schedule
 from ttrain.train.averaging import MovingAverage
+from ttrain.train.checkpoint import Snapshot
+from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Cadence
+from ttrain.train.training_options import Cadence, Speed
 
 AVERAGED = Schedule(kind="constant", warmup_steps=1, average=0.4)
-CONFIG = settings_of_training(schedule=AVERAGED, tokens=8 * 96)
+CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (8, 3))
 ROWS = NumberedRows(60)
 VALIDATION = [ROWS.batch([0, 1])]
 
@@ -26,9 +29,10 @@ def trainer_of(directory: Path, **options: Any) -> Trainer:
     return make_trainer(CONFIG, tiny_model(), ROWS, directory=directory, **options)
 
 
-def newest(trainer: Trainer) -> Any:
-    assert trainer.checkpoints
-    return trainer.checkpoints.newest()
+def newest(trainer: Trainer) -> Snapshot:
+    snapshot = trainer.checkpoints.newest() if trainer.checkpoints else None
+    assert snapshot
+    return snapshot
 
 
 def averaged_steps(state: dict[str, Tensor]) -> set[int]:
