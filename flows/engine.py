@@ -53,7 +53,8 @@ def run_pipeline(
 
     `on_begin` gets the run before its first stage. Raises the first stage's error or Interrupted.
     """
-    settings, store, engine = plan.settings, plan.store, options.engine
+    settings = plan.settings
+    engine = options.engine
     if settings.runtime.sharding == "dask" and engine != "prefect":
         raise UsageError(
             f"runtime.sharding is dask, which goes through Prefect, but --engine is {engine}; "
@@ -66,7 +67,7 @@ def run_pipeline(
         resolve_device(settings.runtime.device)  # not after minutes, at the first training
     with screen(console, settings.runtime.log_level, options.display) as shown_on:
         if engine == "prefect" and not options.in_flow:
-            begin(store.root)
+            begin(plan.store.root)
         night = {"night": options.night} if options.night else {}
         execution = PipelineRun(plan, shown_on, facts={**options.labels, **night})
         track(execution)

@@ -76,18 +76,17 @@ class Guard:
             await WebSocketClose(1008)(scope, receive, send)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        path, method = request.scope["path"], request.scope.get("method", "GET")
+        is_get = request.scope.get("method", "GET") == "GET"
         if not self._is_own(request):
             return PlainTextResponse(HOST_REFUSED, 403)
-        if method == "GET" and path == self._open_path:
+        if is_get and request.scope["path"] == self._open_path:
             return None
-        if method == "GET" and self._is_token(request.query_params.get("token", "")):
+        if is_get and self._is_token(request.query_params.get("token", "")):
             # the first page of a browser, which keeps a cookie and leaves the token behind
-            landing, cookie = (
-                HTMLResponse(LANDING, headers=LANDING_HEADERS),
-                (self._cookie_name, self._cookie),
+            landing = HTMLResponse(LANDING, headers=LANDING_HEADERS)
+            landing.set_cookie(
+                self._cookie_name, self._cookie, COOKIE_SECONDS, httponly=True, samesite="strict"
             )
-            landing.set_cookie(*cookie, COOKIE_SECONDS, httponly=True, samesite="strict")
             return landing
         if not self._has_token(request):
             return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
@@ -95,9 +94,10 @@ class Guard:
 
     def _is_own(self, request: HTTPConnection) -> bool:
         # Whether a request is for this server, and comes from its own pages or from a program.
-        hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+        hosts = request.headers.getlist("host")
         own_origins = [f"http://{host}" for host in self._hosts]
         is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
+        origins = request.headers.getlist("origin")
         return is_for_us and all(origin.lower() in own_origins for origin in origins)
 
     def _is_token(self, text: str) -> bool:

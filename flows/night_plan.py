@@ -202,7 +202,7 @@ def _new_inputs(
     learnt_before = tuple(
         sorted(learnt - in_nights)
     )  # the next champion's own artifacts will not record them
-    nightly, weights = settings.nightly, settings.data.weights
+    nightly = settings.nightly
     # Weighted sources are all read again, and have no new part
     are_new = {
         "pretrain": nightly.start_from == "champion" and nightly.data == "new",
@@ -210,7 +210,7 @@ def _new_inputs(
     }
     documents, chats = (
         night_inputs.learnt_shards(stage, champion, nights.newest_first(), store)
-        if is_new and not weights(stage)
+        if is_new and not settings.data.weights(stage)
         else ()
         for stage, is_new in are_new.items()
     )

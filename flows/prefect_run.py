@@ -56,10 +56,11 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
 
     Raises the first stage's error or Interrupted.
     """
-    settings, home, run = execution.settings, execution.store.root, execution.record.run
+    settings = execution.settings
+    run = execution.record.run
     if settings.runtime.sharding == "dask":
         execution.make_parts_elsewhere = partial(make_on_dask, execution)
-    mark_crashed_runs(home)
+    mark_crashed_runs(execution.store.root)
 
     def pipeline(settings: JsonDict) -> Any:
         with execution.catching_signals():  # inside: Prefect sets a handler of its own
@@ -131,8 +132,12 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
         for future in futures.values():
             future.wait()
     with best_effort():  # what the run measured, on its page in Prefect
-        rows, record = execution.evaluation_table(), execution.record.snapshot()
-        text = run_summary.description(execution.store.root, record, execution.metrics(), rows)
+        text = run_summary.description(
+            execution.store.root,
+            execution.record.snapshot(),
+            execution.metrics(),
+            execution.evaluation_table(),
+        )
         create_markdown_artifact(
             text, key="report", description=f"report of {execution.record.run}"
         )

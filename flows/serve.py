@@ -121,8 +121,13 @@ def _run_night(home: Path, settings: Settings) -> State[Any]:
     # The outcome is the name of the state, such as Promoted, NothingNew or Skipped.
     from ttrain.flows.nightly import run_night
 
-    slot, store = flow_run.scheduled_start_time, store_of(home, settings)
-    result = run_night(settings, store, flow_run_console(), engine.RunOptions(in_flow=True), slot)
+    result = run_night(
+        settings,
+        store_of(home, settings),
+        flow_run_console(),
+        engine.RunOptions(in_flow=True),
+        flow_run.scheduled_start_time,
+    )
     if result.night:
         rename(result.night)
     state = Cancelled if result.outcome == "unfinished" else Completed

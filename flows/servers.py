@@ -215,8 +215,9 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
     """The arguments of `python` that serve an application factory."""
-    name, directory = f"{factory.__module__}:{factory.__name__}", Path(__file__).parents[2]
-    command = ["uvicorn", "--factory", name, "--app-dir", str(directory), "--host", HOST]
+    name = f"{factory.__module__}:{factory.__name__}"
+    directory = str(Path(__file__).parents[2])
+    command = ["uvicorn", "--factory", name, "--app-dir", directory, "--host", HOST]
     return [
         *command,
         "--port",

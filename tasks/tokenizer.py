@@ -74,7 +74,8 @@ def train_directory(
         tokenizers.save(
             tokenizers.train(texts, config.vocab_size, config.template), output, config.template
         )
-    encoder, measured = Encoder(output), tally if config.existing else json_rows.Tally()
+    encoder = Encoder(output)
+    measured = tally if config.existing else json_rows.Tally()
     files = [
         {
             "name": locations.name(path),

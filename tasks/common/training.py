@@ -121,7 +121,8 @@ def run(
     if "replay" in job.inputs:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     heldout = open_rows(job.inputs["shards"] / "heldout", encoder, config, heldout=True)
-    automatic, config = config.automatic, config.resolved(rows.epoch)
+    automatic = config.automatic
+    config = config.resolved(rows.epoch)
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
@@ -304,7 +305,7 @@ def train(
 
 def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
     # Write the model, and with it the plateau that another training continues; the first rank does.
-    config, steps = trainer.task.config, trainer.loader.order.steps
+    config = trainer.task.config
     weights = trainer.parallel.whole(trained.state())
     if trainer.ranks.first:
         buffers = dict(trained.model.named_buffers())  # which may hold any number
@@ -321,7 +322,8 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
         checkpoint_format.write_model(
             directory, trained.files, weights, trained.weights_file, trained.left_out
         )
-        if (step := plateau_end(config.schedule, steps)) is not None:
+        step = plateau_end(config.schedule, trainer.loader.order.steps)
+        if step is not None:
             write_plateau(job.output, step)
         trained.finish(job.output)
     trainer.ranks.barrier()

@@ -131,10 +131,14 @@ def pipeline_rerun(
     """
 
     outlast_output()
-    labels, loaded = options.labels(), _settings_of_earlier_run(stage, run, settings_options)
-    force = frozenset({stage})
     plan_and_run(
-        "full", loaded, options=options, labels=labels, restart=restart, extend=extend, force=force
+        "full",
+        _settings_of_earlier_run(stage, run, settings_options),
+        options=options,
+        labels=options.labels(),
+        restart=restart,
+        extend=extend,
+        force=frozenset({stage}),
     )
 
 

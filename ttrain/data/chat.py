@@ -108,9 +108,9 @@ def encode_preferences(
     for _, *sides in pairs:
         parts = [part for part, turns in enumerate(sides, preferences.CHOSEN) if turns]
         arrays = [next(encoded) for _ in parts]
-        first, last = arrays[0], arrays[-1]
+        first = arrays[0]
         size = min(int(live.argmax()) if live.any() else len(live) for _, live in arrays)
-        differing = np.flatnonzero(first[0][:size] != last[0][:size])
+        differing = np.flatnonzero(first[0][:size] != arrays[-1][0][:size])
         size = int(differing[0]) if len(differing) else size
         ids = [first[0][:size], *(ids[size:] for ids, _ in arrays)]
         live = [np.zeros(size, np.bool_), *(live[size:] for _, live in arrays)]

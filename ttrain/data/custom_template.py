@@ -107,8 +107,8 @@ class JinjaTemplate:
         self._special = re.compile("|".join(map(re.escape, specials)))
         self._prompt_end = self.lead = ""
         self.end = self._mark  # until it is known
-        question, answer = Message("user", "q"), Message("assistant", "a")
-        rendering = self.render((question, answer))
+        question = Message("user", "q")
+        rendering = self.render((question, Message("assistant", "a")))
         answer_start, answer_end = rendering.contents[-1]
         end = rendering.live[0][1] if rendering.live else answer_end
         token = self._special.search(rendering.text, answer_end, end)

@@ -132,9 +132,9 @@ def install(tokenizer_files: Sequence[Path], directory: Path, template: str) -> 
     if template == "own":
         own_template = JinjaTemplate(jinja, tokens, special)
         tokens[END_OF_TURN] = own_template.end
-        question, answer = Message("user", "Q"), Message("assistant", "A")
-        prompt = own_template.render((question,), prompt=True)
-        if not own_template.render((question, answer)).text.startswith(prompt.text):
+        turns = (Message("user", "Q"), Message("assistant", "A"))
+        prompt = own_template.render(turns[:1], prompt=True)
+        if not own_template.render(turns).text.startswith(prompt.text):
             log.warning(
                 "the chat template's generation prompt differs from the text before the answers "
                 "in training"

@@ -52,7 +52,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
     They have another format, only rows of something else, or a few rows, mostly bad or none.
     """
     # Hours may pass until the stage counts its rows.
-    tally, parse = json_rows.Tally(), records.parser_of(kind, reading.text_field)
+    tally = json_rows.Tally()
     local = [location for location in files if not locations.is_remote(location)][:FILES]
     for location in local:
         try:
@@ -65,7 +65,7 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
             raise UsageError(
                 f"{setting} needs {kind}, but {_problem(setting, kind, rows, reading.text_field)}"
             )
-        list(records.accepted(rows, parse, tally))
+        list(records.accepted(rows, records.parser_of(kind, reading.text_field), tally))
     bad = tally.rejected.total()
     are_all_read = local and len(local) == len(files) and tally.rows < ROWS
     if are_all_read and (not tally.rows or bad > tally.rows * max(MOST, reading.rejected_fraction)):

@@ -102,10 +102,11 @@ class Selection:
         training_blocks = [(block, span) for block, span in self._spans if block.role == "train"]
         # The first rows alone need the first blocks.
         for (block, span), found in zip(training_blocks, matches, strict=False):
-            lines, is_heldout = block.rows[:, 3], block.is_heldout
+            lines = block.rows[:, 3]
             for match in found:
                 row = int(lines.searchsorted(np.uint64(match.line)))
-                if row < len(lines) and lines[row] == match.line and not is_heldout[row]:
+                is_there = row < len(lines) and lines[row] == match.line
+                if is_there and not block.is_heldout[row]:
                     match = match._replace(line=block.line_of(row))
                     rows.append((span.start + row, block.source.name, match))
         return rows

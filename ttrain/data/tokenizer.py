@@ -67,8 +67,14 @@ def save(tokenizer: Tokenizer, directory: Path, template: str = "ttrain") -> Non
         "unk_token": jinja_templates.UNK,
         END_OF_TURN: jinja_templates.END_TOKENS[template],
     }
-    others, jinja = jinja_templates.SPECIAL_TOKENS[template][4:], jinja_templates.JINJA[template]
-    write(directory, tokenizer.to_str(pretty=True), tokens, others, jinja, MODEL_MAX_LENGTH)
+    write(
+        directory,
+        tokenizer.to_str(pretty=True),
+        tokens,
+        jinja_templates.SPECIAL_TOKENS[template][4:],
+        jinja_templates.JINJA[template],
+        MODEL_MAX_LENGTH,
+    )
 
 
 def write(

@@ -82,11 +82,13 @@ def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifac
     artifacts = {artifact.key: artifact for artifact in store.artifacts(stage)}
     key = name_syntax.matching(prefix, [*artifacts], "key")
     if key is None:
-        keys, shows = (
+        raise name_syntax.unknown(
+            "artifact with the key",
+            prefix,
             [key[:SHOWN_KEY] for key in artifacts],
-            f"; `ttrain artifacts list {stage}` shows them",
+            owner=stage,
+            also=f"; `ttrain artifacts list {stage}` shows them",
         )
-        raise name_syntax.unknown("artifact with the key", prefix, keys, owner=stage, also=shows)
     return artifacts[key]
 
 

@@ -102,9 +102,11 @@ class Display:
             with self._lock:
                 if stage not in self._tasks:
                     self._tasks[stage] = self._bars.add_task(stage, figures="")
-                bar, total = self._tasks[stage], progress.total or None
                 self._bars.update(
-                    bar, completed=progress.done, total=total, figures=progress.details
+                    self._tasks[stage],
+                    completed=progress.done,
+                    total=progress.total or None,
+                    figures=progress.details,
                 )
             return
         now = time.monotonic()

@@ -150,12 +150,15 @@ class PipelineRun(StopRequest):
         errors: list[TooFewRows] = []
         while self._to_check:
             planned = self._to_check.pop(0)
-            stage, source = planned.stage, planned.sources.get("shards")
-            made = next((each for each in self.plan.stages if each.name == source), None)
+            stage = planned.stage
+            made = next(
+                (each for each in self.plan.stages if each.name == planned.sources.get("shards")),
+                None,
+            )
             if made is None:
                 continue
-            shards, tokenizer = self.artifacts[made.name], self._inputs_of(made)["tokenizer"]
-            inputs = {"shards": shards, "tokenizer": tokenizer}
+            shards = self.artifacts[made.name]
+            inputs = {"shards": shards, "tokenizer": self._inputs_of(made)["tokenizer"]}
             try:
                 for artifact in inputs.values():
                     self.store.complete(artifact, report=partial(self._message, stage))
@@ -163,7 +166,7 @@ class PipelineRun(StopRequest):
                     stage, self.store, inputs
                 ):  # damage is no fault of settings or data
                     row_counts.check(
-                        getattr(self.settings, stage.name), shards.path, tokenizer.path
+                        getattr(self.settings, stage.name), shards.path, inputs["tokenizer"].path
                     )
             except TTrainError as error:
                 self._failed(stage, error)

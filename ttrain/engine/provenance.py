@@ -25,7 +25,7 @@ def of(settings: Settings, work: Path) -> JsonDict:
     `work`: the work directory of the finished stage. The settings are complete, since `ttrain
     reproduce` may have only this manifest.
     """
-    run, job = read_object(work / TRACKED), read_object(work / JOB)
+    files = read_object(work / JOB).get("files", {})
     settings_of_run = with_absolute_paths(settings).model_dump(mode="json")
     return {
         "ttrain": VERSION,
@@ -36,11 +36,8 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "libraries": libraries.versions(),
         "runtime": settings_of_run.pop("runtime"),
         "settings": masked(settings_of_run),
-        "run": run.get("run"),
-        "files": {
-            role: [url(_absolute(name)) for name in names]
-            for role, names in job.get("files", {}).items()
-        },
+        "run": read_object(work / TRACKED).get("run"),
+        "files": {role: list(map(url, map(_absolute, names))) for role, names in files.items()},
     }
 
 
@@ -52,14 +49,15 @@ def machine() -> Mapping[str, Any]:
 
 def with_absolute_paths(settings: Settings) -> Settings:
     """The same settings with absolute local paths, globs and folders."""
-    suites, webhook = settings.evaluate.suites, settings.notify.webhook_file
+    webhook = settings.notify.webhook_file
+    suites = {model: tuple(map(_if_file, settings.evaluate.suites.of(model))) for model in MODELS}
     changes: dict[str, JsonDict] = {
         "data": {
             name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS
         },
         "tokenizer": {"existing": _if_there(settings.tokenizer.existing)},
         "shards": {"decontaminate": tuple(map(_if_file, settings.shards.decontaminate))},
-        "evaluate": {"suites": {model: tuple(map(_if_file, suites.of(model))) for model in MODELS}},
+        "evaluate": {"suites": suites},
         "runtime": {"eval_suite": _if_file(settings.runtime.eval_suite)},
         "notify": {"webhook_file": webhook and _absolute(webhook)},
     }

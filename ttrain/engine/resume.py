@@ -134,10 +134,10 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
                 f"unfinished work at step {work.step} is set aside; --continue {work.key} "
                 f"resumes it"
             ]
-        key, differs = work.key[:SHOWN_KEY], first_of(lines, SHOWN_CHANGES, "; ")
+        key = work.key[:SHOWN_KEY]
         return [
-            f"unfinished work {key} at step {work.step} differs in: {differs}; --continue "
-            f"{key} resumes it"
+            f"unfinished work {key} at step {work.step} differs in: "
+            f"{first_of(lines, SHOWN_CHANGES, '; ')}; --continue {key} resumes it"
         ]
     return []
 

@@ -84,7 +84,8 @@ class StopFlag:
 
     def settle(self) -> int:
         """Stop raising, to write the result. Returns the signal that was raised before, or 0."""
-        raised, self._raises = self.signum if self._raises else 0, False
+        raised = self.signum if self._raises else 0
+        self._raises = False
         return raised
 
     def _handle(self, signum: int, frame: object) -> None:

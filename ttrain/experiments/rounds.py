@@ -95,9 +95,9 @@ class Rounds:
         level = LEVEL / (self.changes - 1) / self.seeds
         reach = student_quantile(1 - level / 2, noise.freedom) * noise.spread * math.sqrt(2 / seeds)
         means = dict(zip(alive, table.mean(1).tolist(), strict=True))
-        least, baseline = min(means.values()), means.get(0, math.inf)
+        least = min(means.values())
         return {
-            change: mean > baseline + reach
+            change: mean > means.get(0, math.inf) + reach
             for change, mean in means.items()
             if change and mean > least + reach
         }

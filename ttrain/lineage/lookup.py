@@ -320,10 +320,10 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
-    store, made = ArtifactStore(home), list[tuple[str, str]]()
+    made: list[tuple[str, str]] = []
     for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
-            artifact = store.find(stage, key) if key else None
+            artifact = ArtifactStore(home).find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
                 made.append((stage, f"{run['run']}:{stage}"))
     aliases = [
@@ -365,8 +365,12 @@ def settings_of(run: runs.RecordedRun) -> list[Override]:
 
 def base_of(run: runs.RecordedRun) -> list[Override]:
     """The run's settings, with all data, to load others over them."""
-    data, source = run["settings"].get("data", {}), f"run {run['run']}"
-    named = [Override(source, f"data.{name}", data[name]) for name in TRAININGS if name in data]
+    data = run["settings"].get("data", {})
+    named = [
+        Override(f"run {run['run']}", f"data.{name}", data[name])
+        for name in TRAININGS
+        if name in data
+    ]
     return [*named, *settings_of(run)]
 
 

@@ -21,8 +21,9 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 def flops_per_token(settings: JsonObject, row_length: int) -> float:
     """Forward and backward (arXiv:2204.02311, appendix B), of a dense model."""
-    model, vocabulary = settings["model"], settings["tokenizer"]["vocab_size"]
-    weights = rules.layer_parameters(model) + vocabulary * model["hidden_size"]
+    model = settings["model"]
+    embeddings = settings["tokenizer"]["vocab_size"] * model["hidden_size"]
+    weights = rules.layer_parameters(model) + embeddings
     return float(6.0 * weights + 12.0 * model["layers"] * model["hidden_size"] * row_length)
 
 
