@@ -70,10 +70,10 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
-        self._check()
+        self.check_values()
         return self
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         """Raise ValueError where values do not go together."""
 
 

@@ -78,7 +78,7 @@ class Data(Section):
             return ()
         return tuple(entry.weight if isinstance(entry, Weighted) else 1.0 for entry in entries)
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         for name in (*TRAININGS, "tokenizer"):
             paths = self.paths(name)
             ours = PYTHON_DOCS in paths
@@ -138,7 +138,7 @@ class Reading(Section):
     )
     seed: Seed = setting(1, "of the reservoir")
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             not self.near_duplicates or self.near_duplicates >= LEAST_SIMILAR,
             f"reading.near_duplicates is {self.near_duplicates}, but texts less similar than "
@@ -167,7 +167,7 @@ class Tokenizer(Section):
     max_documents: int | None = setting(None, "documents to learn from; empty: all", ge=1)
     max_bytes: int = setting(50_000_000, "text to learn from, in UTF-8 bytes", ge=10_000)
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.template not in ("own", "auto") or self.existing is not None,
             f"tokenizer.template is '{self.template}' but tokenizer.existing names no "

@@ -54,7 +54,7 @@ class Windows(Section):
         128, "each window scores its last `stride` tokens, so that all have context", ge=1
     )
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.stride <= self.row_length,
             f"{self.prefix}stride is {self.stride} but must not exceed {self.prefix}row_length "
@@ -161,7 +161,7 @@ class Shots(TaskBase):
     )
     shots_separator: str = setting("\n\n", "between examples")
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.shots_file is None or self.shots > 0,
             f"shots_file is {self.shots_file}, but shots is 0; say how many examples, such "

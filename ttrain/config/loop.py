@@ -92,7 +92,7 @@ class Schedule(Section):
         ge=1,
     )
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.kind != "minimind" or self.floor in (0.0, 0.1),
             f"schedule.floor is {self.floor} but schedule.kind is minimind, whose floor is 0.1; "
@@ -136,7 +136,7 @@ class Loop(Section):
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.early_stopping is None or self.validates_while_training,
             "early_stopping is set but validate_every_steps is 0; set it, for example to 50, or "

@@ -60,7 +60,7 @@ class Moe(Section):
         "router_bias_rate": "bias_rate",
     }
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.top_k <= self.experts,
             f"model.moe.top_k is {self.top_k} but there are only model.moe.experts {self.experts}",
@@ -131,7 +131,7 @@ class Model(Section):
             **{key: value for key, value in settings.items() if key != "preset"},
         }
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.rope_factor == 1 or self.rope_type != "default",
             f"model.rope_factor is {self.rope_factor} but model.rope_type is default, which "

@@ -75,7 +75,7 @@ class Nightly(Section):
         2, "nights in which the same list of files may fail before it is given up", ge=1
     )
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.tokens is None or self.epochs is None,
             f"nightly.tokens is {self.tokens} and nightly.epochs is {self.epochs}; set one of them",
@@ -163,7 +163,7 @@ class Notify(Section):
     def _hide(self, value: str | None) -> str | None:
         return value and f"{urlsplit(value).scheme}://{urlsplit(value).hostname}{HIDDEN}"
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             not (self.webhook and self.webhook_file),
             f"notify.webhook and notify.webhook_file={self.webhook_file} are both set; set "

@@ -158,7 +158,7 @@ class Runtime(Section):
     )
     timeout_seconds: float | None = setting(None, "of one stage; empty: none", gt=0)
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         need(
             self.node_rank < self.nodes,
             f"runtime.node_rank is {self.node_rank} but must be below runtime.nodes, which is "

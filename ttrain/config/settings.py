@@ -126,7 +126,7 @@ class Settings(Section):
         stages = self.trainings if stage == "evaluate" else (stage,)
         return self.lora.virtual_tokens if self.lora.kind == "prefix" and "lora" in stages else 0
 
-    def _check(self) -> None:
+    def check_values(self) -> None:
         names = ", ".join(f"data.{name}" for name in TRAININGS)
         need(
             bool(self.present),

@@ -79,8 +79,8 @@ class Training(Loop):
             if getattr(self, name) == rules.AUTO
         )
 
-    def _check(self) -> None:
-        super()._check()
+    def check_values(self) -> None:
+        super().check_values()
         need(
             self.tokens is not None or self.epochs is not None,
             "tokens and epochs are both empty, but one of them must be the budget; set one, "
@@ -284,8 +284,8 @@ class Dpo(Adapted):
         """Whether the loss needs the model that training starts from (stage `reference`)."""
         return self.loss not in ("simpo", "orpo")
 
-    def _check(self) -> None:
-        super()._check()
+    def check_values(self) -> None:
+        super().check_values()
         need(
             self.loss != "orpo" or not self.sft_weight,
             f"dpo.sft_weight is {self.sft_weight} but dpo.loss is orpo, which has that term; "
@@ -311,8 +311,8 @@ class Lora(Adapted):
         "none", "how the frozen base is held (QLoRA, arXiv:2305.14314); needs bitsandbytes"
     )
 
-    def _check(self) -> None:
-        super()._check()
+    def check_values(self) -> None:
+        super().check_values()
         need(
             self.quantize != "int8" or self.kind != "dora",
             "lora.quantize is int8, on which PEFT's dora does not train; set lora.quantize=nf4",
