@@ -16,7 +16,7 @@ from ttrain.tracking.mlflow_mirror import prepare
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
-# Run by test_interruptions, test_schedules_pipeline, soak/test_nights_kills, cli/test_ui
+# Run by test_interruptions, test_nightly_cron, soak/test_nights_kills
 SERVERS = {
     "ttrain up",
     "ttrain up --open",
