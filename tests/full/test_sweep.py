@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
