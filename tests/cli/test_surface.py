@@ -22,7 +22,7 @@ def test_a_missing_device_is_refused(home: Path, run: Run, monkeypatch: pytest.M
     assert done.code == 2 and "runtime.device" in done.err and not (home / "runs").exists()
 
 
-def test_the_log_of_a_run_is_printed_and_followed(
+def test_a_log_is_printed_and_followed(
     home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)

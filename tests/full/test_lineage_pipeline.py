@@ -59,9 +59,7 @@ def lineage(cli: Cli, version: str) -> Any:
     return json.loads(cli.in_process("lineage", version, "--json", settings=False))
 
 
-def test_the_lineage_of_a_registered_version_is_told_without_the_store(
-    finished: Cli, tmp_path: Path
-) -> None:
+def test_the_lineage_of_a_version_needs_no_store(finished: Cli, tmp_path: Path) -> None:
     known = lineage(finished, "tiny-test@challenger")
     assert [stage["stage"] for stage in known["stages"]] == STAGES
     [run] = {stage["run"] for stage in known["stages"]}
@@ -77,9 +75,7 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(
 
 
 @pytest.mark.soak
-def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(
-    finished: Cli, tmp_path: Path
-) -> None:
+def test_a_set_is_made_again_bit_for_bit_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
     new = tmp_path / "new"
     words = ("reproduce", "tiny-test@challenger", "--json", "--home", str(new))
     result = json.loads(sharing(finished, tmp_path).in_process(*words, settings=False))

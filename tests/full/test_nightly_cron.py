@@ -16,9 +16,7 @@ ENDS = ("Promoted", "Kept", "Failed", "Crashed")
 
 
 @pytest.mark.soak
-def test_a_slot_of_a_cron_trains_on_new_documents_and_promotes_what_is_better(
-    copy_of: Callable[[], Cli],
-) -> None:
+def test_a_slot_of_a_cron_trains_and_promotes_what_is_better(copy_of: Callable[[], Cli]) -> None:
     cli = copy_of()
     cli.here("pipeline", "run", "nightly", "--engine", "none")  # cached: the first champion
     add_similar_documents(cli, "docs-3", 3)

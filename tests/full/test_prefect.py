@@ -33,9 +33,7 @@ def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
-def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cache_of_prefect_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_task_waits_longer_before_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Failed
 

@@ -51,9 +51,7 @@ def test_a_plan_is_that_of_the_command_and_says_why(finished: Any) -> None:
         ttrain.plan("ful", home=finished.home)
 
 
-def test_a_cached_run_has_the_figures_and_artifacts_of_the_one_that_made_them(
-    finished: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cached_run_has_what_was_made(finished: Any, capfd: pytest.CaptureFixture[str]) -> None:
     before = state_of_process()
     run = in_thread(lambda: ttrain.run("full", settings_of(finished), home=finished.home))
     assert state_of_process() == before and capfd.readouterr() == ("", "")

@@ -86,9 +86,7 @@ def refusal_of(*words: str | bytes | None, **headers: str) -> int:
 
 
 @pytest.mark.soak
-def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothing(
-    real_home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_real_servers_ask_for_the_token(real_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Mirror(real_home).push(TrackedRun("run", "run", "test", 1.0, files={"report.md": "kept"}))
     assert run
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -139,9 +137,7 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     assert servers.down(real_home) == [] and servers.running(real_home) == {}
 
 
-def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_again(
-    faked_home: Path,
-) -> None:
+def test_a_second_up_starts_only_a_server_that_was_killed(faked_home: Path) -> None:
     def process_of(name: str) -> psutil.Process:
         record = json.loads((faked_home / "servers" / f"{name}.json").read_text())
         return psutil.Process(record["pid"])
@@ -157,7 +153,7 @@ def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_agai
     assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
 
 
-def test_a_server_that_dies_says_why_and_takes_the_other_along(
+def test_a_server_that_dies_ends_the_other(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["there_is_no_such_module"]
@@ -167,7 +163,7 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(
     assert not processes_of(faked_home) and servers.running(faked_home) == {}
 
 
-def test_the_token_is_for_the_servers_of_the_home_alone(
+def test_the_token_is_for_own_servers_alone(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def auth() -> str | None:

@@ -51,7 +51,7 @@ def completed_trials(cli: Cli) -> int:
 
 
 @pytest.mark.soak
-def test_a_sweep_that_is_killed_anywhere_ends_with_the_same_verdict_and_builds_nothing_twice(
+def test_a_killed_sweep_has_its_verdict_and_builds_nothing_twice(
     fresh: Cli, tmp_path: Path
 ) -> None:
     swept = Cli(tmp_path / "swept", fresh.data)

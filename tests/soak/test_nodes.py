@@ -80,9 +80,7 @@ def test_a_killed_node_ends_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pipeline_of_two_nodes_trains_as_one_of_one_and_node_0_tracks_it_all(
-    tmp_path: Path,
-) -> None:
+def test_two_nodes_train_as_one_and_node_0_tracks_it_all(tmp_path: Path) -> None:
     write_corpus(tmp_path / "data")
     both = Cli(tmp_path / "both", tmp_path / "data")
     alone = Cli(tmp_path / "alone", tmp_path / "data")
