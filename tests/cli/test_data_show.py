@@ -40,9 +40,7 @@ def test_control_characters_do_not_reach_the_terminal(run: Run, talks: ShardSet)
     assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
 
 
-def test_a_stage_is_its_newest_artifact_with_tokenizer(
-    run: Run, tmp_path: Path, talks: ShardSet
-) -> None:
+def test_a_stage_is_its_newest_artifact(run: Run, tmp_path: Path, talks: ShardSet) -> None:
     assert run("data", "show", "out/train").code == 0
     store = ArtifactStore(tmp_path / "home")
     manifest = {"inputs": {}, "ingredients": {}, "result": {}}

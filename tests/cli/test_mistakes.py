@@ -156,9 +156,7 @@ def folder(tmp_path: Path, run: Run) -> Path:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_a_mistake_gets_a_short_line_with_rule_and_fix(
-    folder: Path, run: Run, row: list[str]
-) -> None:
+def test_a_mistake_gets_a_line_with_rule_and_fix(folder: Path, run: Run, row: list[str]) -> None:
     typed, problem, *fix = row
     code, _, problem = problem.partition(" ")
     done = run(*typed.split())

@@ -82,27 +82,21 @@ def rerun(*arguments: str) -> str:
     return done.output
 
 
-def test_rerun_takes_the_settings_of_the_newest_run(
-    built: House, calls: list[dict[str, Any]]
+def test_files_replace_the_settings_of_the_newest_run_and_the_environment_sets_the_runtime_alone(
+    built: House, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = built.settings("sft.seed=3")
     run = record(built.store.root, settings)
     out = rerun("sft")
     assert calls[0]["loaded"].settings == settings and calls[0]["force"] == {"sft"}
     assert run in out and out.endswith(" sft.seed=3\n")
-
-
-def test_files_replace_the_settings_and_the_environment_sets_the_runtime_alone(
-    built: House, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = record(built.store.root, built.settings("sft.seed=3"))
     config = built.write("mine.yaml", "lora: {seed: 9}\n")
     assert run not in rerun("sft", "-c", str(config))
-    assert calls[0]["loaded"].settings == loaded("lora.seed=9").settings
+    assert calls[1]["loaded"].settings == loaded("lora.seed=9").settings
     monkeypatch.setenv("TTRAIN__SFT__SEED", "8")
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     rerun("sft")
-    settings = calls[1]["loaded"].settings
+    settings = calls[2]["loaded"].settings
     assert (settings.sft.seed, settings.runtime.threads) == (3, 1)
 
 

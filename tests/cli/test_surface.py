@@ -1,17 +1,12 @@
 """The surface of the commands: help in panels, short commands, versions, logs of runs."""
 
 import json
-import re
 import threading
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from support.data_commands import Run
-from typer.main import get_command
 
-from ttrain.cli.main import app
-from ttrain.cli.options import ORDER, Panel
 from ttrain.store import runs
 from ttrain.store.runs import RunRecord
 
@@ -21,25 +16,13 @@ def home(tmp_path: Path, run: Run) -> Path:
     return tmp_path / "home"
 
 
-def test_the_help_has_the_panels_in_order_each_command_once_and_examples(run: Run) -> None:
-    done = run("--help")
-    assert done.code == 0
-    assert re.findall(r"─ (\w+) ─", done.out) == ["Options", *get_args(Panel)]
-    listed = re.findall(r"^│ ([a-z]+) ", done.out, flags=re.MULTILINE)
-    assert listed == ORDER.split()
-    assert sorted(listed) == sorted(get_command(app).commands)  # type: ignore[attr-defined]
-    for words in (("train",), ("stage", "run")):
-        done = run(*words, "--help")
-        assert done.code == 0 and f"ttrain {' '.join(words)}" in done.out.partition("Example")[2]
-
-
 def test_a_missing_device_is_refused(home: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = run("pipeline", "run", "full", "--engine", "none", "runtime.device=cuda")
     assert done.code == 2 and "runtime.device" in done.err and not (home / "runs").exists()
 
 
-def test_the_log_of_a_run_is_printed_and_followed(
+def test_a_log_is_printed_and_followed(
     home: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "LOG_POLL_SECONDS", 0.01)

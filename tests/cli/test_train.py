@@ -39,9 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return in_process(capsys)
 
 
-def test_a_task_is_trained_with_the_same_settings(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_is_trained_with_its_settings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trains_here(monkeypatch)
     out = Path("out")
     (out / "run" / "work").mkdir(parents=True)  # what a training left that was killed at once
@@ -73,9 +71,7 @@ def test_a_task_is_trained_with_the_same_settings(
         (("slow", "--out", "."), "--out"),
     ],
 )
-def test_a_mistake_is_named_before_anything_starts(
-    run: Run, words: tuple[str, ...], name: str
-) -> None:
+def test_a_mistake_is_named_before_a_start(run: Run, words: tuple[str, ...], name: str) -> None:
     Path("a.txt").touch()
     done = run("train", *words)
     assert done.code == 2 and name in done.err

@@ -118,9 +118,7 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
 
-def test_flow_runs_of_which_the_home_knows_the_end_are_marked_as_crashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_runs_are_marked_as_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ttrain.flows import prefect_run
 
     ended, running, unknown = (SimpleNamespace(id=uuid4()) for _ in range(3))
@@ -137,9 +135,7 @@ def test_flow_runs_of_which_the_home_knows_the_end_are_marked_as_crashed(
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_cancelling_in_the_ui_saves_the_state_and_its_retry_continues(
-    deployed: tuple[Cli, Served],
-) -> None:
+def test_what_is_cancelled_in_the_ui_is_continued_by_a_retry(deployed: tuple[Cli, Served]) -> None:
     cli, served = deployed
     settings = (LONG, "pretrain.seed=2")
     id_ = start(cli, *settings)

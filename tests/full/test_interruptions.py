@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import psutil
@@ -23,6 +25,10 @@ def test_a_run_whose_server_is_killed_ends_with_another_one_that_knows_its_end(f
     children = psutil.Process(process.pid).children(recursive=True)
     servers = [child for child in children if "uvicorn" in " ".join(child.cmdline())]
     for server in servers:
+        words = server.cmdline()
+        port = words[words.index("--port") + 1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # without its token
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/version")
         server.kill()
     output, _ = process.communicate(timeout=300)
     assert servers and process.returncode == 0, output

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import said_without_ttrain
 from support.pipeline_home import Cli
 
 from ttrain.tracking.client import own_uri
@@ -15,35 +14,6 @@ from ttrain.tracking.mlflow_mirror import prepare
 TRAINED_ON = dict.fromkeys(("tokenizer", "pretrain", "sft", "lora"), "training")
 HELD_OUT = dict.fromkeys(("pretrain-heldout", "sft-heldout", "lora-heldout"), "validation")
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
-# What someone does who has MLflow, transformers and PEFT, and nothing of ttrain.
-PLAIN = """
-import json
-import sys
-import mlflow
-from mlflow import MlflowClient
-from mlflow.models import get_model_info
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-client, said = MlflowClient(), {}
-chat = [{"role": "user", "content": "1 + 2?"}]
-for name in ("tiny-test@challenger", "tiny-test-sft/1"):
-    pipe = mlflow.transformers.load_model(f"models:/{name}")
-    said[name] = pipe(chat, max_new_tokens=6, do_sample=False)[0]["generated_text"][-1]["content"]
-for path in sys.argv[1:]:  # the base model, a checkpoint and the SFT model in the store
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert tokenizer.decode(tokenizer("春江 x", add_special_tokens=False).input_ids) == "春江 x"
-    _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(report.values()), report
-info = get_model_info("models:/tiny-test@challenger")
-assert info.signature and info.metadata["ttrain.stage"] == "lora"
-for version in client.search_model_versions():
-    place = mlflow.artifacts.download_artifacts(f"models:/{version.name}/{version.version}")
-    AutoTokenizer.from_pretrained(place)
-    if version.name in ("tiny-test-sft", "tiny-test-base"):
-        AutoModelForCausalLM.from_pretrained(place)
-assert "ttrain" not in sys.modules
-print("SAID", json.dumps(said))
-"""
 
 
 def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
@@ -75,21 +45,6 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
     assert places == [str(finished.data / f"docs-{number}.jsonl") for number in (1, 2)]
 
 
-@pytest.mark.soak
-def test_every_registered_model_opens_without_ttrain_and_the_set_is_its_adapter_with_its_base(
-    finished: Cli, tmp_path: Path
-) -> None:
-    """In a copy, since MLflow notes what was opened."""
-    home = tmp_path / "home"
-    shutil.copytree(finished.home / "mlflow", home / "mlflow")
-    prepare(home)  # which points a copied home's places at itself
-    base, sft = (finished.home / "store" / name for name in ("pretrain", "sft"))
-    paths = [*base.glob("*/model"), max(base.glob("*/checkpoints/step-*")), *sft.glob("*/model")]
-    uri = f"sqlite:///{home}/mlflow/mlflow.db"
-    opened = said_without_ttrain(PLAIN, *map(str, paths), directory=home, MLFLOW_TRACKING_URI=uri)
-    assert opened["tiny-test@challenger"] != opened["tiny-test-sft/1"]
-
-
 def sharing(finished: Cli, tmp_path: Path) -> Cli:
     shutil.copytree(finished.home / "mlflow", tmp_path / "shared" / "mlflow")
     prepare(tmp_path / "shared")
@@ -104,9 +59,7 @@ def lineage(cli: Cli, version: str) -> Any:
     return json.loads(cli.in_process("lineage", version, "--json", settings=False))
 
 
-def test_the_lineage_of_a_registered_version_is_told_without_the_store(
-    finished: Cli, tmp_path: Path
-) -> None:
+def test_the_lineage_of_a_version_needs_no_store(finished: Cli, tmp_path: Path) -> None:
     known = lineage(finished, "tiny-test@challenger")
     assert [stage["stage"] for stage in known["stages"]] == STAGES
     [run] = {stage["run"] for stage in known["stages"]}
@@ -122,9 +75,7 @@ def test_the_lineage_of_a_registered_version_is_told_without_the_store(
 
 
 @pytest.mark.soak
-def test_a_registered_set_is_made_again_bit_for_bit_also_from_mlflow_alone(
-    finished: Cli, tmp_path: Path
-) -> None:
+def test_a_set_is_made_again_bit_for_bit_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
     new = tmp_path / "new"
     words = ("reproduce", "tiny-test@challenger", "--json", "--home", str(new))
     result = json.loads(sharing(finished, tmp_path).in_process(*words, settings=False))

@@ -194,7 +194,7 @@ def before_second(copy: Cli) -> Cli:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("number", "when"), POINTS)
-def test_a_kill_between_any_two_writes_leads_to_the_same_end(
+def test_a_kill_at_any_write_leads_to_the_same_end(
     before_second: Cli, number: int, when: str
 ) -> None:
     assert killed(before_second, number, when) == -signal.SIGKILL

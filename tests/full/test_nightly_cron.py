@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from support.nights import NAME, add_similar_documents
 from support.pipeline_home import Cli
-from support.served import every_five_seconds, flow_runs, serving
+from support.served import every_five_seconds, flow_runs, processes_of, serving
 from support.waiting import wait_until
 
 from ttrain.nightly.records import Nights
@@ -16,9 +16,7 @@ ENDS = ("Promoted", "Kept", "Failed", "Crashed")
 
 
 @pytest.mark.soak
-def test_a_slot_of_a_cron_trains_on_new_documents_and_promotes_what_is_better(
-    copy_of: Callable[[], Cli],
-) -> None:
+def test_a_slot_of_a_cron_trains_and_promotes_what_is_better(copy_of: Callable[[], Cli]) -> None:
     cli = copy_of()
     cli.here("pipeline", "run", "nightly", "--engine", "none")  # cached: the first champion
     add_similar_documents(cli, "docs-3", 3)
@@ -32,6 +30,7 @@ def test_a_slot_of_a_cron_trains_on_new_documents_and_promotes_what_is_better(
         assert run["state"]["name"] == "Promoted", run["state"]
         assert run["auto_scheduled"] and run["name"] == "night-000002"
         assert served.stop() == 0, served.said
+    wait_until(lambda: not processes_of(cli.home), 10)
     nights = {night.name: night for night in Nights(cli.home, NAME).newest_first()}
     night = nights[run["name"]]
     assert (night.outcome, night.data["version"]) == ("promoted", "2")

@@ -122,9 +122,7 @@ def test_mlflow_holds_one_parent_with_a_child_per_stage(finished: Any) -> None:
         assert list(Path(source.removeprefix("file://")).glob("*.json")), f"{source} holds no model"
 
 
-def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(
-    finished: Any, copy_of: CliFactory
-) -> None:
+def test_a_run_with_one_change_is_compared_in_mlflow(finished: Any, copy_of: CliFactory) -> None:
     cli = Cli(copy_of().home, finished.data)
     mlflow = partial(cli.rows, "mlflow")
     original = [finished.home / "store", finished.home / "mlflow" / "artifacts"]
@@ -150,9 +148,7 @@ def test_a_run_with_one_change_is_compared_with_the_first_in_mlflow(
     assert changed == {"eval/domain_loss_lora"}, "the others are of models that both runs share"
 
 
-def test_a_failed_stage_keeps_the_earlier_ones_and_is_rerun_with_what_follows(
-    copy_of: CliFactory,
-) -> None:
+def test_a_failed_stage_is_rerun_with_what_follows_alone(copy_of: CliFactory) -> None:
     load_stages()
     cli = copy_of()
     domain = cli.data / "domain.jsonl"

@@ -1,7 +1,6 @@
 """What Prefect records of a run, when it tries a stage again, and that none of it is needed."""
 
 import json
-import subprocess
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,14 +12,6 @@ from ttrain.config.loading import load
 from ttrain.engine.graph import Planned
 from ttrain.errors import StageFailed
 from ttrain.tasks import EVALUATE
-
-# Importing it raises ImportError, as where it is not installed
-WITHOUT_PREFECT = """
-import sys
-sys.modules["prefect"] = None
-from ttrain.cli.main import main
-main()
-"""
 
 
 def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None:
@@ -42,22 +33,7 @@ def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None
     assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
-@pytest.mark.soak
-def test_without_prefect_the_same_recipe_runs(copy_of: Any) -> None:
-    cli = copy_of()
-    command = cli.command("pipeline", "run", "full", "--engine", "none", "evaluate.new_tokens=1")
-    command[command.index("-c") + 1] = WITHOUT_PREFECT
-    process = subprocess.run(
-        command, env=cli.environment, cwd=cli.data, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    outcomes = cli.outcomes()
-    assert outcomes.pop("evaluate") == "completed" and set(outcomes.values()) == {"cached"}
-
-
-def test_a_stage_s_task_has_its_attempts_with_longer_and_longer_waits_and_no_cache_of_prefect_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_task_waits_longer_before_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.cache_policies import NO_CACHE
     from prefect.states import Failed
 

@@ -16,7 +16,7 @@ from ttrain.tracking.mlflow_mirror import prepare
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
-# Run by test_interruptions, test_schedules_pipeline, soak/test_nights_kills, cli/test_ui
+# Run by test_interruptions, test_nightly_cron, soak/test_nights_kills
 SERVERS = {
     "ttrain up",
     "ttrain up --open",
@@ -113,9 +113,7 @@ def test_a_command_of_a_page_works(command: str, finished: Any, tmp_path: Path) 
     assert code == 0 or "waits for" in said
 
 
-def test_the_commands_of_the_page_of_data_work_one_after_the_other(
-    finished: Any, tmp_path: Path
-) -> None:
+def test_the_commands_of_the_page_of_data_work_in_turn(finished: Any, tmp_path: Path) -> None:
     files_of_a_reader(finished, tmp_path)
     (tmp_path / "my.yaml").unlink()  # which `init` writes
     cli = Cli(tmp_path / "home", tmp_path)

@@ -16,9 +16,7 @@ WEIGHTS = "model/model.safetensors"
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_work_that_older_code_began_goes_on_under_the_new(
-    copy_of: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_work_of_older_code_goes_on_under_new(copy_of: Callable[..., Any], tmp_path: Path) -> None:
     cli = copy_of()
     process = cli.start("stage", "run", "pretrain", LONGER)
     wait_until(cli.checkpoints, 240)

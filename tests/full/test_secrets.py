@@ -54,9 +54,7 @@ def open_to_others(directory: Path) -> list[str]:
     return [str(path) for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
-def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(
-    empty: Cli, site: Site
-) -> None:
+def test_no_file_and_no_line_of_a_run_holds_its_secrets(empty: Cli, site: Site) -> None:
     own = [*sources(empty, site), "tracking.enabled=false"]
     said = empty.here(*FULL, "--until", "tokenizer", *ALONE, *own)
     said += empty.here("config", "show", *own)
@@ -70,9 +68,7 @@ def test_no_file_and_no_line_of_a_run_holds_the_secrets_of_its_sources(
 
 
 @pytest.mark.soak
-def test_what_failed_keeps_no_secret_and_its_message_says_which_file(
-    fresh: Cli, site: Site
-) -> None:
+def test_what_failed_keeps_no_secret_and_names_its_file(fresh: Cli, site: Site) -> None:
     good = site.files["/data/chats.jsonl"]
     site.files["/data/chats.jsonl"] = b'{"no": JSON}\n' * 50
     own = sources(fresh, site)
@@ -90,9 +86,7 @@ def test_what_failed_keeps_no_secret_and_its_message_says_which_file(
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_prefect_mlflow_a_night_and_a_deployment_get_no_secret_and_run(
-    fresh: Cli, site: Site
-) -> None:
+def test_servers_nights_and_deployments_get_no_secret(fresh: Cli, site: Site) -> None:
     own = [*sources(fresh, site), "nightly.data=all"]
     said = ""
     for command in ("run", "plan"):

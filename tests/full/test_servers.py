@@ -5,10 +5,7 @@ import json
 import os
 import random
 import socket
-import sqlite3
 import stat
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,31 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.paths import ROOT
 from support.served import processes_of, write_double
 from support.waiting import wait_until
 
+from ttrain.cli.tracking import redirect_page
 from ttrain.errors import TTrainError
 from ttrain.flows import servers
 from ttrain.store import server_records
 from ttrain.tracking.client import tracking_uri
 from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
 
-STARTED_BY_THE_RUN = """
-import os, sys, time
-from pathlib import Path
-from ttrain.flows import servers
-home = Path(sys.argv[1])
-os.environ.update(servers.prefect_environment(home))
-servers.start_own_server(home)
-from prefect import flow, get_run_logger
-@flow
-def greet():
-    get_run_logger().info("said to the API")
-greet()
-print(os.environ["PREFECT_API_URL"], os.environ["PREFECT_API_AUTH_STRING"], flush=True)
-time.sleep(60)
-"""
 # Whether a web socket of that address may be tried at all: one that a policy forbids throws, or is
 # closed without a try
 ELSEWHERE = "http://elsewhere:4200/api"
@@ -104,9 +86,7 @@ def refusal_of(*words: str | bytes | None, **headers: str) -> int:
 
 
 @pytest.mark.soak
-def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothing(
-    real_home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_real_servers_ask_for_the_token(real_home: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Mirror(real_home).push(TrackedRun("run", "run", "test", 1.0, files={"report.md": "kept"}))
     assert run
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -157,48 +137,7 @@ def test_the_real_servers_start_show_a_run_to_who_has_the_token_and_leave_nothin
     assert servers.down(real_home) == [] and servers.running(real_home) == {}
 
 
-@contextlib.contextmanager
-def run_with_its_own_server(home: Path) -> Iterator[str]:
-    """A process that starts its server and runs a flow; yields the address used and its token."""
-    command = [sys.executable, "-c", STARTED_BY_THE_RUN, str(home)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        start_new_session=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as run:
-        try:
-            assert run.stdout is not None
-            yield next(line for line in run.stdout if not line.startswith("Prefect makes its"))
-        finally:
-            run.kill()
-
-
-@pytest.mark.soak
-def test_a_run_has_its_own_server_which_hears_its_logs_and_dies_with_it(real_home: Path) -> None:
-    def logged() -> bool:
-        database = f"file:{real_home / 'prefect' / 'prefect.db'}?mode=ro"
-        with contextlib.closing(sqlite3.connect(database, uri=True)) as db:
-            return bool(
-                db.execute("SELECT 1 FROM log WHERE message = 'said to the API'").fetchone()
-            )
-
-    servers.down(real_home)
-    with run_with_its_own_server(real_home) as line:
-        assert line.startswith("http://127.0.0.1:"), "no log comes before it in the terminal"
-        url, token = line.split()
-        assert answers(f"{url}/version", token) and not answers(f"{url}/version")
-        is_kept = (real_home / "servers" / "token").exists()
-        assert not is_kept or server_records.read_token(real_home) != token
-        wait_until(logged, 10)
-    wait_until(lambda: not answers(f"{url}/health") and not processes_of(real_home), 10)
-
-
-def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_again(
-    faked_home: Path,
-) -> None:
+def test_a_second_up_starts_only_a_server_that_was_killed(faked_home: Path) -> None:
     def process_of(name: str) -> psutil.Process:
         record = json.loads((faked_home / "servers" / f"{name}.json").read_text())
         return psutil.Process(record["pid"])
@@ -214,7 +153,7 @@ def test_a_second_up_starts_nothing_and_a_server_that_was_killed_is_started_agai
     assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
 
 
-def test_a_server_that_dies_says_why_and_takes_the_other_along(
+def test_a_server_that_dies_ends_the_other(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["there_is_no_such_module"]
@@ -224,7 +163,7 @@ def test_a_server_that_dies_says_why_and_takes_the_other_along(
     assert not processes_of(faked_home) and servers.running(faked_home) == {}
 
 
-def test_the_token_is_for_the_servers_of_the_home_alone(
+def test_the_token_is_for_own_servers_alone(
     faked_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def auth() -> str | None:
@@ -262,13 +201,18 @@ def test_the_token_is_in_a_file_of_its_owner_and_in_no_argument(faked_home: Path
     def mode(path: Path) -> int:
         return stat.S_IMODE(path.stat().st_mode)
 
-    start_both(faked_home)
+    urls = start_both(faked_home)
     path = faked_home / "servers" / "token"
     token = path.read_text().strip()
     assert len(token) > 40 and (mode(path), mode(path.parent)) == (0o600, 0o700)
     for process in processes_of(faked_home):
         assert token not in " ".join(process.cmdline())
         assert process.environ()[server_records.ACCESS] == token
+    # A browser gets it in a file, since other accounts see its arguments
+    argument = redirect_page(faked_home, f"{urls['mlflow']}/?token={token}")
+    page = faked_home / "servers" / "open.html"
+    assert argument == page.as_uri() and token in page.read_text() and mode(page) == 0o600
+    assert redirect_page(faked_home, ELSEWHERE) == ELSEWHERE
     servers.down(faked_home)
     assert server_records.make_token(faked_home) == token, "open pages and runs in progress go on"
     path.chmod(0o644)

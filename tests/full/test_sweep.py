@@ -1,13 +1,14 @@
-"""`ttrain sweep` as a user runs it: verdicts, killed, by two processes; its record and MLflow."""
+"""`ttrain sweep` as a user runs it, killed: its verdict, its record and MLflow's points."""
 
 import json
 import os
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pipeline_home import Cli, write_corpus
+from support.pipeline_home import Cli
 from support.served import kill_at_work
 from support.waiting import wait_until
 
@@ -49,50 +50,12 @@ def completed_trials(cli: Cli) -> int:
     return sum(trial["outcome"] == "completed" for trial in trials)
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    directory = tmp_path_factory.mktemp("swept")
-    write_corpus(directory / "data")
-    cli = Cli(directory / "home", directory / "data")
-    cli(*COMMAND)
-    return cli
-
-
 @pytest.mark.soak
-def test_a_rate_that_trains_nothing_is_worse_over_its_seeds_and_mlflow_compares_the_settings(
-    swept: Cli,
+def test_a_killed_sweep_has_its_verdict_and_builds_nothing_twice(
+    fresh: Cli, tmp_path: Path
 ) -> None:
-    result = shown(swept)
-    assert result["outcome"] == "completed" and result["measure"]["metric"] == "eval/bits_per_byte"
-    baseline, slow = result["settings"]
-    assert baseline["seeds"] == slow["seeds"] == [1, 2, 3]
-    assert slow["verdict"] == "worse" and slow["over_seeds"][0] > 0 and slow["over_records"][0] > 0
-    counts = Counter(name for name, _ in built(swept))
-    assert counts == {"tokenizer": 1, "shards-pretrain": 1, "pretrain": 6, "evaluate": 6}
-
-    def tag(run: str, key: str) -> str:
-        query = "select value from tags where run_uuid = ? and key = ?"
-        [(value,)] = swept.rows("mlflow", query, run, key)
-        return str(value)
-
-    trials = swept.rows("mlflow", "select run_uuid from tags where key = 'ttrain.seed'")
-    assert len(trials) == 6
-    settings = {tag(run, "mlflow.parentRunId") for (run,) in trials}
-    assert sorted(tag(run, "ttrain.verdict") for run in settings) == ["baseline", "worse"]
-    assert len({tag(run, "mlflow.parentRunId") for run in settings}) == 1
-    assert set(swept.rows("mlflow", "select status from runs")) == {("FINISHED",)}
-    query = "select value from latest_metrics where key = 'sweep/difference'"
-    [(mean,)] = swept.rows("mlflow", query)
-    assert mean == pytest.approx(slow["difference"])
-    page = swept.data / "sweep.html"
-    swept.in_process("report", result["sweep"], "--out", str(page), settings=False)
-    assert slow["setting"] in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.soak
-def test_a_sweep_that_is_killed_anywhere_ends_with_the_same_verdict_and_builds_nothing_twice(
-    swept: Cli, fresh: Cli
-) -> None:
+    swept = Cli(tmp_path / "swept", fresh.data)
+    swept(*COMMAND)
     chance = random.Random(1)
     for _ in range(KILLS):
         process = fresh.start(*COMMAND)
@@ -107,5 +70,7 @@ def test_a_sweep_that_is_killed_anywhere_ends_with_the_same_verdict_and_builds_n
             kill_at_work(process)
     fresh(*COMMAND)
     assert results(fresh) == results(swept)
+    assert results(fresh)[1][2] == "worse"
+    assert built(swept).total() == 14
     assert set(built(fresh).values()) == {1}
     assert fresh.rows("mlflow", DOUBLED) == [(0,)]

@@ -30,9 +30,7 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         proxy.close()
 
 
-def test_a_hundred_thousand_metrics_come_through_outages_and_kills(
-    proxy: Proxy, tmp_path: Path
-) -> None:
+def test_100_000_metrics_come_through_outages_and_kills(proxy: Proxy, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     modes = tuple(MODES[number % len(MODES)] for number in range(OUTAGES))

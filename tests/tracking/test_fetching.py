@@ -86,9 +86,7 @@ def newest_copy(home: Path) -> Path:
     return max(copies, key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_an_artifact_is_found_by_its_key_and_only_what_is_read_is_fetched(
-    tmp_path: Path, bare_home: Path
-) -> None:
+def test_an_artifact_is_found_and_what_is_read_is_fetched(tmp_path: Path, bare_home: Path) -> None:
     original = publish(tmp_path / "first")
     store, reports = store_of(bare_home), list[str]()
     artifact = find(store)
@@ -127,7 +125,7 @@ def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data"), [("heldout/00.arrow", None), ("index.json", b"{"), ("manifest.json", None)]
 )
-def test_an_incomplete_copy_is_passed_over_for_an_older_one(
+def test_a_bad_copy_is_passed(
     bare_home: Path, tmp_path: Path, name: str, data: bytes | None
 ) -> None:
     older = newest_copy(bare_home)

@@ -1,4 +1,4 @@
-"""The files by which MLflow opens a model. That it does: full/test_lineage_pipeline.py."""
+"""The files by which MLflow opens a model. That it does: full/test_readme.py."""
 
 from pathlib import Path
 from typing import Any

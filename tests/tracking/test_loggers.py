@@ -136,7 +136,7 @@ def test_secret_settings_are_masked_for_loggers() -> None:
 
 
 @pytest.mark.parametrize("broken", ["open", "write", "close"])
-def test_a_logger_that_raises_costs_one_warning_and_not_the_training(
+def test_a_broken_logger_is_one_warning(
     tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:

@@ -12,7 +12,6 @@ from support.tracked_stores import client_of, pushed
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.tracking import run_summary
-from ttrain.tracking.client import database_of
 from ttrain.tracking.pusher import push_noted
 from ttrain.tracking.registered import take_over_champions
 
@@ -106,21 +105,9 @@ def test_a_champion_that_somebody_chose_on_mlflows_page_is_taken_over(sets_home:
 
 
 def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Path) -> None:
-    Registry(sets_home).promote(NAME, "1")
-    pushed(sets_home, [RUNS[1]])
+    push_noted(sets_home, Registry(sets_home).promote(NAME, "1").run)
+    assert aliases(sets_home)["champion"] == aliases(sets_home, SFT)["champion"] == "1"
     Registry(sets_home).promote(NAME, "2")
     client_of(sets_home).set_registered_model_alias(NAME, "other", "1")  # MLflow changed
     take_over_champions(sets_home)
     assert champion(sets_home) == "2", "nobody moved the one that was pushed last"
-
-
-def test_a_champion_chosen_here_has_its_alias_at_once(sets_home: Path, tmp_path: Path) -> None:
-    for number in ("1", "2", "1"):
-        push_noted(sets_home, Registry(sets_home).promote(NAME, number).run)
-        for name in (NAME, SFT):
-            assert aliases(sets_home, name)["champion"] == number
-    database_of(sets_home).unlink()
-    assert take_over_champions(sets_home).champion(NAME)
-    assert not database_of(sets_home).exists(), "no need to make it"
-    push_noted(tmp_path / "other", RUNS[1])
-    assert not (tmp_path / "other").exists(), "where nothing was pushed no database is made"

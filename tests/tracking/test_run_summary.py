@@ -1,27 +1,12 @@
-"""What a tracked run shows: curves by tokens, settings that are not defaults, a description."""
+"""What a tracked run shows: settings that are not defaults, a description."""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ttrain.reports import summary
 from ttrain.tracking import run_summary
-
-
-def line(step: int, **metrics: float | None) -> dict[str, Any]:
-    return {"step": step, "tokens": step * 512, "time": 100.0 + step, "metrics": metrics}
-
-
-def test_the_step_of_a_curve_is_its_tokens() -> None:
-    lines = [line(5, loss=3.0, grad_norm=1.0), line(5, validation_loss=3.5), line(10, loss=None)]
-    lines.append({"step": 1, "metrics": {"loss": 1.0}})  # without tokens
-    assert list(run_summary.curves("sft", lines)) == [
-        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft loss": 3.0}},
-        {"step": 5120, "time": 110.0, "metrics": {"Curves/sft loss": None}},
-        {"step": 2560, "time": 105.0, "metrics": {"Curves/sft validation": 3.5}},
-    ]
 
 
 def test_a_description_is_the_note_then_what_is_unusual_and_the_metric(tmp_path: Path) -> None:
