@@ -1,6 +1,7 @@
 """The registry of a home: sets of models, aliases, the way back, decisions, in one file."""
 
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ def test_registered_models_keep_their_inputs_and_the_champion_its_data(tmp_path:
     registry.promote("mine", "1")
     champion_data = {"shards-sft-1"}  # which a night must not take for new
     assert registry.keys() == expected | {"evaluate-1"} | champion_data
+
+
+def test_the_file_is_for_its_owner(sets_home: Path) -> None:
+    assert stat.S_IMODE((sets_home / "registry.json").stat().st_mode) == 0o600
 
 
 def test_a_damaged_file_is_an_error_with_its_path_and_a_fix(sets_home: Path) -> None:

@@ -1,10 +1,13 @@
 """The database and the files of a home: made quietly, in any path, copied; real MLflow."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 from support.recorded_homes import Made, make_run
 from support.tracked_stores import files_of, only
 
@@ -12,6 +15,25 @@ from ttrain.tracking.client import artifacts_of, database_of
 from ttrain.tracking.mlflow_mirror import prepare
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
+PUSH = """
+import pathlib
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
+run = TrackedRun("r", "r", "x", 1.0, "FINISHED", params={"a": 1}, files={"a/b.txt": "hello"})
+assert Mirror(pathlib.Path("home")).push(run)
+"""
+
+
+def test_a_fresh_home_is_made_quietly_and_keeps_everything_under_itself(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", PUSH]
+    output = subprocess.check_output(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.STDOUT
+    )
+    assert output == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    folder = tmp_path / "home" / "mlflow"
+    assert {"mlflow.db", "mlflow.lock", "artifacts"} <= {path.name for path in folder.iterdir()}
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("place", ["a sister", "a home #1 50%/inner"])
