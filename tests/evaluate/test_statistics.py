@@ -203,8 +203,7 @@ def test_models_that_agree_on_every_item_have_an_interval_with_a_width() -> None
 
 
 @pytest.mark.parametrize(
-    ("wins", "losses"),
-    [(0, 0), (5, 0), (6, 0), (3, 9), (40, 60), (400, 460), (5000, 5300)],
+    ("wins", "losses"), [(0, 0), (5, 0), (6, 0), (3, 9), (40, 60), (400, 460), (5000, 5300)]
 )
 def test_the_sign_test_is_the_exact_one(wins: int, losses: int) -> None:
     tail = sum(math.comb(wins + losses, k) for k in range(min(wins, losses) + 1))

@@ -62,17 +62,6 @@ def test_the_card_of_an_adapter_names_its_base_and_how_it_is_loaded() -> None:
     assert 'from_pretrained(base, "THIS_DIR' in text
 
 
-@pytest.mark.parametrize(
-    ("stage", "word"),
-    [("pretrain", "documents"), ("sft", "chats"), ("dpo", "pairs"), ("base-model", "causal")],
-)
-def test_the_card_names_the_model_and_the_kind_of_its_data(stage: str, word: str) -> None:
-    title, sentence = card(EXPORTED, History((artifact(stage),))).partition("# mine")[1:]
-    assert title == "# mine"
-    first = sentence.strip().splitlines()[0]
-    assert [part for part in (word, "1 parameters", "bf16") if part not in first] == []
-
-
 @pytest.mark.parametrize(("start", "base"), [("owner/name@main", "owner/name"), ("here", None)])
 def test_the_card_names_the_sources_of_a_pipeline_in_public_places_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, base: str | None

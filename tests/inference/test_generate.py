@@ -36,11 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"kind": "mistral", "fields": {"sliding_window": 8}},
     "experts": {"kind": "qwen3", "moe": Moe(experts=4, top_k=2)},
 }
-PROMPTS = [
-    [2, 40, 41],
-    [2, 17, 200, 33, 90, 12, 61],
-    [2, *range(99, 87, -1)],
-]
+PROMPTS = [[2, 40, 41], [2, 17, 200, 33, 90, 12, 61], [2, *range(99, 87, -1)]]
 LONG = Sampling(max_tokens=9)
 
 
@@ -138,8 +134,7 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(model: LoadedModel) -
 
 
 @pytest.mark.parametrize(
-    ("lead", "shown"),
-    [("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")],
+    ("lead", "shown"), [("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")]
 )
 def test_a_lead_of_the_template_is_not_shown(model: LoadedModel, lead: str, shown: str) -> None:
     encoder = model.encoder
@@ -164,24 +159,6 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Mo
         (ids,) = answers(model, [history], short, kv_cache=kv_cache)
         assert [ids] == answers(model, [history], short)
         history = [*history, *ids, 60 + turn, 70 + turn]
-
-
-def test_a_turn_computes_only_its_new_tokens(model_of_shape: Models) -> None:
-    model = model_of_shape("llama")
-    short = Sampling(max_tokens=4)
-    kv_cache = KVCache(model)
-    (first,) = answers(model, [PROMPTS[1]], short, kv_cache=kv_cache)
-    widths: list[int] = []
-    embedding: Any = model.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(
-        lambda module, inputs, out: widths.append(inputs[0].shape[1])
-    )
-    generate(model, [[*PROMPTS[1], *first, 60, 61, 62]], short, kv_cache=kv_cache)
-    assert widths[0] == 4  # three new tokens, and the answer's last one, which no pass has read
-    widths.clear()
-    generate(model, [PROMPTS[1][:5]], short, kv_cache=kv_cache)
-    assert widths[0] == 1
-    hook.remove()
 
 
 @pytest.mark.parametrize(("kind", "virtual_tokens"), [("lora", 0), ("prefix", 3)])
