@@ -55,8 +55,8 @@ def test_a_gain_on_the_new_text_does_not_pay_for_a_loss_on_one_old_night() -> No
     assert (decision.difference or 0) > 0.1
     assert decision.lost == ("night-2", EARLIER)
     lost = figures["night-2"]
-    assert lost.interval is not None
-    assert lost.champion is not None
+    assert lost.interval
+    assert lost.champion
     assert lost.difference == pytest.approx(lost.champion - lost.challenger)
     change = f"it forgets night-2: {lost.champion:.5f} became {lost.challenger:.5f}, 9.6% worse"
     assert change in decision.reason

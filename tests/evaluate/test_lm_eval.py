@@ -81,7 +81,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TASKS:
         (directory / f"{name}.yaml").write_text(task_file(name, directory / "items.jsonl"))
     (directory / "broken.yaml").write_text(task_file("broken", directory / "absent.jsonl"))
-    (directory / "both.yaml").write_text("group: both\ntask:\n- words\n- answers\n")
     return directory
 
 
@@ -166,9 +165,6 @@ def test_our_multiple_choice_is_the_harness_s(
     bits = metrics["bits_per_byte"]
     assert harness.sums == bits.sums == pytest.approx(right, abs=1e-4)
     assert bits.sizes == harness.sizes
-    for row, sample in zip(ours.rows, samples, strict=True):
-        log_probabilities = [-response[0] for response in sample["filtered_resps"]]
-        assert row["nats"] == pytest.approx(log_probabilities, abs=1e-4)
 
 
 def test_data_and_names_that_the_harness_does_not_have_are_refused(directory: Path) -> None:
@@ -179,19 +175,6 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(directory: Pa
     for name in ("wordz", str(evil), str(directory)):
         with pytest.raises(UsageError, match=rf"theirs\.task is {name}, "):
             read(directory, name)
-
-
-def test_a_group_counts_every_item_and_shows_each_task(
-    directory: Path, subject: LoadedModel
-) -> None:
-    result = evaluated(directory, "both", subject)
-    numbers = tuple(range(2 * ITEMS))
-    groups = {"task=words": numbers[:ITEMS], "task=answers": numbers[ITEMS:]}
-    assert result.items.groups == groups
-    counts = {metric.name: sum(metric.sizes) for metric in result.figures if not metric.group}
-    assert (counts["acc"], counts["exact_match"]) == (ITEMS, ITEMS)
-    limited = evaluated(directory, "both", subject, limit=1)
-    assert (len(limited.items.digests), limited.items.groups) == (1, {})
 
 
 def test_without_the_harness_the_error_says_how_to_install_it(

@@ -74,10 +74,9 @@ def test_notes_name_the_rows_that_are_left_out() -> None:
 
 
 def test_a_field_of_two_to_twenty_values_makes_groups() -> None:
-    rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(30)]
+    rows = [{"lang": "ab"[number % 2], "id": number, "same": 1} for number in range(21)]
     by = ("lang", "langg", "id", "same")
-    assert set(groups(rows, by)) == {"lang=a", "lang=b"}
-    assert len(groups(rows[:20], by)) == 2 + 20
+    assert (set(groups(rows, by)), len(groups(rows[:20], by))) == ({"lang=a", "lang=b"}, 22)
 
 
 def test_metrics_are_named_by_task_metric_model_and_group() -> None:
@@ -98,7 +97,7 @@ def test_the_json_has_what_the_table_shows_and_no_number_that_is_not_finite() ->
     assert list(a) == [*BITS, "perplexity"]
     bits = a["bits_per_byte"]
     assert bits["value"] == pytest.approx(VALUE)
-    assert bits["interval"][0] < bits["value"] < bits["interval"][1]
+    assert bits["interval"][0] < VALUE < bits["interval"][1]
     assert bits["smallest"] > 0
     assert (bits["items"], bits["higher_is_better"]) == (100, False)
     nothing = dict.fromkeys(("value", "interval", "smallest"))

@@ -54,9 +54,8 @@ def test_two_documents_are_chosen_by_their_content_and_with_different_beginnings
 def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder) -> None:
     with_system = turns("What is it?", "It is this.", Message("system", "Be kind."))
     chosen = chats_of(encoder, with_system, turns("你好吗？", "很好。"))
-    references = {prompt.text: prompt.reference for prompt in chosen}
-    assert references == {"What is it?": "It is this.", "你好吗？": "很好。"}
-    assert {prompt.turns[0].role for prompt in chosen} == {"system", "user"}
+    samples_of = {(prompt.turns[0].role, prompt.text, prompt.reference) for prompt in chosen}
+    assert samples_of == {("system", "What is it?", "It is this."), ("user", "你好吗？", "很好。")}
     unanswered = (Message("user", "Nobody answers?"),)
     assert chats_of(encoder, unanswered, turns("too long " * 300)) == []
     assert len(chats_of(encoder, turns("Same?"), turns("Same?", "No."), turns("Another?"))) == 2

@@ -136,9 +136,7 @@ def test_the_command_writes_answers_and_a_summary(
     summary = run(*command, "--json").json
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     counts = {"prompts": 5, "answers": 5, "tokens": sum(row["tokens"] for row in rows)}
-    assert {name: summary[name] for name in counts} == counts
+    assert summary.items() >= counts.items()
     answers = [chat_with(model).ask(row["prompt"]).text for row in rows]
     assert [row["answer"] for row in rows] == answers
-    refused = run(*command)
-    assert refused.code == 2
-    assert "--force" in refused.err
+    assert run(*command).code == 2, "there are answers already"
