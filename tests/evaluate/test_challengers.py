@@ -108,13 +108,8 @@ def test_a_champion_without_a_finite_metric_has_nothing_to_lose(rules: dict[str,
 def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
     groups = {f"source={name}": range(30 * at, 30 * at + 30) for at, name in enumerate(STRANGE)}
     names = tuple(f"text {number}" for number in range(30 * len(STRANGE)))
-    items = Items(
-        "documents",
-        TextTask(),
-        (),
-        names,
-        groups={name: tuple(numbers) for name, numbers in groups.items()},
-    )
+    numbers_of = {name: tuple(numbers) for name, numbers in groups.items()}
+    items = Items("documents", TextTask(), (), names, groups=numbers_of)
     sides = []
     for cost in (2.5, 2.0):
         costs = [cost if number in groups["source=r?d"] else 2.0 for number in range(len(names))]
@@ -132,7 +127,7 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("count", "rules", "word", "reason"),
     [
-        (9, {}, "kept", "9 of 20"),
+        (19, {}, "kept", "19 of 20"),
         (20, {}, "promoted", "better by 0.50000"),
         (9, {"resamples": 0}, "promoted", "resamples is 0"),  # the user lets the values decide
     ],

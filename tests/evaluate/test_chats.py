@@ -23,13 +23,11 @@ from ttrain.evaluate.items import SuiteFiles
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel
 
-# Names in plain text, a special token at the end of each turn, and no system turn.
-NAMED = (
+NO_SYSTEM_TURN = (
     "{% for turn in messages %}"
     "{% if turn['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}"
-    "{{ '### ' + ('Human' if turn['role'] == 'user' else 'Assistant') + ': ' + turn['content'] }}"
-    "{{ '<|end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '### Assistant: ' }}{% endif %}"
+    "{{ '### ' + turn['role'] + ': ' + turn['content'] + '<|end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"
 )
 
 
@@ -109,7 +107,6 @@ def test_metrics_of_answers_are_counted_by_hand(
     first = result.rows[0]["answers"]
     references = [(turn["turn"], turn["reference"]) for turn in first]
     assert references == [(1, "An answer"), (3, "No more")]
-    assert first[1]["answer"] == "Nothing"
     (ended,) = (metric for metric in result.figures if metric.name == "ended")
     assert ended.sizes == (2, 1, 1)
     limited = result_of(answers=1)
@@ -126,18 +123,17 @@ def test_a_short_context_gets_the_end_of_the_preceding_turns(
         calls.extend((list(prompt), count) for prompt in prompts)
         return [([], True) for _ in prompts]
 
-    rows = [turns("word " * 30, "Yes"), turns("Hi", "Yes")]
+    chat = turns("word " * 30, "Yes")
     subject = subject_of(model, encoder, max_length=24, said=generate)
-    result = evaluated(rows, tmp_path, subject, new_tokens=50)
-    assert (prompt_ids(encoder, rows[0][:1])[-12:], 12) in calls
-    assert len(result.rows[0]["answers"]) == 1
+    evaluated([chat], tmp_path, subject, new_tokens=50)
+    assert calls == [(prompt_ids(encoder, chat[:1])[-12:], 12)]
 
 
 def test_chats_that_a_template_refuses_are_reported_and_stop_nothing(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tokenizer(tmp_path / "named")
-    (tmp_path / "named" / "chat_template.jinja").write_text(NAMED)
+    (tmp_path / "named" / "chat_template.jinja").write_text(NO_SYSTEM_TURN)
     encoder = Encoder(tmp_path / "named")
     rows = [turns("Hi", "Hello", system="Be kind."), turns("Hi", "Hello")]
     result = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=3)

@@ -36,14 +36,8 @@ BAD: dict[str, Any] = {  # by the reason for which they are left out
     "not a JSON object but a list": [1],
 }
 PASSAGE = "A list is a sequence of items; a tuple is one that cannot change. " * 2
-CONTEXTS = (
-    "",
-    "Return the number",
-    f"{PASSAGE}What is a list?",
-    f"{PASSAGE}What is a tuple? ",
-    PASSAGE,
-    "a",
-)
+QUESTIONS = (f"{PASSAGE}What is a list?", f"{PASSAGE}What is a tuple? ")
+CONTEXTS = ("", "Return the number", *QUESTIONS, PASSAGE, "a")
 TEXTS = [
     (context, f" {line[:length]}")
     for context in CONTEXTS
@@ -73,16 +67,16 @@ def naive(
     return nats, bool((log_probabilities.argmax(-1) == targets).all())
 
 
-class WatchedShapes(list[tuple[int, int]]):
+def watched_shapes(model: Any) -> list[tuple[int, int]]:
     """The shapes of the inputs that the model's decoder gets."""
+    shapes: list[tuple[int, int]] = []
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        model.get_decoder().register_forward_pre_hook(self.note, with_kwargs=True)
-
-    def note(self, module: nn.Module, args: Any, inputs: dict[str, Tensor]) -> None:
+    def note(module: nn.Module, args: Any, inputs: dict[str, Tensor]) -> None:
         rows, width = inputs["input_ids"].shape
-        self.append((rows, width))
+        shapes.append((rows, width))
+
+    model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    return shapes
 
 
 def check(subject: LoadedModel) -> None:
@@ -114,7 +108,7 @@ def test_contexts_and_their_common_beginnings_are_computed_once(encoder: Encoder
     questions = [f"{PASSAGE}What is {number}?" for number in range(30)]
     texts = [(text, choice) for text in questions for choice in (" a", " list", " or", " items")]
     model = model_of(encoder)
-    shapes = WatchedShapes(model)
+    shapes = watched_shapes(model)
     subject = subject_of(model, encoder)
     log_likelihoods(subject, texts, quiet)
     separate = sum(len(c) + len(rest) - 1 for c, rest in encode_pairs(subject, texts))
@@ -127,13 +121,9 @@ def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(
     encoder: Encoder, batch_tokens: int
 ) -> None:
     model = model_of(encoder)
-    shapes = WatchedShapes(model)
-    subject = subject_of(model, encoder, batch_tokens=batch_tokens)
-    check(subject)
-    log_likelihoods(subject, [(f"{number} items", " a") for number in range(30)], quiet)
+    shapes = watched_shapes(model)
+    check(subject_of(model, encoder, batch_tokens=batch_tokens))
     assert all(rows == 1 or rows * width <= batch_tokens for rows, width in shapes)
-    sizes = [rows * width for rows, width in shapes if rows > 1 or batch_tokens == 1]
-    assert max(sizes) > 0.7 * batch_tokens
 
 
 def test_tokens_at_the_border_are_those_of_the_complete_text(subject: LoadedModel) -> None:
@@ -232,14 +222,10 @@ def test_metrics_are_those_of_a_naive_loop(tmp_path: Path, subject: LoadedModel)
 def test_no_item_is_its_own_example(tmp_path: Path) -> None:
     rows = [question(number) for number in range(5)]
     write(tmp_path / "a.jsonl", [rows[0], *rows])  # the first one twice
-    assert [item.context for item in quiz(tmp_path, shots=2).items] == [
-        "Question 1? no\n\nQuestion 2? 2\n\nQuestion 0?",
-        "Question 1? no\n\nQuestion 2? 2\n\nQuestion 0?",
-        "Question 0? yes\n\nQuestion 0? yes\n\nQuestion 1?",
-        "Question 0? yes\n\nQuestion 0? yes\n\nQuestion 2?",
-        "Question 0? yes\n\nQuestion 0? yes\n\nQuestion 3?",
-        "Question 0? yes\n\nQuestion 0? yes\n\nQuestion 4?",
-    ]
+    of_the_first = "Question 1? no\n\nQuestion 2? 2\n\nQuestion 0?"
+    twice = "Question 0? yes\n\nQuestion 0? yes\n\nQuestion"
+    expected = [of_the_first, of_the_first, *(f"{twice} {number}?" for number in range(1, 5))]
+    assert [item.context for item in quiz(tmp_path, shots=2).items] == expected
 
 
 def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Samples: prompts of the user's own held-out rows, in any language, and what a model answers."""
 
-from typing import Any
+import math
 
 import pytest
 from support.tiny_models import tiny_model
@@ -9,11 +9,9 @@ from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import samples
 from ttrain.evaluate.samples import SamplePrompt
-from ttrain.inference.loading import LoadedModel, with_encoder
+from ttrain.inference.loading import with_encoder
 
-CHINESE = (
-    "山海经\n南山经之首曰鹊山其首曰招摇之山临于西海之上多桂多金玉有草焉其状如韭而青花其名曰祝余" * 4
-)
+CHINESE = "山海经\n南山经之首曰鹊山其首曰招摇之山临于西海之上多桂多金玉有草焉其状如韭" * 5
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it returns to where it began. " * 4
 
 
@@ -30,16 +28,11 @@ def chats_of(encoder: Encoder, *chats: Messages) -> list[SamplePrompt]:
     return samples.of_chats(chats, encoder, new_tokens=48, room=200)
 
 
-def loaded(model: Any, encoder: Encoder) -> LoadedModel:
-    return with_encoder("model", model, encoder, (encoder.bos_id,), can_chat=True)
-
-
-@pytest.mark.parametrize("text", [ENGLISH, CHINESE, "one two"])
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE])
 def test_a_document_is_cut_into_its_beginning_and_what_follows(encoder: Encoder, text: str) -> None:
     (prompt,) = documents_of(encoder, text)
     assert prompt.text
     assert prompt.reference
-    assert not prompt.turns
     assert text.startswith(prompt.text + prompt.reference)
     assert len(prompt.text.encode()) <= samples.BEGINNING_BYTES
     assert len(encoder.encode([prompt.reference])[0]) <= 48 + 1
@@ -61,9 +54,8 @@ def test_two_documents_are_chosen_by_their_content_and_with_different_beginnings
 def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder) -> None:
     with_system = turns("What is it?", "It is this.", Message("system", "Be kind."))
     chosen = chats_of(encoder, with_system, turns("你好吗？", "很好。"))
-    references = {prompt.text: prompt.reference for prompt in chosen}
-    assert references == {"What is it?": "It is this.", "你好吗？": "很好。"}
-    assert {prompt.turns[0].role for prompt in chosen} == {"system", "user"}
+    samples_of = {(prompt.turns[0].role, prompt.text, prompt.reference) for prompt in chosen}
+    assert samples_of == {("system", "What is it?", "It is this."), ("user", "你好吗？", "很好。")}
     unanswered = (Message("user", "Nobody answers?"),)
     assert chats_of(encoder, unanswered, turns("too long " * 300)) == []
     assert len(chats_of(encoder, turns("Same?"), turns("Same?", "No."), turns("Another?"))) == 2
@@ -71,17 +63,13 @@ def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder)
 
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:
     prompts = [SamplePrompt("The fox"), samples.question("Why?"), *documents_of(encoder, ENGLISH)]
-    model = loaded(tiny_model(vocab=len(encoder)), encoder)
-    written = samples.continuations(model, prompts, new_tokens=3)
+    model = tiny_model(vocab=len(encoder))
+    loaded = with_encoder("model", model, encoder, (encoder.bos_id,), can_chat=True)
+    written = samples.continuations(loaded, prompts, new_tokens=3)
     answers = [sample.pop("answer") for sample in written]
     assert any(answers)
     of_document = {"prompt": prompts[2].text, "reference": prompts[2].reference}
     assert written == [{"prompt": "The fox"}, {"prompt": "Why?"}, of_document]
-
-
-def test_a_model_that_has_diverged_writes_nothing_and_stops_nothing(encoder: Encoder) -> None:
-    model = tiny_model(vocab=len(encoder))
-    model.get_input_embeddings().weight.data.fill_(float("nan"))
-    prompts = [SamplePrompt("The fox")]
-    written = samples.continuations(loaded(model, encoder), prompts, new_tokens=3)
-    assert written == [{"prompt": "The fox", "answer": ""}]
+    model.get_input_embeddings().weight.data.fill_(math.nan)
+    written = samples.continuations(loaded, prompts[:1], new_tokens=3)
+    assert written == [{"prompt": "The fox", "answer": ""}], "a model that has diverged"

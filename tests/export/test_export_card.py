@@ -1,6 +1,5 @@
 """The card of an export: settings, lineage, data and scores, from the manifests."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ def test_the_card_has_training_settings_and_lineage_from_the_manifests(
     metadata = ModelCard.load(path).data.to_dict()
     expected = {"library_name": "transformers", "license": "apache-2.0", "tags": ["ttrain"]}
     assert metadata.items() >= {**expected, "pipeline_tag": "text-generation"}.items()
-    base, chat = trained.latest("pretrain"), trained.latest("sft")
-    assert base
-    assert chat
-    parts = ["46,048", "bf16", 'from_pretrained("THIS_DIRECTORY"', f"base `{base.key[:12]}`"]
-    for each in (base, chat):
+    parts = ["46,048", "bf16", 'from_pretrained("THIS_DIRECTORY"']
+    for stage in ("pretrain", "sft"):
+        each = trained.latest(stage)
+        assert each
         parts += [f"{each.result[name]:.4f}" for name in ("loss", "validation_loss")]
         parts.append(f"| {each.stage} | {each.result['steps']} | ")
         parts.append(f"| {each.stage} | `{each.key[:12]}` | `{each.content[:12]}` |")
@@ -50,27 +48,6 @@ def test_the_card_has_training_settings_and_lineage_from_the_manifests(
     assert "sft.packing" in details
     with pytest.raises(UsageError):  # two lines would break the card
         export(resolve("sft"), tmp_path / "second", Request(licence="mit\ntags: [x]"))
-
-
-def test_the_card_of_an_adapter_names_its_base_and_how_it_is_loaded() -> None:
-    adapter = replace(EXPORTED, files="adapter", base_digest="fedcba" * 10, has_code=True)
-    text = card(adapter, History((artifact("sft"), artifact("lora")), None, {}, "owner/name"))
-    metadata = ModelCard(text).data.to_dict()
-    assert (metadata["library_name"], metadata["base_model"]) == ("peft", "owner/name")
-    assert f"`{'fedcba' * 10}`" in text
-    assert 'from_pretrained("BASE", trust_remote_code=True)' in text
-    assert 'from_pretrained(base, "THIS_DIR' in text
-
-
-@pytest.mark.parametrize(
-    ("stage", "word"),
-    [("pretrain", "documents"), ("sft", "chats"), ("dpo", "pairs"), ("base-model", "causal")],
-)
-def test_the_card_names_the_model_and_the_kind_of_its_data(stage: str, word: str) -> None:
-    title, sentence = card(EXPORTED, History((artifact(stage),))).partition("# mine")[1:]
-    assert title == "# mine"
-    first = sentence.strip().splitlines()[0]
-    assert [part for part in (word, "1 parameters", "bf16") if part not in first] == []
 
 
 @pytest.mark.parametrize(("start", "base"), [("owner/name@main", "owner/name"), ("here", None)])
@@ -117,19 +94,12 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
 
 
 def test_the_card_scores_the_model_itself_and_no_later_stage() -> None:
+    sample = {"prompt": "Who | `you`?", "answer": "I\nam"}
     result = {
-        "metrics": {
-            "bits_per_byte": 1.5,
-            "chat_loss_base": 3.0,
-            "chat_loss_sft": 2.0,
-            "chat_loss_lora": 2.5,
-        },
+        "metrics": {"chat_loss_base": 3.0, "chat_loss_sft": 2.0, "chat_loss_lora": 2.5},
         "counts": {"chats": 50},
         "intervals": {"chat_loss_sft": [1.9, 2.1]},
-        "samples": {
-            "sft": [{"prompt": "Who | `you`?", "answer": "I\nam"}],
-            "lora": [{"prompt": "x", "answer": "hidden"}],
-        },
+        "samples": {"sft": [sample], "lora": [{"prompt": "x", "answer": "hidden"}]},
     }
     trained = (artifact("pretrain"), artifact("sft"))
     text = card(EXPORTED, History(trained, artifact("evaluate", result=result), {}))

@@ -1,7 +1,6 @@
 """Exports in other programs: transformers without ttrain, and llama.cpp's converter."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +140,3 @@ def test_only_a_tokenizer_that_splits_as_gpt2_does_is_called_so() -> None:
     assert exporting.pre_tokenizer(tokenizer) == "gpt-2"
     assert exporting.pre_tokenizer(tokenizer | split_elsewhere) is None
     assert exporting.pre_tokenizer(tokenizer | {"normalizer": {"type": "NFC"}}) is None
-
-
-@pytest.mark.skipif(
-    "TTRAIN_LLAMA_CPP" not in os.environ, reason="TTRAIN_LLAMA_CPP names no clone of llama.cpp"
-)
-def test_the_real_converter_takes_an_export(tmp_path: Path) -> None:
-    request = Request(gguf=Path(os.environ["TTRAIN_LLAMA_CPP"]))
-    exported = export(resolve("sft"), tmp_path / "mine", request)
-    assert (tmp_path / "mine" / "mine-bf16.gguf").read_bytes()[:4] == b"GGUF"
-    assert exported.files["mine-bf16.gguf"] > exported.parameters * 2

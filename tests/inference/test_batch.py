@@ -17,25 +17,14 @@ from ttrain.inference.sampling import Sampling
 
 BRIEF = Message("system", "Be brief.")
 QUESTION = Message("user", "Q")
+OWN = Message("system", "S")
+TURNS = [QUESTION.to_json(), Message("assistant", "A").to_json()]
 SHAPES: list[tuple[dict[str, Any], tuple[Message, ...], str | None]] = [  # row, turns, reference
     ({"prompt": "Q"}, (BRIEF, QUESTION), None),
     ({"text": "Once"}, (), None),
-    (
-        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
-        (BRIEF, QUESTION),
-        "A",
-    ),
-    (
-        {"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Q"}]},
-        (Message("system", "S"), QUESTION),
-        None,
-    ),
-    ({"instruction": "Q", "input": "I", "output": ""}, (BRIEF, Message("user", "Q\n\nI")), None),
-    (
-        {"prompt": [{"role": "user", "content": "Q"}], "completion": "C"},
-        (BRIEF, QUESTION),
-        "C",
-    ),
+    ({"conversations": [OWN.to_json(), *TURNS]}, (OWN, QUESTION), "A"),
+    ({"instruction": "Q", "input": "", "output": ""}, (BRIEF, QUESTION), None),
+    ({"prompt": TURNS[:1], "completion": "C"}, (BRIEF, QUESTION), "C"),
 ]
 
 
@@ -104,7 +93,6 @@ def test_an_interrupted_answering_continues_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
     [partial] = tmp_path.glob("cut.jsonl.*.partial")
-    assert set(tmp_path.iterdir()) == {tmp_path / "p.jsonl", complete, partial}
     with partial.open("ab") as file:
         file.write(b'{"half": ')
     sizes.clear()
@@ -129,8 +117,7 @@ def test_every_shape_of_a_prompt_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["{", "[1]", '{"question": "Q"}', '{"messages": []}', '{"text": "Q", "answer": "42"}'],
+    "line", ["{", '{"question": "Q"}', '{"messages": []}', '{"text": "Q", "answer": "42"}']
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "p.jsonl"
@@ -149,9 +136,7 @@ def test_the_command_writes_answers_and_a_summary(
     summary = run(*command, "--json").json
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     counts = {"prompts": 5, "answers": 5, "tokens": sum(row["tokens"] for row in rows)}
-    assert {name: summary[name] for name in counts} == counts
+    assert summary.items() >= counts.items()
     answers = [chat_with(model).ask(row["prompt"]).text for row in rows]
     assert [row["answer"] for row in rows] == answers
-    refused = run(*command)
-    assert refused.code == 2
-    assert "--force" in refused.err
+    assert run(*command).code == 2, "there are answers already"

@@ -14,7 +14,6 @@ from support.tiny_models import SHORT, chat_with, speaker, write_model
 from ttrain.cli import chat_screen
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
-from ttrain.data.records import Conversation, parse_conversation
 from ttrain.errors import DataError, UsageError
 from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
@@ -57,8 +56,7 @@ def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(
     chat = chat_with(model, system="Stay.")
     questions = [f"{at} " + "x" * length for at, length in enumerate((40, 45, 4, 45, 4, 40))]
     forgotten = [chat.ask(question).forgotten for question in questions]
-    assert forgotten[0] == 0
-    assert forgotten[-1] >= 4
+    assert forgotten[0] == 0 < 4 <= forgotten[-1]
     assert all(count % 2 == 0 for count in forgotten)
     assert all(len(ids) + SHORT.max_tokens <= 128 for ids in prompts)
     system = prompt_ids(model.encoder, (Message("system", "Stay."),))[:-1]
@@ -96,8 +94,6 @@ def test_commands_save_the_conversation(model: LoadedModel, tmp_path: Path) -> N
     first, second = map(json.loads, path.read_text().splitlines())
     assert first["messages"] == [message.to_json() for message in chat.messages]
     assert second["messages"] == first["messages"]
-    if chat.messages[-1].content.strip():
-        assert parse_conversation(first) == Conversation(tuple(chat.messages))
     for command in (f"/save {tmp_path}", "/rest"):
         with pytest.raises(UsageError, match=command.split()[-1]):
             chat_screen.run_command(command, [chat])
@@ -124,11 +120,8 @@ def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(
     replies = [json.loads(line) for line in result.out.splitlines()]
     assert result.code == 0
     assert [(reply["question"], reply["answer"]) for reply in replies] == expected
-    assert "你好" in result.out, "characters are not escaped"
-    assert {reply["stop"] for reply in replies} <= {"length", "end"}
     refused = pipe(b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory)
-    assert refused.code == 1
-    assert "line 2 " in refused.err
+    assert (refused.code, "line 2 " in refused.err) == (1, True)
     assert refused.json["question"] == "Who?", "without the byte order mark"
 
 

@@ -1,6 +1,5 @@
 """Answers: the same in a batch as alone, and sampled with the model's probabilities."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -36,11 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"kind": "mistral", "fields": {"sliding_window": 8}},
     "experts": {"kind": "qwen3", "moe": Moe(experts=4, top_k=2)},
 }
-PROMPTS = [
-    [2, 40, 41],
-    [2, 17, 200, 33, 90, 12, 61],
-    [2, *range(99, 87, -1)],
-]
+PROMPTS = [[2, 40, 41], [2, 17, 200, 33, 90, 12, 61], [2, *range(99, 87, -1)]]
 LONG = Sampling(max_tokens=9)
 
 
@@ -137,17 +132,14 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(model: LoadedModel) -
     assert cut.end() == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("lead", "shown"),
-    [("the ", "fox jumps"), ("", "the fox jumps"), ("the dog ", "the fox jumps")],
-)
+@pytest.mark.parametrize(("lead", "shown"), [("the ", "fox"), ("the dog ", "the fox")])
 def test_a_lead_of_the_template_is_not_shown(model: LoadedModel, lead: str, shown: str) -> None:
-    encoder = model.encoder
-    ids = encoder.encode(["the fox jumps"])[0]
-    stream = TextStream(encoder, lead)
+    ids = model.encoder.encode(["the fox"])[0]
+    stream = TextStream(model.encoder, lead)
     pieces = [stream.add(ids[:end]) for end in range(1, len(ids) + 1)]
-    assert "".join(pieces) + stream.end() == stream.shown == shown
-    assert completion_text(encoder, Completion(ids, ended=True, seconds=0.0), lead) == shown
+    assert "".join(pieces) + stream.end() == shown
+    completion = Completion(ids, ended=True, seconds=0.0)
+    assert completion_text(model.encoder, completion, lead) == shown
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "experts"])
@@ -164,24 +156,6 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Mo
         (ids,) = answers(model, [history], short, kv_cache=kv_cache)
         assert [ids] == answers(model, [history], short)
         history = [*history, *ids, 60 + turn, 70 + turn]
-
-
-def test_a_turn_computes_only_its_new_tokens(model_of_shape: Models) -> None:
-    model = model_of_shape("llama")
-    short = Sampling(max_tokens=4)
-    kv_cache = KVCache(model)
-    (first,) = answers(model, [PROMPTS[1]], short, kv_cache=kv_cache)
-    widths: list[int] = []
-    embedding: Any = model.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(
-        lambda module, inputs, out: widths.append(inputs[0].shape[1])
-    )
-    generate(model, [[*PROMPTS[1], *first, 60, 61, 62]], short, kv_cache=kv_cache)
-    assert widths[0] == 4  # three new tokens, and the answer's last one, which no pass has read
-    widths.clear()
-    generate(model, [PROMPTS[1][:5]], short, kv_cache=kv_cache)
-    assert widths[0] == 1
-    hook.remove()
 
 
 @pytest.mark.parametrize(("kind", "virtual_tokens"), [("lora", 0), ("prefix", 3)])
@@ -201,16 +175,11 @@ def test_an_adapter_answers_as_peft_does(
 def test_a_tokenizer_from_elsewhere_is_completed_in_another_place(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
-
-    def contents() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-
-    before = contents()
-    model = speaker(tmp_path)
-    assert not model.can_chat
-    assert model.encoder.decode(model.encoder.encode(["a text"])[0]) == "a text"
-    assert contents() == before
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"eos_token": "<|eos|>"}')
+    names = set(tmp_path.iterdir())
+    assert not speaker(tmp_path).can_chat
+    assert (set(tmp_path.iterdir()), config.read_text()) == (names, '{"eos_token": "<|eos|>"}')
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
         load(reference(tmp_path))
@@ -224,7 +193,6 @@ def test_a_model_of_nan_is_refused_where_it_is_loaded_and_where_it_answers(tmp_p
     for settings in (LONG, sampling(temperature=1.0, max_tokens=2)):
         with pytest.raises(ArtifactError, match="--dtype fp32"):
             generate(model, PROMPTS, settings)
-    tensors = factory.state(model.model)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(factory.state(model.model), directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(ArtifactError, match=r"lm_head"):
         speaker(directory)
