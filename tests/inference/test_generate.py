@@ -158,6 +158,24 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Mo
         history = [*history, *ids, 60 + turn, 70 + turn]
 
 
+def test_a_turn_computes_only_its_new_tokens(model_of_shape: Models) -> None:
+    model = model_of_shape("llama")
+    short = Sampling(max_tokens=4)
+    kv_cache = KVCache(model)
+    (first,) = answers(model, [PROMPTS[1]], short, kv_cache=kv_cache)
+    widths: list[int] = []
+    embedding: Any = model.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(
+        lambda module, inputs, out: widths.append(inputs[0].shape[1])
+    )
+    generate(model, [[*PROMPTS[1], *first, 60, 61, 62]], short, kv_cache=kv_cache)
+    assert widths[0] == 4  # three new tokens, and the answer's last one, which no pass has read
+    widths.clear()
+    generate(model, [PROMPTS[1][:5]], short, kv_cache=kv_cache)
+    assert widths[0] == 1
+    hook.remove()
+
+
 @pytest.mark.parametrize(("kind", "virtual_tokens"), [("lora", 0), ("prefix", 3)])
 def test_an_adapter_answers_as_peft_does(
     kind: Any, virtual_tokens: int, directory: Path, tmp_path: Path

@@ -1,7 +1,8 @@
-"""`ttrain serve`: OpenAI's own client, refused requests, and the verdicts on two answers."""
+"""`ttrain serve`: OpenAI's own client, refused requests, and the page in a browser."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from support.browser import Browser, executable
 from support.tiny_models import ending_with, speaker, write_model
 from support.waiting import wait_until
 
@@ -33,6 +35,7 @@ TOKEN = "secret"
 CONTEXT = 64
 QUESTION: Any = [{"role": "user", "content": "What is a list?"}]
 CHAT: Any = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
+SAVED = "document.getElementById('status').textContent.includes('preferences.jsonl')"
 WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {**CHAT, "max_tokens": 10**9}, 400, "max_tokens to at most"),
     ("/v1/chat/completions", {**CHAT, "max_completion_tokens": CONTEXT}, 400, f"{CONTEXT}"),
@@ -41,6 +44,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/chat/completions", {**CHAT, "model": "mine"}, 404, "'mine'"),
     ("/preferences", {"prompt": QUESTION, "chosen": "a", "rejected": "a"}, 400, "'rejected'"),
 ]
+
+in_a_browser = pytest.mark.skipif(executable() is None, reason="no Chromium is installed")
 
 
 class Served:
@@ -76,11 +81,6 @@ class Served:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key=TOKEN, **options)
 
-    def post(self, path: str, body: Any) -> httpx.Response:
-        data = body if isinstance(body, bytes) else json.dumps(body)
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return httpx.post(self.address + path, content=data, headers=headers, timeout=60)
-
     def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join(30)
@@ -110,33 +110,56 @@ def test_openais_client_gets_the_answer_of_the_chat_complete_and_in_pieces(serve
         expected = chat_answer(served.models[name], 12)
         assert (choice.message.content, choice.finish_reason) == (expected, "length")
         assert complete.usage.completion_tokens == 12
-        stream: Any = {"stream": True, "stream_options": {"include_usage": True}}
-        *pieces, last = client.chat.completions.create(model=name, **CHAT, **stream)
+        with_usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        *pieces, last = client.chat.completions.create(model=name, **CHAT, **with_usage)
         assert "".join(piece.choices[0].delta.content for piece in pieces) == expected
         assert len(pieces) > 2
         assert last.usage == complete.usage
+
+
+def test_several_texts_are_continued_at_once_and_several_times(served: Served) -> None:
+    model = served.models["sft"]
+    texts = ["What is", "a list of three"]
+    ids = [[*model.begin_ids, *text_ids] for text_ids in model.encoder.encode(texts)]
+    settings: Any = {"max_tokens": 6, "temperature": 1}
+    request = {"model": "sft", "prompt": texts, "n": 2, **settings}
+    create = served.client().completions.create
+    completion = create(**request, seed=5)
+    warm = Sampling(**settings, seed=5)
+    answers = [
+        generate(model, [prompt], warm, numbers=[number])[0]
+        for prompt in ids
+        for number in range(2)
+    ]
+    expected = [completion_text(model.encoder, answer) for answer in answers]
+    assert [choice.text for choice in completion.choices] == expected
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens == sum(map(len, ids))
+    assert create(**request) != create(**request), "without a seed"
+
+
+def test_an_answer_ends_before_a_stop_sequence_also_in_a_stream(served: Served) -> None:
+    unlimited = chat_answer(served.models["sft"], 12)
+    stop = unlimited[4:6]
+    text = unlimited[: unlimited.index(stop)]
+    create = served.client().chat.completions.create
+    (choice,) = create(model="sft", **CHAT, stop=stop).choices
+    assert (choice.message.content, choice.finish_reason) == (text, "stop")
+    pieces = create(model="sft", **CHAT, stop=stop, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
 def test_a_wrong_request_is_refused_with_its_field_and_the_rule(
     served: Served, path: str, body: Any, status: int, message: str
 ) -> None:
-    answer = served.post(path, body)
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(served.address + path, content=data, headers=headers, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
     assert message in error["message"]
     assert not served.pairs.exists()
-
-
-def test_a_verdict_becomes_a_private_row_that_training_reads(served: Served) -> None:
-    verdict = {"prompt": QUESTION, "chosen": "a", "rejected": "b"}
-    models = {"chosen_model": "sft", "rejected_model": "dpo"}
-    assert served.post("/preferences", verdict | models).status_code == 200
-    row = json.loads(served.pairs.read_text())
-    assert row.items() >= (verdict | models).items()
-    assert preference_of(row).chosen
-    assert served.pairs.stat().st_mode & 0o077 == 0
-    served.pairs.unlink()
 
 
 def test_an_error_of_the_model_is_sent_also_in_a_stream(served: Served, monkeypatch: Any) -> None:
@@ -145,9 +168,10 @@ def test_an_error_of_the_model_is_sent_also_in_a_stream(served: Served, monkeypa
 
     monkeypatch.setattr("ttrain.inference.answer_queue.generate", fail)
     create = served.client(max_retries=0).completions.create
-    for stream in (False, True):
-        with pytest.raises(openai.APIError, match="memory"):
-            list(create(model="sft", prompt="a", stream=stream))
+    with pytest.raises(openai.InternalServerError, match="memory"):
+        create(model="sft", prompt="a")
+    with pytest.raises(openai.APIError, match="memory"):
+        list(create(model="sft", prompt="a", stream=True))
 
 
 def test_an_answer_ends_with_its_client_and_requests_beyond_the_bound_shall_retry(
@@ -192,3 +216,74 @@ def test_the_command_serves_models_by_name_and_ends_within_an_answer(
         assert next(iter(stream)).model == second
         process.send_signal(signum)
         assert process.wait(20) == code
+
+
+@in_a_browser
+def test_the_page_compares_two_models_and_saves_the_verdict_by_the_keyboard(served: Served) -> None:
+    with Browser(width=1600, height=900) as page:
+        open_page(page, served)
+        for name, value in {"second": "dpo", "max_tokens": 9, "temperature": 0}.items():
+            page.evaluate(f"document.getElementById('{name}').value = '{value}'")
+        ask(page, "What is a list?")
+        page.wait_for("document.querySelectorAll('.verdict button').length === 3")
+        for stats in texts_of(page, ".stats"):
+            assert re.fullmatch(r"9 tokens, \d+ tokens a second; cut at the longest answer", stats)
+        press(page, "Digit2", alt=True)
+        page.wait_for(SAVED)
+        first, second = texts_of(page, ".text")
+        (row,) = saved_pairs(served.pairs)
+        assert (row["rejected"], row["chosen"], row["prompt"]) == (first, second, QUESTION)
+        assert (row["rejected_model"], row["chosen_model"]) == ("sft", "dpo")
+        ask(page, "Why?")
+        page.wait_for("document.querySelectorAll('.verdict').length === 2")
+        press(page, "Digit0", alt=True)
+        page.wait_for(SAVED)
+        _, either, reverse = saved_pairs(served.pairs)
+        contents = [turn["content"] for turn in either["prompt"]]
+        assert contents == ["What is a list?", second, "Why?"]
+        assert (either["chosen"], either["rejected"]) == (reverse["rejected"], reverse["chosen"])
+        assert not page.errors
+        assert all(address.startswith((served.address, "data:")) for address in page.requests)
+
+
+@in_a_browser
+def test_the_page_stops_an_answer_and_fits_a_narrow_window(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "listed", ["endless", "dpo"])
+    with Browser(width=400, height=800) as page:
+        open_page(page, served)
+        ask(page, "Who?")
+        page.wait_for("document.querySelector('.stats')?.textContent.includes('a second')")
+        press(page, "Escape")
+        page.wait_for("document.querySelector('.stats').textContent.endsWith('; stopped')")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    wait_until(lambda: not served.queue.requests)
+
+
+def open_page(page: Browser, served: Served) -> None:
+    page.open(f"{served.address}/?token={TOKEN}")
+    page.wait_for("document.querySelectorAll('#first option').length === 2")
+
+
+def ask(page: Browser, question: str) -> None:
+    page.send("Input.insertText", text=question)
+    press(page, "Enter")
+
+
+def press(page: Browser, code: str, *, alt: bool = False) -> None:
+    key = code.removeprefix("Digit")
+    for kind in ("keyDown", "keyUp"):
+        page.send("Input.dispatchKeyEvent", type=kind, code=code, key=key, modifiers=int(alt))
+
+
+def texts_of(page: Browser, selector: str) -> Any:
+    return page.evaluate(f"[...document.querySelectorAll('{selector}')].map(e => e.textContent)")
+
+
+def saved_pairs(path: Path) -> list[dict[str, Any]]:
+    """The verdicts, all of which training reads."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(preference_of(row).chosen for row in rows)
+    assert path.stat().st_mode & 0o077 == 0
+    return rows
