@@ -240,8 +240,7 @@ def test_the_default_model_is_sft_of_the_newest_finished_run(runs_home: Home) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"),
-    [("../x", "a letter"), ("x" * 41, "39"), ("sft", "my-sft")],
+    ("name", "fix"), [("../x", "a letter"), ("x" * 41, "39"), ("sft", "my-sft")]
 )
 def test_an_invalid_run_name_is_refused(runs_home: Home, name: str, fix: str) -> None:
     with pytest.raises(UsageError, match=fix):
