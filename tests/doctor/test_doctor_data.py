@@ -69,10 +69,8 @@ class Spoilt(Rows):
     """Rows whose labels are spoilt by `spoil(ids, labels, segments)`."""
 
     def __init__(self, rows: Rows, spoil: Spoil) -> None:
-        self.rows = rows
-        self.spoil = spoil
-        self.row_length = rows.row_length
-        self.pad_id = rows.pad_id
+        self.rows, self.spoil = rows, spoil
+        self.row_length, self.pad_id = rows.row_length, rows.pad_id
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,8 +127,7 @@ def test_labels_of_documents_are_all_tokens_but_the_first(documents: Data) -> No
         for spoil in spoils:
             fails(labels.labels(replace(documents, rows=Spoilt(rows, spoil))))
     masked = replace(documents, masked=True)  # regions that are masked leave next tokens
-    without_ends = Spoilt(documents.rows, without(encoder.eos_id))
-    check(labels.labels(replace(masked, rows=without_ends)))
+    check(labels.labels(replace(masked, rows=Spoilt(documents.rows, without(encoder.eos_id)))))
     fails(labels.labels(replace(masked, rows=Spoilt(documents.rows, unshifted))))
 
 
@@ -177,11 +174,8 @@ def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weigh
 ) -> None:
     home = Home.make(tmp_path / "home")
     settings = stage_settings(rows_per_device=2)
-    made = {
-        "tokenizer": home.tokenizer,
-        "shards-pretrain": home.documents,
-        "shards-sft": home.chats,
-    }
+    made = {"shards-pretrain": home.documents, "shards-sft": home.chats}
+    made["tokenizer"] = home.tokenizer
     graph = full(settings)
     stages = []
     for name in graph:
@@ -191,8 +185,7 @@ def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weigh
     assert not missing_data("pretrain", plan)
     assert paths_of("pretrain", settings, plan.paths, tmp_path)[0] == home.paths
     paths, is_trained = paths_of("sft", settings, plan.paths, tmp_path)
-    assert not is_trained
-    assert (paths["base"] / "model" / "model.safetensors").exists()
+    assert not is_trained and (paths["base"] / "model" / "model.safetensors").exists()
     missing = [planned.stage.name for planned in missing_data("lora", plan)]
     assert missing == ["source", "shards-lora"]
 
@@ -224,10 +217,8 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_the_base_of_dpo(
 def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talks = [
-        (Message("user", text), Message("assistant", "Blue."), Message("user", "?"))
-        for text in LINES
-    ]
+    answer = (Message("assistant", "Blue."), Message("user", "?"))
+    talks = [(Message("user", text), *answer) for text in LINES]
     sound = take(tmp_path / "sound", CHATML)
     data = Data("chats", sound, NumberedRows(1), NumberedRows(1), records_of(talks))
     check(labels.template(data), "3 conversations")
