@@ -11,7 +11,7 @@ from doctor.test_doctor import check, fails
 from support.chat_templates import CHATML, take
 from support.shard_sets import ALL, build, write_lines
 from support.tiny_data import LINES, NumberedRows, make_shards, make_tokenizer, write_shards
-from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_stages import run_here, stage_settings
 from support.tiny_trainers import settings_of_training
 
 from ttrain.config import Optim, Settings
@@ -23,11 +23,9 @@ from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
 from ttrain.doctor import model, run
 from ttrain.doctor.data import Data
-from ttrain.doctor.inputs import missing_data, paths_of
 from ttrain.doctor.parts import with_references
-from ttrain.engine.graph import Graph, Plan, Planned
+from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import DataError
-from ttrain.flows.full import full
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import NEW_MODEL, new_model
 from ttrain.tasks.common.rows import open_rows
@@ -167,27 +165,6 @@ def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_fails(
     check(labels.round_trip(data))
     forgeable = Forgeable(documents.encoder.directory)
     fails(labels.round_trip(replace(data, encoder=forgeable)), "text that spells <|")
-
-
-def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(
-    tmp_path: Path,
-) -> None:
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(rows_per_device=2)
-    made = {"shards-pretrain": home.documents, "shards-sft": home.chats}
-    made["tokenizer"] = home.tokenizer
-    graph = full(settings)
-    stages = []
-    for name in graph:
-        state = "cached" if name in made else "run"
-        stages.append(Planned(graph[name].stage, state, (), artifact=made.get(name)))
-    plan = Plan("full", settings, home.store, graph, stages)
-    assert not missing_data("pretrain", plan)
-    assert paths_of("pretrain", settings, plan.paths, tmp_path)[0] == home.paths
-    paths, is_trained = paths_of("sft", settings, plan.paths, tmp_path)
-    assert not is_trained and (paths["base"] / "model" / "model.safetensors").exists()
-    missing = [planned.stage.name for planned in missing_data("lora", plan)]
-    assert missing == ["source", "shards-lora"]
 
 
 def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_the_base_of_dpo(

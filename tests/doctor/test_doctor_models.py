@@ -157,7 +157,7 @@ def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path)
         checkpoints = Checkpoints(directory, files=partial(factory.files, subject.model))
         learner = learner_of((name, ""))
         order = ShuffledOrder(len(ROWS), 4, 4, learner.config.seed)
-        saving = {"checkpoints": checkpoints, "cadence": Cadence(checkpoint=1)}
+        saving: dict[str, Any] = {"checkpoints": checkpoints, "cadence": Cadence(checkpoint=1)}
         trainer_of(learner, subject, ROWS, order, 4, **saving).fit()
         checkpoints.close()
         directories.append(list_checkpoints(directory)[-1])

@@ -107,12 +107,6 @@ def test_changes_are_named_in_a_file_and_each_changes_something(tmp_path: Path) 
             asked(files=(file,))
 
 
-def test_what_is_given_beside_a_preset_wins_over_it() -> None:
-    request = asked("model.preset=choice(5m,10m)", "model.layers=3")
-    model = request.settings(request.changes[2]).model
-    assert (model.hidden_size, model.layers) == (320, 3)
-
-
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [

@@ -16,9 +16,7 @@ from ttrain.core.files import write_json
 from ttrain.errors import UsageError
 from ttrain.lineage.lineage import TRACKER, lineage_of
 from ttrain.lineage.lookup import resolve
-from ttrain.reports.model_card import History
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.heldout_shards import heldout_shards
 from ttrain.store.layout import Artifact
 from ttrain.store.model_files import MODEL
 from ttrain.store.registry import Registry
@@ -58,8 +56,8 @@ def publish(
         (output / "model" / name).write_text(key)
     roles = {"train": files} if files else {}
     places = {"train": [f"/data/{file['name']}" for file in files]} if files else {}
-    provenance = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7", "run": RUN}
-    provenance |= {"files": places, "runtime": {"rows_per_device": 4}}
+    versions = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7"}
+    provenance = {**versions, "run": RUN, "files": places, "runtime": {"rows_per_device": 4}}
     known = ("stage", "key", "content")
     used = {name: {field: getattr(one, field) for field in known} for name, one in inputs.items()}
     ingredients = {"code": {"ttrain.x": key}, "files": roles, "settings": dict(settings)}
@@ -221,15 +219,3 @@ def test_the_digest_of_a_data_set_covers_files_and_reading(tmp_path: Path) -> No
     of_other_tokenizer = make(tmp_path / "second", tokenizer_key="ffff")["shards-pretrain"]
     digests = [data.digest for data in datasets.data_of(of_other_tokenizer)]
     assert digests == [train.digest, heldout.digest]
-
-
-def test_the_inputs_of_a_model_of_many_nights_are_visited_once(tmp_path: Path) -> None:
-    nights: dict[str, Artifact] = {}  # each of which has read all before it
-    for number in range(30):
-        nights[f"learnt-{number:04}"] = publish(tmp_path, "shards-pretrain", f"{number:02}", nights)
-    *_, last = nights.values()
-    model = publish(tmp_path, "pretrain", "a1", {"shards": last, **nights})
-    store = ArtifactStore(tmp_path)
-    assert [*History.of(model, store).artifacts] == [*nights.values(), model]
-    assert heldout_shards(model, store)["documents"].key == last.key
-    assert lineage_of(tmp_path, model.key).artifacts[-1].key == model.key

@@ -1,9 +1,7 @@
 """A model is made again from its manifests: the same bytes, or a report of what differs."""
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from support.tiny_stages import Watcher, build_stage
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
 from ttrain.engine import processes
-from ttrain.errors import ArtifactError, Interrupted, UsageError
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.reproduce import Recipe, recipes_of, reproduce
 from ttrain.store.artifacts import ArtifactStore
@@ -66,10 +64,6 @@ def alter(root: Path, stage: str, change: Change) -> None:
 
 def recipes(root: Path, text: str = "shards-pretrain") -> list[Recipe]:
     return recipes_of(lineage_of(root / "home", text), root / "home")
-
-
-def rebuild(root: Path, to: Path, text: str = "shards-pretrain", screen: Any = None) -> Any:
-    return reproduce(lineage_of(root / "home", text), recipes(root, text), to, screen or Mock())
 
 
 def test_settings_come_from_the_manifest_whatever_the_defaults_are(root: Path) -> None:
@@ -121,25 +115,11 @@ def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> No
         recipes(root)
 
 
-def test_an_interrupted_reproduction_continues_in_its_home(root: Path, tmp_path: Path) -> None:
-    place = tmp_path / "again"
-
-    def interrupt(stage: str, event: str, data: object) -> None:
-        if event == "ended":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def inode() -> int:
-        return ArtifactStore(place).latest("tokenizer").path.stat().st_ino
-
-    with pytest.raises(Interrupted):
-        rebuild(root, place, screen=interrupt)
-    first = inode()
-    assert rebuild(root, place, "tokenizer")["equal"]
-    assert inode() == first
-    (place / "runs").mkdir()
-    for used in (place, root / "data"):
+def test_a_home_in_use_is_no_place_to_reproduce_in(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "again" / "runs").mkdir(parents=True)
+    for used in (tmp_path / "again", root / "data"):
         with pytest.raises(UsageError, match=f"--home is {used}"):
-            rebuild(root, used)
+            reproduce(lineage_of(root / "home", "tokenizer"), recipes(root), used, Mock())
 
 
 def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differs(

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from support.recorded_homes import NONE_SUCH, TOKENS_PER_STEP, Made, falling, ma
 from ttrain.core.terminal import escaped
 from ttrain.reports import charts
 from ttrain.reports.report import comparison_page, find_problems, report_of
-from ttrain.store.run_views import Point, RunView, read_run, read_runs
+from ttrain.store.run_views import RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 HOSTILE = (
@@ -136,18 +135,6 @@ def test_the_policy_of_a_page_lets_its_own_style_through_alone(pages_home: Path)
         assert "unsafe" not in policy and "<script" not in page
 
 
-def points(values: list[float]) -> list[Point]:
-    return [Point(step, 512.0 * step, step, value) for step, value in enumerate(values, start=1)]
-
-
-def test_a_long_curve_keeps_its_ends_its_extremes_and_its_gaps() -> None:
-    values = [math.sin(step / 700) for step in range(10_000)]
-    values[4321], values[7777], values[1234] = 50.0, -50.0, math.nan
-    steps = [point.step for point in charts.thinned(points(values))]
-    assert len(steps) <= 1.1 * charts.POINTS and steps == sorted({*steps})
-    assert {1, 4322, 7778, 1235, 10_000} <= {*steps}
-
-
 def test_kills_failures_and_warnings_are_problems(tmp_path: Path) -> None:
     killed = Made("pretrain", outcome="crashed")
     make_run(tmp_path, A, [killed], outcome="running", process=NONE_SUCH)
@@ -162,10 +149,3 @@ def test_kills_failures_and_warnings_are_problems(tmp_path: Path) -> None:
         ("pretrain", "the guard loss spike warned 3 times", False),
         ("sft", "failed: no memory", False),
     ]
-
-
-def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
-    decision = {"promote": False, "metric": "bits_per_byte", "challenger": 1.9, "champion": 1.8}
-    decision |= {"difference": -0.1, "interval": None, "samples": 3, "reason": "worse <b>"}
-    make_run(tmp_path, A, [Made("pretrain")], night="night-000002", decision=decision)
-    assert "night-000002: kept: worse &lt;b&gt;<" in report_of(read_run(tmp_path, A))
