@@ -11,7 +11,7 @@ from doctor.test_doctor import check, fails
 from support.chat_templates import CHATML, take
 from support.shard_sets import ALL, build, write_lines
 from support.tiny_data import LINES, NumberedRows, make_shards, make_tokenizer, write_shards
-from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_stages import run_here, stage_settings
 from support.tiny_trainers import settings_of_training
 
 from ttrain.config import Optim, Settings
@@ -23,11 +23,9 @@ from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.doctor import data as labels
 from ttrain.doctor import model, run
 from ttrain.doctor.data import Data
-from ttrain.doctor.inputs import missing_data, paths_of
 from ttrain.doctor.parts import with_references
-from ttrain.engine.graph import Graph, Plan, Planned
+from ttrain.engine.graph import Graph, Plan
 from ttrain.errors import DataError
-from ttrain.flows.full import full
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks import NEW_MODEL, new_model
 from ttrain.tasks.common.rows import open_rows
@@ -69,10 +67,8 @@ class Spoilt(Rows):
     """Rows whose labels are spoilt by `spoil(ids, labels, segments)`."""
 
     def __init__(self, rows: Rows, spoil: Spoil) -> None:
-        self.rows = rows
-        self.spoil = spoil
-        self.row_length = rows.row_length
-        self.pad_id = rows.pad_id
+        self.rows, self.spoil = rows, spoil
+        self.row_length, self.pad_id = rows.row_length, rows.pad_id
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,8 +125,7 @@ def test_labels_of_documents_are_all_tokens_but_the_first(documents: Data) -> No
         for spoil in spoils:
             fails(labels.labels(replace(documents, rows=Spoilt(rows, spoil))))
     masked = replace(documents, masked=True)  # regions that are masked leave next tokens
-    without_ends = Spoilt(documents.rows, without(encoder.eos_id))
-    check(labels.labels(replace(masked, rows=without_ends)))
+    check(labels.labels(replace(masked, rows=Spoilt(documents.rows, without(encoder.eos_id)))))
     fails(labels.labels(replace(masked, rows=Spoilt(documents.rows, unshifted))))
 
 
@@ -172,31 +167,6 @@ def test_a_tokenizer_that_loses_characters_or_reads_special_tokens_fails(
     fails(labels.round_trip(replace(data, encoder=forgeable)), "text that spells <|")
 
 
-def test_a_stage_reads_the_store_and_a_base_that_no_run_trained_has_random_weights(
-    tmp_path: Path,
-) -> None:
-    home = Home.make(tmp_path / "home")
-    settings = stage_settings(rows_per_device=2)
-    made = {
-        "tokenizer": home.tokenizer,
-        "shards-pretrain": home.documents,
-        "shards-sft": home.chats,
-    }
-    graph = full(settings)
-    stages = []
-    for name in graph:
-        state = "cached" if name in made else "run"
-        stages.append(Planned(graph[name].stage, state, (), artifact=made.get(name)))
-    plan = Plan("full", settings, home.store, graph, stages)
-    assert not missing_data("pretrain", plan)
-    assert paths_of("pretrain", settings, plan.paths, tmp_path)[0] == home.paths
-    paths, is_trained = paths_of("sft", settings, plan.paths, tmp_path)
-    assert not is_trained
-    assert (paths["base"] / "model" / "model.safetensors").exists()
-    missing = [planned.stage.name for planned in missing_data("lora", plan)]
-    assert missing == ["source", "shards-lora"]
-
-
 def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_the_base_of_dpo(
     tmp_path: Path, documents: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,10 +194,8 @@ def test_pairs_too_long_for_a_row_are_named_before_a_run_trains_the_base_of_dpo(
 def test_an_answer_is_trained_on_where_the_prompt_for_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talks = [
-        (Message("user", text), Message("assistant", "Blue."), Message("user", "?"))
-        for text in LINES
-    ]
+    answer = (Message("assistant", "Blue."), Message("user", "?"))
+    talks = [(Message("user", text), *answer) for text in LINES]
     sound = take(tmp_path / "sound", CHATML)
     data = Data("chats", sound, NumberedRows(1), NumberedRows(1), records_of(talks))
     check(labels.template(data), "3 conversations")

@@ -33,6 +33,7 @@ from ttrain.train.training_options import Cadence
 MOE = {"experts": 4, "top_k": 2, "z_loss": 0.001}
 SHARED = {**MOE, "shared_experts": 1, "bias_rate": 0.001}
 SMALL_EXPERTS = {"experts": 4, "top_k": 2, "shared_experts": 1, "expert_size": 8}
+UNGROUPED = {**SMALL_EXPERTS, "expert_size": 9}  # of a size that no groups can be made of
 MODELS: dict[str, dict[str, Any]] = {
     "llama, grouped queries, own head": {"kv_heads": 1, "tie_embeddings": False},
     "llama, yarn": {"rope_type": "yarn", "rope_factor": 4.0},
@@ -41,11 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"kind": "gemma2", "fields": {"sliding_window": 5}},
     "moyun": {"kind": "moyun"},
     "tinyseek": {"kind": "tinyseek", "moe": SMALL_EXPERTS},
-    "tinyseek, one layer": {  # and experts of a size that no groups can be made of
-        "kind": "tinyseek",
-        "moe": {**SMALL_EXPERTS, "expert_size": 9},
-        "fields": {"share_layers": True},
-    },
+    "tinyseek, one layer": {"kind": "tinyseek", "moe": UNGROUPED, "fields": {"share_layers": True}},
     "llama with experts": {"moe": MOE},
     "llama with shared experts": {"moe": SHARED, "dropout": 0.0},  # the architecture has none
     "qwen3 with shared experts": {"kind": "qwen3", "moe": SHARED},
@@ -87,13 +84,8 @@ def build(name: str, adapter: str) -> Subject:
         multi_token.attach(network, MultiToken(), 1)
     if not adapter:
         return Subject(network)
-    config = Lora(
-        kind=adapter,  # type: ignore[arg-type]
-        rank=3,
-        virtual_tokens=3,
-        row_length=16,
-        tokens_per_step=96,
-    )
+    sizes = {"rank": 3, "virtual_tokens": 3, "row_length": 16, "tokens_per_step": 96}
+    config = Lora.model_validate({"kind": adapter, **sizes})
     return Subject(adapters.attach(network, config), weights_file=ADAPTER)
 
 
@@ -121,11 +113,8 @@ def test_it_sees_neither_the_future_nor_other_records_and_starts_at_knowing_noth
 @pytest.fixture(scope="module")
 def steps_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, model.Step]]:
     """Each of two ranks after a step on the doctor's rows: two forks for all cases."""
-    return in_ranks(
-        2,
-        tmp_path_factory.mktemp("ranks"),
-        lambda ranks: {case: first_step(case, ranks) for case in TRAINED},
-    )
+    place = tmp_path_factory.mktemp("ranks")
+    return in_ranks(2, place, lambda ranks: {case: first_step(case, ranks) for case in TRAINED})
 
 
 def first_step(case: tuple[str, str], ranks: Ranks) -> model.Step:
@@ -161,27 +150,22 @@ def test_experts_in_groups_do_not_look_like_a_leak(name: str) -> None:
 
 
 def test_a_checkpoint_of_every_architecture_opens_without_ttrain(tmp_path: Path) -> None:
-    expected = []
-    directories = []
+    expected, directories = [], []
     for name in OPENED:
         subject = build(name, "")
         directory = tmp_path / name.replace(" ", "-")
         checkpoints = Checkpoints(directory, files=partial(factory.files, subject.model))
         learner = learner_of((name, ""))
         order = ShuffledOrder(len(ROWS), 4, 4, learner.config.seed)
-        cadence = Cadence(checkpoint=1)
-        trainer = trainer_of(
-            learner, subject, ROWS, order, 4, checkpoints=checkpoints, cadence=cadence
-        )
-        trainer.fit()
+        saving: dict[str, Any] = {"checkpoints": checkpoints, "cadence": Cadence(checkpoint=1)}
+        trainer_of(learner, subject, ROWS, order, 4, **saving).fit()
         checkpoints.close()
         directories.append(list_checkpoints(directory)[-1])
         expected.append(last_logits(subject.model))
     # In a fork: a process of its own imports transformers for 5 s.
     modules = tmp_path / "modules"
-    [opened] = in_ranks(
-        1, tmp_path / "fork", lambda ranks: opened_without_ttrain(directories, modules)
-    )
+    fork = tmp_path / "fork"
+    [opened] = in_ranks(1, fork, lambda ranks: opened_without_ttrain(directories, modules))
     for name, ours, (package, theirs) in zip(OPENED, expected, opened, strict=True):
         has_code = name.startswith(OWN_CODE)
         assert package == ("transformers_modules" if has_code else "transformers")

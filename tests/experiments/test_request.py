@@ -29,16 +29,15 @@ def names(request: Request) -> list[str]:
     return [change.name for change in request.changes]
 
 
+STAGES = ["source", "tokenizer", "shards-pretrain", "shards-sft", "pretrain"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "metric", "own"),
     [
         ([LR], "eval/bits_per_byte", ["pretrain", "evaluate"]),
         ([LR, "sft.epochs=1,2"], "eval/chat_loss_sft", ["pretrain", "sft", "evaluate"]),
-        (
-            ["data.sft=choice(a.jsonl,b.jsonl)"],
-            "eval/chat_loss_sft",
-            ["shards-sft", "sft", "evaluate"],
-        ),
+        (["data.sft=choice(a,b)"], "eval/chat_loss_sft", ["shards-sft", "sft", "evaluate"]),
         (["lora.rank=4,8"], "eval/domain_loss_lora", ["lora", "evaluate"]),
         (
             ["tokenizer.vocab_size=512,1024"],
@@ -50,139 +49,96 @@ def names(request: Request) -> list[str]:
 def test_the_metric_is_that_of_the_last_model_that_is_trained_and_only_what_it_needs_is_run(
     overrides: list[str], metric: str, own: list[str]
 ) -> None:
-    found = asked(*overrides)
-    once, by_seed, of_trials = found.stages()
-    assert found.measure.metric == metric and of_trials == own
+    request = asked(*overrides)
+    once, by_seed, of_trials = request.stages()
+    assert request.measure.metric == metric and of_trials == own
     assert not {*once, *by_seed} & {*own}
 
 
 def test_a_stage_that_no_seed_changes_runs_once_and_one_that_no_change_touches_once_a_seed() -> (
     None
 ):
-    assert asked("sft.epochs=1,2").stages()[:2] == (
-        ["source", "tokenizer", "shards-pretrain", "shards-sft"],
-        ["pretrain"],
-    )
+    assert asked("sft.epochs=1,2").stages()[:2] == (STAGES[:4], STAGES[4:])
 
 
 def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
     assert not asked(LR).measure.maximize
-    assert asked(LR, metric="pretrain/tokens_per_second").measure.maximize
     assert asked(LR, maximize=True).measure.maximize
-    beta = ("dpo.beta=0.1,0.2", "data.dpo=pairs.jsonl", "lora.start_from=dpo")
-    assert (
-        asked(*beta).measure.metric == "eval/preference_accuracy/dpo"
-        and asked(*beta).measure.maximize
-    )
+    beta = asked("dpo.beta=0.1,0.2", "data.dpo=pairs.jsonl", "lora.start_from=dpo").measure
+    assert beta.metric == "eval/preference_accuracy/dpo" and beta.maximize
 
 
 def test_the_present_settings_are_the_baseline_and_no_change_of_their_own() -> None:
-    assert names(asked("sft.optim.lr=1e-3,2e-3,4e-3")) == [
-        "baseline",
-        "sft.optim.lr=0.002",
-        "sft.optim.lr=0.004",
-    ]
-    assert names(asked("sft.optim.lr=2e-3,4e-3", "sft.epochs=2"))[1:] == [
-        "sft.optim.lr=0.002",
-        "sft.optim.lr=0.004",
-    ]
+    rates = ["sft.optim.lr=0.002", "sft.optim.lr=0.004"]
+    assert names(asked("sft.optim.lr=1e-3,2e-3,4e-3")) == ["baseline", *rates]
+    assert names(asked("sft.optim.lr=2e-3,4e-3", "sft.epochs=2"))[1:] == rates
     assert len(asked("pretrain.optim.lr=log(1e-4,1e-2)", trials=5).changes) == 6
 
 
 def test_what_the_command_line_sets_is_one_change_where_nothing_varies() -> None:
-    found = asked("sft.epochs=3", "sft.optim.lr=2e-3", "data.sft=chats.jsonl")
-    assert names(found) == ["baseline", "sft.epochs=3 sft.optim.lr=0.002"]
-    assert found.baseline.sft.epochs != 3 and found.baseline.data.sft == ("chats.jsonl",)
+    request = asked("sft.epochs=3", "sft.optim.lr=2e-3", "data.sft=chats.jsonl")
+    assert names(request) == ["baseline", "sft.epochs=3 sft.optim.lr=0.002"]
+    assert request.baseline.sft.epochs != 3 and request.baseline.data.sft == ("chats.jsonl",)
 
 
 def test_the_baseline_is_what_files_set_below_the_values_that_vary(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("sft: {epochs: 3, optim: {lr: 5e-4}}\n", encoding="utf-8")
-    for words in (
-        ["sft.optim.lr=1e-3,2e-3"],
-        ["sft.optim.lr=1e-3"],
-        ["sft.epochs=2", "runtime.threads=1"],
-    ):
-        found = request_of(full, layers(words, [file]), Options())
-        assert (found.baseline.sft.epochs, found.baseline.sft.optim.lr) == (3, 5e-4)
-    assert found.baseline.runtime.threads == 1 and names(found) == ["baseline", "sft.epochs=2"]
-    assert found.settings(found.changes[1]).sft.optim.lr == 5e-4
+    file.write_text("sft: {epochs: 3, optim: {lr: 5e-4}}\n")
+    for words in (["sft.optim.lr=1e-3,2e-3"], ["sft.epochs=2", "runtime.threads=1"]):
+        request = request_of(full, layers(words, [file]), Options())
+        assert (request.baseline.sft.epochs, request.baseline.sft.optim.lr) == (3, 5e-4)
+    assert request.baseline.runtime.threads == 1 and names(request) == ["baseline", "sft.epochs=2"]
+    assert request.settings(request.changes[1]).sft.optim.lr == 5e-4
 
 
-def test_a_named_change_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+def test_changes_are_named_in_a_file_and_each_changes_something(tmp_path: Path) -> None:
     file = tmp_path / "changes.yaml"
-    file.write_text("more: {sft.epochs: 2}\nsame: {sft.epochs: 2}\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"same\b.*\bmore;"):
-        asked(files=(file,))
-
-
-def test_changes_are_named_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "changes.yaml"
-    file.write_text(
-        "no-decay: {pretrain.optim.weight_decay: 0}\nwide: {model: {hidden_size: 192}}\n",
-        encoding="utf-8",
-    )
-    found = asked(files=(file,))
-    assert names(found) == ["baseline", "no-decay", "wide"]
-    assert found.settings(found.changes[2], 7).model.hidden_size == 192
-    file.write_text("no-decay: 3\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="no-decay"):
-        asked(files=(file,))
-
-
-def test_all_trainings_of_a_trial_have_its_seed() -> None:
-    found = asked(LR)
-    trial = found.settings(found.changes[1], 7)
-    assert {trial.pretrain.seed, trial.sft.seed, trial.dpo.seed, trial.lora.seed} == {7}
-    assert trial.pretrain.optim.lr == 1e-3
-
-
-def test_what_is_given_beside_a_preset_wins_over_it() -> None:
-    found = asked("model.preset=choice(5m,10m)", "model.layers=3")
-    model = found.settings(found.changes[2]).model
-    assert (model.hidden_size, model.layers) == (320, 3)
+    file.write_text("decay: {pretrain.optim.weight_decay: 0}\nwide: {model: {hidden_size: 192}}\n")
+    request = asked(files=(file,))
+    assert names(request) == ["baseline", "decay", "wide"]
+    trial = request.settings(request.changes[2], 7)
+    assert trial.model.hidden_size == 192
+    seeds = {trial.pretrain.seed, trial.sft.seed, trial.dpo.seed, trial.lora.seed}
+    assert seeds == {7}, "of all trainings"
+    more = "more: {sft.epochs: 2}\nsame: {sft.epochs: 2}\n"
+    for text, message in (("decay: 3\n", "decay"), (more, r"same\b.*\bmore;")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            asked(files=(file,))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "options", "said"),
+    ("overrides", "options", "message"),
     [
-        ([], {}, "a sweep needs settings to compare"),
-        (["runtime.threads=1,2"], {}, "nothing to compare|runtime.threads changes no result"),
-        ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes is 2"),
-        ([LR, "sft.seed=1,2"], {}, "sft.seed varies"),
-        (
-            ["lr=log(1e-5,1e-3)"],
-            {},
-            "did you mean 'pretrain.optim.lr' or 'sft.optim.lr' or 'dpo.optim.lr' or",
-        ),
-        (["lora.rank=uniform(4,9)"], {}, r"the sweep cannot try lora.rank=\d"),
-        (["sft.epochs=3"], {"sampler": "tpe"}, "--sampler tpe needs ranges"),
-        (["data.pretrain=docs.jsonl"], {}, "a sweep needs settings to compare"),
+        ([], {}, "needs settings"),
+        (["data.pretrain=docs.jsonl"], {}, "needs settings"),
+        (["runtime.threads=1,2"], {}, "runtime.threads changes"),
+        ([LR, "runtime.nodes=2", "runtime.rendezvous=a:1"], {}, "runtime.nodes"),
+        ([LR, "sft.seed=1,2"], {}, "sft.seed"),
+        (["lr=log(1e-5,1e-3)"], {}, "'pretrain.optim.lr' or 'sft.optim.lr' or"),
+        (["lora.rank=uniform(4,9)"], {}, r"lora.rank=\d"),
+        (["sft.epochs=3"], {"sampler": "tpe"}, "--sampler tpe"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(
-    overrides: list[str], options: dict[str, Any], said: str
+    overrides: list[str], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         asked(*overrides, **options)
 
 
-def test_a_plan_tells_what_is_tried_and_leaves_nothing_and_needs_no_name_of_the_pipeline(
+def test_a_plan_tells_what_is_tried_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     remember_modules(tmp_path / "home")
-    options = ["tokenizer.vocab_size=1024,2048,4096", "--plan", "--json"]
-    with_it, without = (
-        CliRunner().invoke(app, ["sweep", *name, *options]) for name in (["full"], [])
-    )
-    assert without.exit_code == 0, without.output
-    told = json.loads(without.stdout)
-    assert told == json.loads(with_it.stdout) and told["metric"] == "eval/bits_per_byte"
-    assert told["once"] == ["source"] and told["noise"] is None
-    assert [setting["values"] for setting in told["settings"][1:]] == [
-        {"tokenizer.vocab_size": size} for size in (1024, 4096)
-    ]
+    command = ["sweep", "tokenizer.vocab_size=1024,2048,4096", "--plan", "--json"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    plan = json.loads(shown.stdout)
+    assert (plan["metric"], plan["once"], plan["noise"]) == ("eval/bits_per_byte", ["source"], None)
+    sizes = [setting["values"] for setting in plan["settings"][1:]]
+    assert sizes == [{"tokenizer.vocab_size": size} for size in (1024, 4096)]
     assert not (tmp_path / "home" / "sweeps").exists() and not (tmp_path / "home" / "runs").exists()
 
 
@@ -190,19 +146,16 @@ def test_the_same_command_is_the_same_sweep_until_a_question_the_data_or_the_cod
     tmp_path: Path,
 ) -> None:
     docs = tmp_path / "docs.jsonl"
-    docs.write_text(json.dumps({"text": "one"}) + "\n", encoding="utf-8")
+    docs.write_text(json.dumps({"text": "one"}))
     remember_modules(tmp_path / "home")
     store, data = ArtifactStore(tmp_path / "home"), f"data.pretrain={docs}"
     begun = asked(LR, data).experiment(store)
     for same in (asked(LR, data, seeds=20), asked(data, LR, "runtime.threads=1")):
         assert same.experiment(store).name == begun.name
-    for other in (
-        asked(LR, data, rounds=False),
-        asked(LR, data, "pretrain.tokens=5000"),
-        asked(f"{LR},3e-3", data),
-    ):
+    no_rounds, more = asked(LR, data, rounds=False), asked(f"{LR},3e-3", data)
+    for other in (no_rounds, more, asked(LR, data, "pretrain.tokens=5000")):
         assert records.find_same(store.root, other.identity(store)) is None
-    docs.write_text(json.dumps({"text": "another"}) + "\n", encoding="utf-8")
+    docs.write_text(json.dumps({"text": "another"}))
     assert records.find_same(store.root, asked(LR, data).identity(store)) is None
 
 
@@ -221,18 +174,14 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_each_trial_has_one_process(
     other = records.find_experiment(tmp_path, first.name)
     with (
         first.claimed((0, 1)) as mine,
-        other.claimed((0, 1)) as theirs,
-        other.claimed((0, 2)) as next_one,
+        other.claimed((0, 1)) as taken,
+        other.claimed((0, 2)) as free,
     ):
-        assert mine == records.Trial(0, 1) and theirs is None and next_one == records.Trial(0, 2)
+        assert (mine, taken, free) == (records.Trial(0, 1), None, records.Trial(0, 2))
         first.put(records.Trial(0, 1, records.COMPLETED, 1.5))
-        other.put(
-            records.Trial(0, 2, records.COMPLETED, 1.6)
-        )  # what the other has noted meanwhile stays
-    assert [trial.value for trial in records.find_experiment(tmp_path, first.name).trials] == [
-        1.5,
-        1.6,
-    ]
+        other.put(records.Trial(0, 2, records.COMPLETED, 1.6))
+    trials = records.find_experiment(tmp_path, first.name).trials
+    assert [trial.value for trial in trials] == [1.5, 1.6], "what both noted"
     with other.claimed((0, 1)) as ended:
         assert ended is None
 
@@ -240,16 +189,13 @@ def test_a_sweep_is_named_by_a_part_of_its_name_and_each_trial_has_one_process(
 def test_a_sampler_that_learns_draws_what_was_not_tried_and_again_the_same() -> None:
     space = asked("pretrain.optim.lr=log(1e-5,1e-1)", sampler="tpe").space
     changes = [Change("baseline"), *map(Change.of, space.spread(4))]
-    values = {
-        number: abs(float(change.values["pretrain.optim.lr"]) - 3e-3)
-        for number, change in enumerate(changes[1:], 1)
-    }
+    rates = [float(change.values["pretrain.optim.lr"]) for change in changes[1:]]
+    values = {number: abs(rate - 3e-3) for number, rate in enumerate(rates, 1)}
     drawn = sampler.draw(space, changes, values)
     assert drawn == sampler.draw(space, changes, values) and drawn not in changes
-    found = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
-    assert (len(found.changes), found.draws) == (5, 2)
+    request = asked("sft.epochs=2,3,4,5,6,7", sampler="tpe")
+    assert (len(request.changes), request.draws) == (5, 2)
     few = asked("sft.epochs=2,3", sampler="tpe").space
+    tried = [Change("baseline"), *map(Change.of, few.combinations(2))]
     with pytest.raises(UsageError, match="values left"):
-        sampler.draw(
-            few, [Change("baseline"), *map(Change.of, few.combinations(2))], {1: 1.0, 2: 2.0}
-        )
+        sampler.draw(few, tried, {1: 1.0, 2: 2.0})

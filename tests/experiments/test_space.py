@@ -1,5 +1,6 @@
 """What a sweep varies: values as they are written, what they mean, and which are refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,7 @@ LR = "pretrain.optim.lr"
         (LR, "1e-3, 2e-3,4e-3", ValueList((1e-3, 2e-3, 4e-3))),
         ("pretrain.optim.kind", "muon,adamw", ValueList(("muon", "adamw"))),
         ("model.tie_embeddings", "true,false", ValueList((True, False))),
-        (
-            "pretrain.optim.betas",
-            "choice([0.9,0.95],[0.9,0.99])",
-            ValueList(([0.9, 0.95], [0.9, 0.99])),
-        ),
+        ("pretrain.optim.betas", "choice([0.9,1],[0,1])", ValueList(([0.9, 1], [0, 1]))),
         ("data.pretrain", "choice(2026-11-21, 0123, no)", ValueList(("2026-11-21", "0123", "no"))),
         ("sft.optim.clip", "choice(1, 2e-3, null)", ValueList((1, 2e-3, None))),
     ],
@@ -44,38 +41,30 @@ def test_several_values_mean_what_the_type_of_the_setting_makes_of_them(
 
 
 def test_one_value_does_not_vary() -> None:
-    plain = [
-        "data.pretrain=a.jsonl,b.jsonl",
-        "pretrain.optim.betas=0.9,0.95",
-        f"{LR}=1e-3",
-        "name=log",
-    ]
+    lists = ["data.pretrain=a.jsonl,b.jsonl", "pretrain.optim.betas=0.9,0.95"]
+    plain = [*lists, f"{LR}=1e-3", "name=log"]
     assert parse_space(layers(plain)).dimensions == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "rule"),
     [
-        ("log(0,1)", "the lower first and above 0"),
+        ("log(0,1)", "above 0"),
         ("log(1,2,3)", "two numbers"),
-        ("uniform(2,1)", "the lower first"),
-        ("choice([a,b)", "cannot be read"),
+        ("uniform(2,1)", "lower first"),
+        ("choice([a,b)", "be read"),
     ],
 )
 def test_a_range_that_means_nothing_is_refused_with_setting_value_and_rule(
-    text: str, said: str
+    text: str, rule: str
 ) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=f"^{LR} is '{re.escape(text)}'.*{rule}"):
         parse_space(layers([f"{LR}={text}"]))
-    assert str(error.value).startswith(f"{LR} is '{text}'")
-    assert said in str(error.value)
 
 
 def test_ranges_stand_in_files_too_and_a_stronger_value_takes_one_away(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text(
-        "pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'muon,adamw'}}\n", encoding="utf-8"
-    )
+    file.write_text("pretrain: {optim: {lr: 'log(1e-4,1e-2)', kind: 'muon,adamw'}}")
     assert list(parse_space(layers([], [file])).dimensions) == [LR, "pretrain.optim.kind"]
     assert list(parse_space(layers([f"{LR}=1e-3"], [file])).dimensions) == ["pretrain.optim.kind"]
 
@@ -84,7 +73,6 @@ def test_what_can_be_listed_is_listed_the_last_setting_fastest_and_the_rest_is_s
     space = Space({"a": ValueList((1, 2)), "b": ValueList(("x", "y", "z"))})
     assert space.size == 6
     assert space.combinations(6) == [{"a": a, "b": b} for a in (1, 2) for b in ("x", "y", "z")]
-    assert len(space.combinations(3)) == 3
     endless = Space({"a": ValueList((1, 2)), "b": Interval(0.0, 1.0)})
     assert endless.size is None
     drawn = endless.combinations(4)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -15,7 +14,6 @@ from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.lineage import lookup
-from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.lookup import resolve
 from ttrain.model import factory
 from ttrain.store.artifacts import ArtifactStore
@@ -119,7 +117,7 @@ def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_h
     runs_home.forget_run()
     newer, reference = runs_home.newer, runs_home.resolve("sft")
     assert (reference.adapter, reference.artifact) == (None, newer)
-    assert reference.model == newer.path / "model" == reference.directory == reference.tokenizer
+    assert reference.model == newer.path / "model" == reference.tokenizer
     (newer.path / "model" / MODEL).unlink()
     assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
 
@@ -127,10 +125,9 @@ def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_h
 def test_a_damaged_model_is_named(runs_home: Home, caplog: pytest.LogCaptureFixture) -> None:
     runs_home.record(runs_home.tokenizer, runs_home.sft)
     newest = runs_home.record(runs_home.tokenizer, runs_home.newer)
-    assert runs_home.resolve("sft").artifact == runs_home.newer and not caplog.text
     (runs_home.newer.path / "model" / MODEL).unlink()
     assert runs_home.resolve("sft").artifact == runs_home.sft
-    assert f"sft of the run {newest} is damaged" in caplog.text
+    assert newest in caplog.text
 
 
 def test_all_stages_of_a_command_are_of_the_newest_finished_run(runs_home: Home) -> None:
@@ -141,13 +138,8 @@ def test_all_stages_of_a_command_are_of_the_newest_finished_run(runs_home: Home)
     assert runs_home.keys("sft") == ["s2"]
     assert runs_home.keys("sft", "lora") == ["s1", "l"], "each of one run"
     lora = runs_home.publish_adapter("l2", newer)
-    for pipeline, outcome, notes in (
-        ("nightly", "running", {}),
-        ("nightly", "completed", {}),
-        ("full", "failed", {}),
-        ("full", "running", {}),
-        ("full", "completed", {"sweep": "sweep-1"}),
-    ):
+    others = [("nightly", "completed", {}), ("full", "failed", {}), ("full", "running", {})]
+    for pipeline, outcome, notes in [*others, ("full", "completed", {"sweep": "sweep-1"})]:
         run = runs_home.record(tokenizer, newer, lora, pipeline=pipeline, outcome=outcome, **notes)
         assert runs_home.keys("sft", "lora") == ["s1", "l"], (pipeline, outcome, notes)
         assert runs_home.keys("sft", "lora", run=run) == ["s2", "l2"], "unless it is named"
@@ -188,36 +180,19 @@ def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_ho
     runs_home.record(tokenizer, sft, pipeline="nightly", outcome="failed")
     assert runs_of("sft", None) == [night, night]
     mine = runs_home.record(tokenizer, sft, outcome="failed")
-    runs_home.record(tokenizer, outcome="failed")
     assert runs_of("sft", None) == [mine, mine]
-
-
-def test_a_damaged_manifest_is_named_with_the_command_that_sets_it_aside(runs_home: Home) -> None:
-    for artifact in (runs_home.sft, runs_home.newer, runs_home.lora):
-        os.truncate(artifact.path / "manifest.json", 40)
-    message = r"manifest\.json.*`ttrain artifacts verify --set-aside`"
-    for text in ("sft", f"{runs_home.run}:sft", None, runs_home.run):
-        with pytest.raises((UsageError, ArtifactError), match=message):
-            runs_home.resolve(text)
-    with pytest.raises(ArtifactError, match=message):
-        lineage_of(runs_home.root, "sft")
 
 
 def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
     mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, name="mine")
     elsewhere = write_model(Path("elsewhere").absolute(), b"x")
-    texts = ["sft", "lora", "./elsewhere", f"{mine}:sft"]
-    references = lookup.resolve_all(texts, runs_home.root)
-    assert [*map(lookup.line_of, references)] == [
-        f"sft = mine, {mine}:sft, s1",
-        f"lora = mine, {mine}:lora, l",
-        f"./elsewhere = {elsewhere}",
-        f"{mine}:sft = mine, {mine}:sft, s1",
-    ]
+    sft, foreign = lookup.resolve_all(["sft", "./elsewhere"], runs_home.root)
+    assert lookup.line_of(sft) == f"sft = mine, {mine}:sft, s1"
+    assert lookup.line_of(foreign) == f"./elsewhere = {elsewhere}"
     digest = weights_digest(runs_home.sft.path / "model")
-    expected = {"model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1"}
-    assert lookup.to_json(references[0]) == {**expected, "digest": digest}
-    assert lookup.to_json(references[2])["run"] is None
+    named = {"model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1"}
+    assert lookup.to_json(sft) == {**named, "digest": digest}
+    assert lookup.to_json(foreign)["run"] is None
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
@@ -230,33 +205,24 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
 
 
 def test_the_default_model_is_sft_of_the_newest_finished_run(runs_home: Home) -> None:
+    base = runs_home.publish_model("pretrain", "p", b"base")
     finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora)
-    without = runs_home.record(
-        runs_home.tokenizer, runs_home.publish_model("pretrain", "p", b"base")
-    )
+    without = runs_home.record(runs_home.tokenizer, base)
     for run, expected in ((None, ("sft", finished)), (without, ("pretrain", without))):
         reference = runs_home.resolve(None, run=run)
         assert reference.run and (reference.text, reference.run["run"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [("../x", "a letter"), ("x" * 41, "39"), ("sft", "my-sft")],
-)
-def test_an_invalid_run_name_is_refused(runs_home: Home, name: str, fix: str) -> None:
-    with pytest.raises(UsageError, match=fix):
-        new_run_name(runs_home.root, name)
-
-
 def test_a_name_is_taken_once_a_run_with_it_has_not_been_cut_short(runs_home: Home) -> None:
     root = runs_home.root
+    for name, fix in (("../x", "a letter"), ("x" * 41, "39"), ("sft", "my-sft")):
+        with pytest.raises(UsageError, match=fix):
+            new_run_name(root, name)
     for outcome in ("interrupted", "failed"):
         RunRecord(root, "full", [], {}, {"run_name": "mine"}).finish(outcome, {})
         assert new_run_name(root, "mine") == "mine"
     running = RunRecord(root, "full", [], {}, {"run_name": "mine"})
     assert lookup.need_run(root, "mine")["run"] == running.run, "the newest"
-    with pytest.raises(UsageError, match="mine-2"):
-        new_run_name(root, "mine")
     RunRecord(root, "full", [], {}, {"run_name": "mine-2"}).finish("completed", {})
     with pytest.raises(UsageError, match="mine-3"):
         new_run_name(root, "mine")
@@ -265,19 +231,17 @@ def test_a_name_is_taken_once_a_run_with_it_has_not_been_cut_short(runs_home: Ho
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:
     model, adapter = runs_home.sft.path / "model", runs_home.lora.path / "adapter"
-    for path in (runs_home.sft.path, Path("home/store/sft/s1"), Path("./home/store/sft/s1/model")):
+    for path in (runs_home.sft.path, Path("./home/store/sft/s1/model")):
         reference = runs_home.resolve(str(path))
         assert reference.artifact and (reference.model, reference.artifact.key) == (model, "s1")
     for path in (runs_home.lora.path, adapter):
         assert runs_home.resolve(str(path)).adapter == adapter
-    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
-    reference = runs_home.resolve("elsewhere")
-    assert (reference.model, reference.artifact, reference.second_head) == (elsewhere, None, None)
-    (elsewhere / SECOND_HEAD).touch()
-    assert runs_home.resolve("elsewhere").second_head == elsewhere / SECOND_HEAD
     here = write_model(Path("sft").absolute(), b"x")
     assert runs_home.resolve("sft").model == model, "a stage before a directory of its name"
-    assert runs_home.resolve("./sft").model == here
+    reference = runs_home.resolve("./sft")
+    assert (reference.model, reference.artifact, reference.second_head) == (here, None, None)
+    (here / SECOND_HEAD).touch()
+    assert runs_home.resolve("./sft").second_head == here / SECOND_HEAD
 
 
 def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
@@ -299,9 +263,8 @@ def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Ho
     assert runs_home.resolve("adapter", base="base").model == base
     later = runs_home.record(runs_home.tokenizer, runs_home.newer)
     for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
-        for texts in (["adapter"], ["adapter", "sft"]):
-            references = lookup.resolve_all(texts, runs_home.root, base="sft", run=run)
-            assert {reference.model for reference in references} == {sft.path / "model"}
+        [reference] = lookup.resolve_all(["adapter"], runs_home.root, base="sft", run=run)
+        assert reference.model == sft.path / "model"
     with pytest.raises(UsageError, match="'lora'"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
@@ -310,8 +273,8 @@ def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Ho
     assert runs_home.resolve(str(named)).model == base
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin", 7], ids=str)
-def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path, name: object) -> None:
+@pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin"])
+def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path, name: str) -> None:
     model = write_model(tmp_path / "foreign", b"x", shards=2)
     (tmp_path / "evil.bin").write_bytes(b"x")
     (model / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
@@ -329,10 +292,9 @@ def test_an_unknown_name_is_answered_with_what_exists(runs_home: Home) -> None:
     (write_adapter(Path("half"), None) / ADAPTER).unlink()
     messages = {
         "nope": f"'nope'; there is {runs_home.run}; .*lora, sft",
-        "tokenizer": ":tokenizer .*lora, sft",
         f"{runs_home.run}:nope": "'nope'; there are tokenizer, sft, lora, evaluate",
         "dpo": rf"dpo.*{FIRST_STEPS}.*data\.dpo",
-        "./home": r"config\.json.*adapter_config\.json",
+        "./home": r"adapter_config\.json",
         "mine-sft/1": "registered",
         "pickle": r"model\.safetensors",
         "half": ADAPTER,
@@ -340,7 +302,6 @@ def test_an_unknown_name_is_answered_with_what_exists(runs_home: Home) -> None:
     for text, message in messages.items():
         with pytest.raises((UsageError, ArtifactError), match=message):
             runs_home.resolve(text)
-    assert not (runs_home.root / "mlflow").exists(), "a look-up makes no database"
     for text in ("nope", None):
         with pytest.raises(UsageError, match=FIRST_STEPS):
             resolve(text, runs_home.root / "empty")

@@ -2,22 +2,20 @@
 
 import base64
 import hashlib
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 from support.browser import Browser, executable
-from support.recorded_homes import BEGAN, NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
+from support.recorded_homes import NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 
 from ttrain.core.terminal import escaped
 from ttrain.reports import charts
 from ttrain.reports.report import comparison_page, find_problems, report_of
-from ttrain.store.run_views import Point, RunView, read_run, read_runs
+from ttrain.store.run_views import RunView, read_run, read_runs
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 HOSTILE = (
@@ -44,11 +42,8 @@ def make_two(home: Path) -> list[RunView]:
     counts = {"rows": 295, "tokens": 12829, "live_tokens": 12534, "bytes": 42519}
     tally = {"train": {"rows": 300, "skipped": {}, "rejected": {"not JSON": 3}}}
     sharded: dict[str, Any] = {"train": counts, "heldout": {"rows": 5}, "rows": tally}
-    sharded |= {
-        "blocks": 1,
-        "encoded_blocks": 1,
-        "files": [{**counts, "name": HOSTILE, "kept": 297}],
-    }
+    sharded |= {"blocks": 1, "encoded_blocks": 1}
+    sharded |= {"files": [{**counts, "name": HOSTILE, "kept": 297}]}
     trained: dict[str, Any] = {"tokens": STEPS * TOKENS_PER_STEP, "parameters": 39584}
     trained |= {"skipped_steps": 2, "stop_reason": "completed"}
     step_10 = f"=== {HOSTILE}\nfirst words\n"
@@ -125,41 +120,19 @@ def test_no_text_is_executed_and_nothing_loaded(
 
 def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages_home: Path) -> None:
     page = (pages_home / "report.html").read_text(encoding="utf-8")
-    headings = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
-    assert headings[:4] == ["Stages", "What went wrong", "Curves", "Evaluation"]
-    assert {"Data", "Samples", "Lineage", "Settings", "Machine and libraries"} <= set(headings)
     problems = ("resumed at step 20", "skipped 2 steps", "not JSON 3", "not finite at step 7")
     for text in (*problems, "12,829", "一二三 world", "step 10", "first words", "39.58k"):
         assert text in page, text
 
 
-def test_a_page_is_whole_and_small(pages_home: Path) -> None:
+def test_the_policy_of_a_page_lets_its_own_style_through_alone(pages_home: Path) -> None:
     for name in ("both.html", "report.html"):
         page = (pages_home / name).read_text(encoding="utf-8")
-        assert len(page) < 150_000
-        assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-        (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page)
-        assert policy.startswith("default-src 'none'; style-src 'sha256-")
-        assert "unsafe" not in policy
-        assert "<script" not in page
-        (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
-        assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
-        assert style.count("{") == style.count("}"), "a rule that is cut ends the style sheet"
-
-
-def points(values: list[float]) -> list[Point]:
-    return [
-        Point(step, 512.0 * step, BEGAN + step, value) for step, value in enumerate(values, start=1)
-    ]
-
-
-def test_a_long_curve_keeps_its_ends_its_extremes_and_its_gaps() -> None:
-    values = [math.sin(step / 700) for step in range(10_000)]
-    values[4321], values[7777], values[1234] = 50.0, -50.0, math.nan
-    steps = [point.step for point in charts.thinned(points(values))]
-    assert len(steps) <= 1.1 * charts.POINTS and steps == sorted({*steps})
-    assert {1, 4322, 7778, 1235, 10_000} <= {*steps}
-    assert charts.thinned(points(values[:100])) == points(values[:100])
+        [policy] = re.findall('Content-Security-Policy" content="([^"]*)"', page)
+        [style] = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+        assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
+        assert "unsafe" not in policy and "<script" not in page
 
 
 def test_kills_failures_and_warnings_are_problems(tmp_path: Path) -> None:
@@ -176,30 +149,3 @@ def test_kills_failures_and_warnings_are_problems(tmp_path: Path) -> None:
         ("pretrain", "the guard loss spike warned 3 times", False),
         ("sft", "failed: no memory", False),
     ]
-    stop = {"stopped": "by a signal", "error": "by a signal; the same command continues"}
-    make_run(tmp_path, A, [Made("pretrain")], outcome="interrupted", **stop)
-    assert [*find_problems(read_run(tmp_path, A))] == [("", stop["error"], False)], "once"
-
-
-def test_a_night_s_page_shows_its_decision_with_the_reason(tmp_path: Path) -> None:
-    make_run(tmp_path, A, [Made("pretrain")])
-    assert "night-" not in report_of(read_run(tmp_path, A))
-    decision = {"promote": False, "metric": "bits_per_byte", "challenger": 1.9, "champion": 1.8}
-    decision |= {
-        "difference": -0.1,
-        "interval": None,
-        "samples": 3,
-        "reason": "worse by <b>0.1</b>",
-    }
-    make_run(tmp_path, A, [Made("pretrain")], night="night-000002", decision=decision)
-    remark = '<p class="remark">night-000002: kept: worse by &lt;b&gt;0.1&lt;/b&gt;</p>'
-    assert remark in report_of(read_run(tmp_path, A))
-
-
-def test_quick_validations_are_a_curve_and_the_one_on_all_rows_a_point_of_its_own() -> None:
-    quick = points([4.0, 3.0, 2.75])
-    curves = {"validation_loss_quick": quick, "validation_loss": quick[2:]}
-    view: Any = SimpleNamespace(curves=lambda _: [*curves], curve=lambda _, name: curves[name])
-    (main,), _ = charts.charts_of([view], "sft")
-    lines = [(line["label"], line["last"], len(line["points"])) for line in main["lines"]]
-    assert lines == [("validation_loss_quick", "3", 2), ("validation_loss", "2.75", 1)]
