@@ -1,7 +1,9 @@
 """A model is made again from its manifests: the same bytes, or a report of what differs."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from support.tiny_stages import Watcher, build_stage
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
 from ttrain.engine import processes
-from ttrain.errors import ArtifactError, UsageError
+from ttrain.errors import ArtifactError, Interrupted, UsageError
 from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.reproduce import Recipe, recipes_of, reproduce
 from ttrain.store.artifacts import ArtifactStore
@@ -66,11 +68,16 @@ def recipes(root: Path, text: str = "shards-pretrain") -> list[Recipe]:
     return recipes_of(lineage_of(root / "home", text), root / "home")
 
 
+def rebuild(root: Path, to: Path, text: str = "shards-pretrain", screen: Any = None) -> Any:
+    return reproduce(lineage_of(root / "home", text), recipes(root, text), to, screen or Mock())
+
+
 def test_settings_come_from_the_manifest_whatever_the_defaults_are(root: Path) -> None:
     (_, tokenizer), (_, shards) = recipes(root)
     assert tokenizer.tokenizer.vocab_size == 300 and shards.reading.seed == 5
     assert (shards.runtime.threads, shards.runtime.rows_per_device) == (1, 4)
     assert tokenizer.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
+    assert not (root / "home" / "runs").exists()
 
 
 def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root: Path) -> None:
@@ -89,15 +96,18 @@ def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root:
     assert {**of_training, **kept}.items() <= runtime.items()
 
 
-def test_missing_or_changed_data_are_refused(root: Path) -> None:
-    data = root / "data"
-    (data / "a.jsonl").rename(data / "c.jsonl")
-    with pytest.raises(ArtifactError, match=r"tokenizer: .*a\.jsonl.*shards-pretrain: .*a\.jsonl"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but"),
+        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "b.jsonl changed"),
+    ],
+)
+def test_missing_or_changed_data_are_refused(root: Path, change: Any, message: str) -> None:
+    change(root / "data")
+    with pytest.raises(ArtifactError, match=r"tokenizer: .*shards-pretrain: ") as refused:
         recipes(root)
-    (data / "c.jsonl").rename(data / "a.jsonl")
-    (data / "b.jsonl").write_text('{"text": "other"}\n')
-    with pytest.raises(ArtifactError, match=r"b\.jsonl changed"):
-        recipes(root)
+    assert message in str(refused.value)
 
 
 def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> None:
@@ -113,13 +123,31 @@ def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> No
         alter(root, stage, weighted)
     with pytest.raises(ArtifactError, match=r"shards-pretrain: .*0\.jsonl"):
         recipes(root)
+    for stage in STAGES:
+        alter(root, stage, lambda manifest: manifest["provenance"].pop("settings"))
+    with pytest.raises(ArtifactError, match="manifest"):
+        recipes(root)
 
 
-def test_a_home_in_use_is_no_place_to_reproduce_in(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "again" / "runs").mkdir(parents=True)
-    for used in (tmp_path / "again", root / "data"):
+def test_an_interrupted_reproduction_continues_in_its_home(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / "again"
+
+    def interrupt(stage: str, event: str, data: object) -> None:
+        if event == "ended":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def inode() -> int:
+        return ArtifactStore(place).latest("tokenizer").path.stat().st_ino
+
+    with pytest.raises(Interrupted):
+        rebuild(root, place, screen=interrupt)
+    first = inode()
+    assert rebuild(root, place, "tokenizer")["equal"]
+    assert inode() == first
+    (place / "runs").mkdir()
+    for used in (place, root / "data"):
         with pytest.raises(UsageError, match=f"--home is {used}"):
-            reproduce(lineage_of(root / "home", "tokenizer"), recipes(root), used, Mock())
+            rebuild(root, used)
 
 
 def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differs(
@@ -128,7 +156,7 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differ
     def older(manifest: dict[str, Any]) -> None:
         manifest["ingredients"]["code"]["ttrain.data.tokenizer"] = "0" * 64
         manifest["provenance"]["libraries"]["tokenizers"] = "0.1.0"
-        manifest["provenance"]["machine"] = {"processor": "an abacus"}
+        manifest["provenance"]["machine"] = {"processor": "an abacus", "cores": 99}
 
     monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -140,12 +168,18 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differ
     tokenizer, shards = done.json["stages"]
     for stage in (tokenizer, shards):
         assert stage["content"] == stage["rebuilt_content"] and stage["files"] == []
+        assert stage["seconds"] > 0
     assert shards["key"] == shards["rebuilt_key"] and shards["differences"] == []
     differences = "; ".join(tokenizer["differences"])
-    for text in ("ttrain.data.tokenizer changed", "processor: an abacus → ", "tokenizers 0.1.0"):
+    changes = ("processor: an abacus → ", "cores: 99 → ", "tokenizers 0.1.0")
+    for text in ("module ttrain.data.tokenizer changed", *changes):
         assert text in differences
     file = {"sha256": "0" * 64}
     alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(file))
     done = run("reproduce", "shards-pretrain")
     assert done.code == 1
-    assert "tokenizer.json differs" in done.out and "DIFFERENT: tokenizer" in done.out
+    for text in ("tokenizer.json differs", "DIFFERENT: tokenizer", "differ: shards-pretrain"):
+        assert text in done.out
+    (root / "data" / "a.jsonl").unlink()
+    done = run("reproduce", "tokenizer")
+    assert done.code == 1 and "data.pretrain" in done.err
