@@ -293,6 +293,7 @@ def test_config_show_prints_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     schema = json.loads(runner.invoke(app, [*command[:2], "--schema"]).stdout)
     assert schema["properties"].keys() == Settings.model_fields.keys()
     assert schema["additionalProperties"] is False
+    assert json.loads(runner.invoke(app, [*command, "--schema"]).stdout) == schema
 
 
 def test_debug_shows_the_traceback(
@@ -396,6 +397,7 @@ def test_the_quickstart_is_trained_unless_a_set_is_none(overrides: str, training
 
 
 def test_a_stage_starts_from_the_nearest_one_that_has_data() -> None:
+    assert chosen("data.sft=a.jsonl", "sft.start_from=owner/name")[0] == {"sft": ("a.jsonl",)}
     data = ("data.pretrain=a", "data.lora=c")
     starts = settings_of(*data, "data.dpo=b").starts
     assert (starts["dpo"], starts["lora"]) == ("pretrain", "dpo")

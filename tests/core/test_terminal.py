@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from ttrain.cli.main import main
+from ttrain.core.terminal import READER_IS_GONE
 
 PROGRAM = """
 import sys, time
@@ -92,3 +93,21 @@ def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_fu
     assert output_of(writer) == (0, "to the end", NOTE.format("Broken pipe"))
     with Path("/dev/full").open("w") as full:
         assert output_of(full) == (0, "to the end", NOTE.format("No space left on device"))
+
+
+def test_nohup_is_obeyed() -> None:
+    command = ["nohup", sys.executable, "-c", PROGRAM]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate("\n\n", timeout=60)[0] == "" and process.returncode == 0
+
+
+def test_a_command_ends_quietly_without_its_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from ttrain.cli.main import main\nmain(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (READER_IS_GONE, b"")

@@ -144,7 +144,8 @@ def test_without_a_right_fast_library_the_ids_are_the_same(
 ) -> None:
     wrong, panicking = (SimpleNamespace(Tokenizer=library) for library in (WrongOnProbe, Panicking))
     caplog.set_level(logging.INFO, "ttrain")
-    for library, message in ((wrong, "different ids"), (panicking, "bounds"), (None, "installed")):
+    messages = ("make different ids of", "out of bounds", "not installed")
+    for library, message in zip((wrong, panicking, None), messages, strict=True):
         monkeypatch.setitem(sys.modules, "fastokens", library)
         encoder = Encoder(directory)
         assert encoder.kind == "tokenizers" and message in caplog.messages[-1]
@@ -352,7 +353,8 @@ def test_another_folder_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file.json").write_text("{}")
     missing = "there is no such folder; name a folder that holds tokenizer.json"
     names = dict.fromkeys((f"{tmp_path}/nowhere", f"{tmp_path}/file.json", "gpt2"), missing)
-    for name, reason in {**names, f"{tmp_path}/empty": "has no tokenizer.json; Auto"}.items():
+    names[f"{tmp_path}/empty"] = "has no tokenizer.json; AutoTokenizer"
+    for name, reason in names.items():
         message = error_of(name)
         assert f"tokenizer.existing is '{name}'" in message and reason in message
 

@@ -84,6 +84,9 @@ def test_errors_of_arrow_name_the_file_and_a_bug_does_not() -> None:
     assert risen.value.files == ("rows.parquet",)
     with pytest.raises(KeyError), streams.noting_faults("rows.parquet"):
         raise KeyError("ours")
+    for error in (MemoryError(), pa.ArrowMemoryError()):
+        with pytest.raises(MemoryError), streams.noting_faults("rows.parquet"):
+            raise error
 
 
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
@@ -340,3 +343,9 @@ def test_what_is_appended_meanwhile_is_left_out(tmp_path: Path, recipe: BlockRec
     with pytest.raises(CannotRead, match="shorter") as raised:
         build(path, recipe, 1 << 17, Changing(lambda: os.truncate(path, 100_000)))
     assert str(path) in str(raised.value)
+
+
+def test_a_line_that_is_too_long_counts_whatever_it_begins_with(tmp_path: Path) -> None:
+    tally, path = Tally(), written(tmp_path, b" " * 99 + b'{"text": "x"}\n \n{"text": "x"}')
+    assert len(list(json_rows.read([str(path)], tally, 50))) == 1
+    assert (tally.rows, tally.rejected.total(), tally.lines) == (2, 1, 3)

@@ -261,7 +261,7 @@ def test_a_chat_without_an_answer_is_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    "roles", ["assistant user", "user assistant assistant system", "assistant"]
+    "roles", ["assistant user user", "user assistant assistant system", "assistant"]
 )
 def test_turns_come_in_any_order_and_may_be_empty_beside_an_answer(roles: str) -> None:
     turns = [*(Message(role, role.upper()) for role in roles.split()), Message("user", "")]
@@ -286,7 +286,10 @@ WRONG: list[tuple[Json, str]] = [
     ({}, "none of the keys"),
     ({"messages": []}, "'messages' has no turns"),
     ({"conversations": "Hi"}, "'conversations' is text, not a list of turns"),
-    ({"messages": [{"content": "x"}]}, "a turn without a role; write 'role' as one of system"),
+    (
+        {"messages": [{"content": "x"}]},
+        "a turn without a role; write 'role' as one of system, user",
+    ),
     (turn("user"), "the 'content' of a turn of role 'user' is missing, not text"),
     (chat({"from": "human", "content": "x"}), "the 'value' of a turn of role 'user' is missing"),
     (turn("user", content=[{"type": "image_url"}]), f"{NO_TEXT} (its type: image_url)"),
@@ -522,7 +525,7 @@ def test_reasoning_is_read_of_turns_of_either_form() -> None:
         ({"text": ["a"]}, Rejected("'text' is a list, not text")),
         ({"content": {"t": "x"}}, Rejected("'content' is an object, not text")),
         (
-            {"paragraphs": [1]},
+            {"paragraphs": ["a", 1]},
             Rejected("'paragraphs' holds a number; write a text, or a list of texts"),
         ),
         ({"Text": "a"}, Rejected("no key 'text' or 'content' or 'body' or 'paragraphs'")),

@@ -242,6 +242,7 @@ def test_the_plan_as_json_has_its_shape(built: House) -> None:
     stages = api.plan("full", built.settings("sft.seed=7"), home=built.store.root)
     printed = json.loads(json.dumps(stages.to_json()))
     shown = {stage.pop("name"): stage for stage in printed["stages"]}
+    assert len(shown) == len(printed["stages"])
     assert (printed["pipeline"], [*shown]) == ("full", [*stages.graph])
     path = str(built.store.path("pretrain", shown["pretrain"]["key"]))
     assert (shown["pretrain"]["state"], shown["pretrain"]["path"]) == ("cached", path)

@@ -86,6 +86,7 @@ def by_token() -> tuple[Metric, Metric]:
         (against_equal(0.1, count=19), {}, True, "19 held-out records are too few"),
         (against_equal(0.1, count=19), {"margin": 0.2}, False, "not more than the margin 0.2"),
         (against_equal(-0.1, count=19), {}, False, "worse by 0.10000; 19 held-out records"),
+        (against_equal(-0.1, count=19), {}, False, "0.10000; 19 held-out records are too few"),
         (against_equal(0.1, count=20), {}, True, "lower end of the interval"),
         (values(1.9, 2.0), {}, True, "0 held-out records are too few"),
         (values(2.0, 2.0), {}, False, "not more than the margin"),

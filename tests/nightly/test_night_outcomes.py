@@ -147,7 +147,8 @@ def test_an_unreadable_file_fails_a_night(tmp_path: Path, runner: Runner, monkey
         patch.setattr(cache, "file", refuse)
         with pytest.raises(CannotRead, match=rf"{closed}.*data\.pretrain.*denied"):
             runner.run(settings)
-    assert runner.newest.outcome == records.FAILED, "not refused: no setting has to be corrected"
+    [night] = runner.nights.newest_first()
+    assert night.outcome == records.FAILED, "not refused: no setting has to be corrected"
     with pytest.raises(Interrupted):
         runner.run(settings)
     assert runner.newest.is_open and len(runner.newest.frozen.files["pretrain"]) == 2

@@ -221,6 +221,7 @@ def test_a_lock_is_waited_for_until_its_holder(store: ArtifactStore, end: Any) -
         for stage, key in ((STAGE, "other"), ("sft", "key")):  # which are not locked
             with store.lock(stage, key, waiting=pytest.fail):
                 assert holder.poll() is None
+        assert store.holder(STAGE, "key") == (holder.pid, platform.node())
         thread.start()
         assert waiting.wait(30)
         assert store.holder(STAGE, "key") == (holder.pid, platform.node())
