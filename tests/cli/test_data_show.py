@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from cli.conftest import Shard
 from rich.cells import cell_len
 from support.data_commands import ESCAPES, Run
 
@@ -13,6 +14,7 @@ from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 
 SHOW = ("data", "show", "out", "--rows", "1000", "--row-length")
+PAIR = {"prompt": "How far is 東京?", "chosen": "Far away.", "rejected": "\x1b[31mNear."}
 
 
 def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: ShardSet) -> None:
@@ -33,6 +35,14 @@ def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: 
     assert any(line.startswith("-- record 1 ") for line in lines)
 
 
+def test_pairs_are_shown_part_by_part(run: Run, shard: Shard) -> None:
+    rated = {"prompt": "Q", "completion": "yes", "label": False}
+    shard([PAIR, rated, *({**PAIR, "prompt": f"Question {n}"} for n in range(30))], "pairs")
+    shown = run(*SHOW, "64").out
+    titles = {line[:19] for line in shown.splitlines()}
+    assert {"-- prompt of pair 0", "-- rejected of pair"} <= titles and "\x1b" not in shown
+
+
 def test_control_characters_do_not_reach_the_terminal(run: Run, talks: ShardSet) -> None:
     out, as_json = (run("data", "show", "out", *more).out for more in ((), ("--json",)))
     assert not set(out + as_json) & set("\x1b\x07\x9b\u202e")
@@ -40,7 +50,9 @@ def test_control_characters_do_not_reach_the_terminal(run: Run, talks: ShardSet)
     assert all(shown in out for shown in ("\\x1b[31mred", "\\x07bell", "\\x9b1m", "\\u202e"))
 
 
-def test_a_stage_is_its_newest_artifact(run: Run, tmp_path: Path, talks: ShardSet) -> None:
+def test_a_stage_is_its_newest_artifact_with_tokenizer(
+    run: Run, tmp_path: Path, talks: ShardSet
+) -> None:
     assert run("data", "show", "out/train").code == 0
     store = ArtifactStore(tmp_path / "home")
     manifest = {"inputs": {}, "ingredients": {}, "result": {}}

@@ -9,6 +9,7 @@ from rich.console import Console
 from support.planned_homes import House, running
 from support.tiny_stages import Home, stage_settings
 
+from ttrain import api
 from ttrain.config import Tracking
 from ttrain.engine.graph import Graph, Plan, Planned, Selection
 from ttrain.errors import TooFewRows, UsageError
@@ -109,3 +110,14 @@ def test_a_training_with_too_few_rows_is_refused_before_it_begins(tmp_path: Path
     [record] = runs.history(home.store.root)
     recorded = {stage["name"]: stage for stage in record["stages"]}
     assert recorded["pretrain"]["outcome"] == "failed" and recorded["tokenizer"]["why"] == [why]
+
+
+def test_models_that_are_left_out_and_missing_are_not_evaluated(built: House) -> None:
+    def evaluation() -> tuple[object, str]:
+        names = "pretrain,sft,evaluate"
+        planned = api.plan("full", built.settings(), only=names, home=built.store.root)
+        return planned.graph["evaluate"].reads, planned["evaluate"].state
+
+    assert evaluation() == ({"pretrain", "sft", "lora", *SHARDS}, "cached")
+    shutil.rmtree(built.store.latest("lora").path)
+    assert evaluation() == ({"pretrain", "sft", "shards-pretrain", "shards-sft"}, "run")

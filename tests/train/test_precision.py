@@ -1,32 +1,32 @@
 """Which precision and device the settings become, and how the scale of fp16 moves."""
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from ttrain.core import machine
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import precision
 from ttrain.train.precision import LossScale, resolve_device, resolve_precision
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+BY_CHIP = [
+    (CPU, 1, "bf16"),
+    (CPU, 0, "fp32"),
+    (CUDA, 1, "bf16"),
+    (CUDA, 0, "fp16"),
+    (MPS, 0, "fp32"),
+]
 
 
-@pytest.mark.parametrize(
-    ("device", "has_bf16", "word"),
-    [
-        (CPU, True, "bf16"),
-        (CPU, False, "fp32"),
-        (CUDA, True, "bf16"),
-        (CUDA, False, "fp16"),
-        (MPS, False, "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("device", "has_bf16", "word"), BY_CHIP)
 def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, has_bf16: bool, word: str
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, has_bf16: int, word: str
 ) -> None:
-    monkeypatch.setattr(precision, "has_bf16", lambda device: has_bf16)
+    monkeypatch.setattr(precision, "has_bf16", lambda device: bool(has_bf16))
     assert resolve_precision("auto", device).word == word
 
 
@@ -38,7 +38,9 @@ def test_auto_is_bf16_where_the_chip_has_it_else_fp16_on_cuda_else_fp32(
         ("fp32", torch.float32, LossScale(1.0, enabled=False)),
     ],
 )
-def test_fp16_alone_is_scaled(word: str, product_dtype: torch.dtype, scale: LossScale) -> None:
+def test_a_named_precision_is_taken_as_it_is_and_only_fp16_is_scaled(
+    word: str, product_dtype: torch.dtype, scale: LossScale
+) -> None:
     resolved = resolve_precision(word, CPU)
     assert (resolved.word, resolved.product_dtype) == (word, product_dtype)
     assert resolved.loss_scale() == scale
@@ -46,57 +48,79 @@ def test_fp16_alone_is_scaled(word: str, product_dtype: torch.dtype, scale: Loss
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == precision.DTYPES[word]
 
 
-def set_devices(monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cuda))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-
-
 @pytest.mark.parametrize(
-    ("cuda", "mps", "word", "device"),
+    ("flags", "has_bf16"),
     [
-        (2, True, "auto", "cuda:1"),
-        (0, True, "auto", "mps"),
-        (0, False, "auto", "cpu"),
-        (2, True, "mps", "mps"),
-        (2, True, "cpu", "cpu"),
-        (0, False, "cuda", None),
-        (0, False, "mps", None),
+        ("flags : fpu avx512f avx512_bf16 sse", True),
+        ("Features : fp i8mm bf16", True),
+        ("Features : ebf16", False),
     ],
 )
-def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, cuda: int, mps: bool, word: str, device: str | None
+def test_a_cpu_has_bf16_by_its_flags(
+    monkeypatch: pytest.MonkeyPatch, flags: str, has_bf16: bool
 ) -> None:
-    set_devices(monkeypatch, cuda, mps)
-    if device:
-        assert str(resolve_device(word, local_rank=int(device != "mps" and cuda > 1))) == device
-    else:
+    monkeypatch.setattr(Path, "read_text", Mock(return_value=flags))
+    monkeypatch.setattr(precision, "cpu_flags", machine.cpu_flags.__wrapped__)
+    assert precision.has_bf16(CPU) is has_bf16
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], None]:
+    def have(cuda: int, mps: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cuda))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    return have
+
+
+def test_the_device_is_cuda_then_mps_then_cpu_unless_one_is_named(
+    devices: Callable[[int, bool], None],
+) -> None:
+    for cuda, mps, name in (
+        (2, True, "cuda:1"),
+        (2, False, "cuda:1"),
+        (0, True, "mps"),
+        (0, False, "cpu"),
+    ):
+        devices(cuda, mps)
+        assert str(resolve_device("auto", local_rank=min(cuda, 1))) == name
+        assert str(resolve_device("cpu", local_rank=1)) == "cpu"
+    for word in ("cuda", "mps"):
+        devices(1, True)
+        assert resolve_device(word).type == word
+        devices(0, False)
         with pytest.raises(UsageError, match=rf"runtime.device is {word}, .*auto"):
             resolve_device(word)
 
 
-@pytest.mark.parametrize(("word", "cuda", "count"), [("auto", 2, 2), ("auto", 0, 1), ("mps", 2, 1)])
+@pytest.mark.parametrize(
+    ("word", "cuda", "count"), [("auto", 2, 2), ("cuda", 2, 2), ("auto", 0, 1), ("mps", 2, 1)]
+)
 def test_more_ranks_than_devices_are_refused_with_their_number(
-    monkeypatch: pytest.MonkeyPatch, word: str, cuda: int, count: int
+    devices: Callable[[int, bool], None], word: str, cuda: int, count: int
 ) -> None:
-    set_devices(monkeypatch, cuda, mps=True)
+    devices(cuda, True)
     resolve_device(word, local_rank=count - 1)
-    message = rf"the {count} of .*runtime.devices={count}, .*device=cpu"
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(
+        UsageError, match=rf"the {count} of .*runtime.devices={count}, .*device=cpu"
+    ):
         resolve_device(word, local_rank=count)
 
 
-def test_tf32_is_for_new_gpus_and_until_the_next_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    capability: Any = Mock(return_value=(8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    resolve_precision("tf32", CUDA)
-    assert torch.get_float32_matmul_precision() == "high"
+def test_tf32_shortens_fp32_matrices_until_the_next_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with resolve_precision("tf32", CUDA).autocast():
+        assert torch.get_float32_matmul_precision() == "high"
+        assert not torch.is_autocast_enabled()
     resolve_precision("fp32", CUDA)
-    assert torch.get_float32_matmul_precision() == "highest"
-    capability.return_value = (7, 5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     for device in (CPU, CUDA):
         with pytest.raises(UsageError, match=rf"tf32, .* {device}; .*precision=fp32"):
             resolve_precision("tf32", device)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_enough_good_steps_in_a_row() -> None:
