@@ -24,9 +24,9 @@ SHOWN_CHARACTERS = 40
 SHOWN_TOKENS = 8
 END_TOKENS = 3  # an existing template may end an answer with the token and a newline after it
 REPLACEMENT = "\ufffd"  # what bytes that form no character are decoded to
-SURROGATES = range(0xD800, 0xE000)  # halves of characters, which no text has
-BLOCK = 1 << 12
-END = 0x110000  # code points of one text, and of Unicode
+SURROGATES = range(0xD800, 0xE000)  # no valid text has these code points
+BLOCK = 1 << 12  # code points in one text of the round trip
+END = 0x110000  # number of Unicode code points
 AWKWARD = (
     "",
     " ",
@@ -63,7 +63,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def round_trip(data: Data) -> Finding:
     """Whether all characters and texts of the data come back from the tokenizer, normalized.
 
-    And whether no text becomes a special token. All characters have all bytes that UTF-8 has.
+    And whether no text becomes a special token. All of Unicode together has every byte of UTF-8.
     """
     encoder = data.encoder
     normalizer = open_tokenizer(encoder.directory / "tokenizer.json").normalizer
@@ -106,7 +106,7 @@ def template(data: Data) -> Finding | None:
         while messages and not is_live(messages[-1]):
             messages = messages[:-1]
         if not messages or any(turn.thought for turn in messages) or compared == COMPARED:
-            continue  # of reasoning templates leave out some
+            continue  # chat templates may drop earlier reasoning, so ids would differ
         ids, live = chat.encode_chat(data.encoder, messages)
         prompt = chat.prompt_ids(data.encoder, messages[:-1])
         size = len(prompt)

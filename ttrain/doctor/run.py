@@ -42,7 +42,7 @@ DATA_CHECKS: Checks[Data] = {
         "look at `ttrain data show`: the template, or the code that makes rows, is wrong",
     ),
 }
-# Of the model as one that predicts the next token, which all of them are.
+# Checks with the next-token loss, whatever the stage's own objective is.
 MODEL_CHECKS: Checks[Learner] = {
     "no future leak": (
         model.future,

@@ -25,7 +25,7 @@ from ttrain.train.measured_steps import Measure, recall_or_measure
 from ttrain.train.rates import QUICKSTART_FLOPS, flops_per_token, quickstart_rate, speed_up
 from ttrain.train.schedules import QUICK_SHARE
 
-PLENTY_OF_ROWS = 1_000_000  # for a number that is not known
+PLENTY_OF_ROWS = 1_000_000  # assumed where the number of rows is not known
 # Repeated tokens are worth as much as new ones for about four passes, and little after forty
 # (arXiv:2305.16264).
 LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
@@ -36,10 +36,10 @@ QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
 QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
 QUICKSTART_TOKENS = {"pretrain": 696_495, "sft": 261_189, "lora": 83_960}  # with 2048 words
 
-# UTF-8 bytes of a token of documents with 2048 words, and the power of their number by which they
-# grow.
+# UTF-8 bytes per token of documents with a vocabulary of 2048, and the exponent with which they
+# grow with the vocabulary's size.
 BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
-PLAIN = (".jsonl", ".json", ".txt", ".md")  # of others, packed, the size does not tell the text's
+PLAIN = (".jsonl", ".json", ".txt", ".md")  # other files are compressed: their size says nothing
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Estimator:
         return START_SECONDS + tokens / rate if rate else None
 
     def _tokens_per_second(self, stage: str, row_length: int) -> float | None:
-        # The rate for an existing model only comes from the same stage.
+        # For an existing model, only the same stage's rate is used.
         is_new = self.settings.existing_model is None
         for name in (stage, *TRAININGS) if is_new else (stage,):
             artifact = self._made_here(name)

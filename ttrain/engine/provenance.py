@@ -1,4 +1,4 @@
-"""Provenance of an artifact in its manifest; it enters no key."""
+"""Collect the provenance for an artifact's manifest; it is not part of the artifact's key."""
 
 import functools
 import os
@@ -98,7 +98,7 @@ def commit() -> str | None:
     """The commit in hex, with `+changes` for uncommitted ones; None outside a checkout."""
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists() or not shutil.which("git"):
-        return None  # it is another repository that contains this Python's packages, or none
+        return None  # ttrain is installed as a package; any repository around it is not its own
     command = [
         "git",
         "--no-optional-locks",

@@ -1,7 +1,7 @@
 """System metrics while a stage runs: CPU, memory, disk, network and any GPUs.
 
 `run/system.jsonl` has the form of `metrics.jsonl`, with MLflow's names and units. Its step is the
-running time of the stage in seconds: samples of one slow training step would collide.
+running time of the stage in seconds: by training step, samples of a slow step would collide.
 """
 
 import contextlib

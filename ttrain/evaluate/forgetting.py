@@ -14,7 +14,7 @@ from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric
 
-SHOWN = 3  # of the texts that a reason names
+SHOWN = 3  # maximum number of texts that a reason lists
 Digests = Mapping[str, Collection[str]]  # of the records of each night or source
 
 
@@ -22,7 +22,7 @@ Digests = Mapping[str, Collection[str]]  # of the records of each night or sourc
 class HeldoutText:
     """Held-out records that are judged together, `rows` by their numbers in the scores.
 
-    `new`: the text of the night that is decided, which nothing can forget.
+    `new`: the text of the night under decision, which no earlier model can have forgotten.
     """
 
     kind: str  # night, source, several or metric
@@ -46,7 +46,7 @@ class TextFigure:
 
     difference  by how much the challenger is better, in the metric's unit
     judged      whether the bound applies
-    best        of an earlier champion, where it was better than the champion
+    best        value of an earlier champion, if it is better than the champion's
     """
 
     kind: str
@@ -94,7 +94,7 @@ def heldout_texts(
 
     `nights` and `sources` have digests; `new` is the night that is decided.
     """
-    # A single night or source is everything, and no text of its own.
+    # A single night or source covers all records, so it is not compared separately.
     numbers = {record: number for number, record in enumerate(records)}
     texts: list[HeldoutText] = []
     labelled_sources = {f"source {name}": digests for name, digests in sources.items()}

@@ -167,7 +167,7 @@ def request_of(
     ]
     if (
         not varying.dimensions and not named
-    ):  # what the command line sets of the models is the change
+    ):  # the model settings on the command line are the change
         change = Change.of(
             {
                 item.key: item.value

@@ -340,7 +340,7 @@ def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
 def pre_tokenizer(tokenizer: Any) -> str | None:
     """llama.cpp's name for how this tokenizer splits text; None where only the converter may know.
 
-    ttrain's own split as GPT-2's.
+    ttrain's own pre-tokenizer splits as GPT-2's does.
     """
     if (
         not isinstance(tokenizer, dict)
@@ -376,9 +376,9 @@ def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) 
     model = type(model).from_pretrained(
         None, config=config, state_dict=model.state_dict(), dtype=kind
     )
-    # A model that was loaded gets the names of the file that was read when it is saved, one that
-    # was made those that the architecture is known by: three matrices an expert, where transformers
-    # holds all experts of a layer in two tensors.
+    # save_pretrained gives a loaded model the tensor names of the file it was loaded from, and a
+    # model built from its config the architecture's standard names (three matrices per expert,
+    # where transformers holds all experts of a layer in two tensors). The latter are wanted here.
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, dtype=kind)
     made.load_state_dict(model.state_dict(), assign=True)

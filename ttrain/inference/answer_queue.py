@@ -16,7 +16,7 @@ from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
 KEPT_MODELS = 2  # in memory: two that are compared
-# Number of an answer, new text of it, and with the last text why it ended: "stop" or "length"
+# (index of the answer, its new text, finish reason: "stop", "length", or None before the end)
 Piece = tuple[int, str, str | None]
 
 
@@ -79,7 +79,7 @@ class Answer:
         self._send("stop")
 
     def _send(self, reason: str | None) -> None:
-        # Up to a stop sequence, and without an end that may become one.
+        # Send text up to a stop sequence; hold back a tail that may be the start of one.
         stops = self.order.stops
         positions = [self._unsent.find(stop) for stop in stops if stop in self._unsent]
         if positions:
@@ -112,7 +112,7 @@ class AnswerQueue:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.open, name)
 
     def open(self, name: str) -> LoadedModel:
-        """Load a model in place of the one that was loaded first."""
+        """Load a model; if KEPT_MODELS are loaded, unload the one that was loaded first."""
         if name not in self._models:
             while len(self._models) >= KEPT_MODELS:
                 self._models.pop(next(iter(self._models)))
@@ -126,7 +126,7 @@ class AnswerQueue:
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
-        """Queue the order's answers, those to one prompt side by side."""
+        """Queue the order's answers; consecutive answers to the same prompt form one batch."""
         self._orders.append(order)
         for _, answers in groupby(order.answers, key=lambda answer: id(answer.prompt)):
             self._thread.submit(self._generate, order, list(answers))

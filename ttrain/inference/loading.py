@@ -68,8 +68,8 @@ class LoadedModel:
 
     def beginning(self) -> tuple[int, ...]:
         """Ids before a text, so that its first token is scored too. Raises UsageError."""
-        # Those that the tokenizer adds, else its bos, as in the harness, else its eos. The model
-        # does not know a bos that ttrain added.
+        # The ids that the tokenizer adds, else its bos, as in lm-evaluation-harness, else its eos.
+        # A bos that ttrain added is skipped: the model was not trained on it.
         rows = self.model.get_input_embeddings().weight.shape[0]
         bos_ids = () if self.encoder.tokens["bos_token"] == BOS else (self.encoder.bos_id,)
         for ids in (self.begin_ids, bos_ids, (self.encoder.eos_id,)):

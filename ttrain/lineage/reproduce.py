@@ -157,7 +157,7 @@ def _settings_of(artifact: Artifact) -> Settings:
     of_run = {name: value for name, value in tree.items() if name not in SHAPE_NO_RESULT}
     of_run = dict(with_secrets({"settings": of_run})["settings"])
     own = artifact.manifest["ingredients"].get("settings", {})
-    # Of a night alone, such as its share of replay
+    # Settings that only a nightly run has, such as the fraction of replayed data
     of_night = {name: own[name] for name in own if name.partition(".")[0] in SHAPE_NO_RESULT}
     values = {**dict(flatten(of_run)), **of_night, **_pinned(of_run.get("data", {}), artifact)}
     source = f"the manifest of {artifact.stage}"

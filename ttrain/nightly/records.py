@@ -79,7 +79,8 @@ class InputSnapshot:
     learnt: tuple[str, ...] = ()
     # "stage/key" of all documents that the champion was trained on, oldest first
     documents: tuple[str, ...] = ()
-    chats: tuple[str, ...] = ()  # the same of chats, if a night is trained on new ones alone
+    # "stage/key" of all chats that the champion was trained on, if SFT trains on new chats only
+    chats: tuple[str, ...] = ()
     heldout_nights: tuple[str, ...] = ()  # names of the nights that brought `heldout`, oldest first
 
     def to_json(self) -> JsonDict:

@@ -28,7 +28,7 @@ MAIN_SETTINGS = frozenset(
         "lora.optim.lr",
     }
 )
-REFERENCE = "in the data"  # the title of what follows a prompt there, beside the answers of models
+REFERENCE = "in the data"  # title of the data's own continuation, next to the models'
 # Metrics of the data, not of a model: the size of the held-out text, also compressed.
 NEITHER = re.compile(
     r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"

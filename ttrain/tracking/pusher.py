@@ -21,10 +21,10 @@ from ttrain.tracking.views import refresh_sweeps, refresh_view
 
 log = logging.getLogger("ttrain")
 
-PUSHED = "ttrain.pushed"  # tag of a run that is there as a whole: its name and state then
+PUSHED = "ttrain.pushed"  # tag of a completely pushed run: the value of `state_of` at that push
 INTERVAL_SECONDS = 3.0  # between two pushes of a run that goes on
-SILENT_SECONDS = 10.0  # the end of a run waits so long for an MLflow that does not answer
-RETRY_SECONDS = 30.0  # between two tries of it
+SILENT_SECONDS = 10.0  # how long the end of a run waits for an unresponsive MLflow
+RETRY_SECONDS = 30.0  # between two pushes while MLflow fails
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def waiting(mirror: Mirror) -> list[str]:
         theirs = pushed.get(id_of(record), name)
         noted = record.get("tracking") or {}
         is_elsewhere = noted.get("run_id") and not (noted.get("url") or "").startswith(server)
-        # a later run may go on with it
+        # a later run may have continued this tracked run
         is_later = runs.time_in_name(theirs.split(" ")[0]) > runs.time_in_name(name)
         if theirs != state and not is_later and not is_elsewhere:
             lacking.append(name)
@@ -149,7 +149,7 @@ class Pusher:
         self._thread.start()
 
     def finish(self) -> bool:
-        """Push for the last time, while MLflow answers. Returns whether it has everything."""
+        """Push a last time; give up if MLflow is silent. Returns whether it succeeded."""
         asked = time.monotonic()
         self._stop.set()
         while self._thread.is_alive():

@@ -27,7 +27,7 @@ QUICK = "validation_loss_quick"
 POINTS = 1000  # of a curve on the pipeline's run; the stage's own run has them all
 
 SHOWN_SETTINGS = 6
-EARLIER_RUNS = 20  # of which the most common settings are usual
+EARLIER_RUNS = 20  # the most common value in these runs counts as the usual one
 
 
 def curves(stage: str, rows: Iterable[JsonObject]) -> Iterator[JsonDict]:

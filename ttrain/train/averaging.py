@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, which is the model that is saved."""
-# With it a training at a constant rate ends as low as one that decays (arXiv:2405.18392), and a
-# model trained on one kind of text after another forgets less (arXiv:2203.05482).
+# With averaging, a constant learning rate reaches the loss of a decayed one (arXiv:2405.18392), and
+# a model that is trained on one kind of text after another forgets less (arXiv:2203.05482).
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +12,10 @@ from ttrain.train.distributed import Tensors, local_part, shard_like
 
 ITERATE = "iterate"
 COUNT = "averaged"  # names of its state: weights as the optimizer left them, and averaged steps
-# The average of t steps has at least the share 9 / (10 + t) of the newest, so that no first weights
-# stay
+# Warm-up: step t (from 0) enters the average with at least the weight 9 / (10 + t), so that the
+# initial weights fade out. In a run from scratch this bound usually sets the weight of every step,
+# so that a run and its later extension end with the same average.
 FIRST_STEPS = 9
-# a training from the start is bound by it alone, and ends as one that was extended
 
 
 class MovingAverage:

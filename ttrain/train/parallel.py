@@ -15,8 +15,8 @@ from ttrain.train.distributed import Ranks, Tensors, full_tensor, shard_like
 class Parallel:
     """The module that training calls, with hooks for its backward passes; here of one rank."""
 
-    # The loss is multiplied by it, so that gradients end as sums over ranks where the method
-    # averages.
+    # Factor on the loss. DDP and FSDP average gradients over ranks; there it is the number of
+    # ranks, which turns the average into a sum.
     loss_factor = 1.0
 
     def __init__(self, module: Any) -> None:
@@ -65,7 +65,7 @@ class Replicated(Parallel):
         # Running statistics are those of rank 0, which are saved in checkpoints. A module may
         # replace its buffers.
         for buffer in map(self._bare.get_buffer, self._saved_buffers):
-            # Gloo takes a tensor with gaps in memory for one without.
+            # Gloo ignores strides and treats every tensor as contiguous.
             contiguous = buffer.detach().contiguous()
             dist.broadcast(contiguous, 0)
             buffer.copy_(contiguous)
@@ -76,10 +76,10 @@ def place(
 ) -> tuple[Parallel, CompiledLayers]:
     """Distribute a module over the ranks; returns it with its compiled layers.
 
-    `attempt` is a pass to try whether they can be compiled; None: do not compile.
+    `attempt`: a trial pass that tests whether the layers compile; None: do not compile.
     """
-    # It is tried before the module is replicated: a pass that ends within DDP leaves a reduction
-    # open. Sharded layers can be tried only where they are.
+    # Try compilation before DDP wraps the module: a pass that fails inside DDP leaves a gradient
+    # reduction unfinished. Sharded layers can be tried only after sharding.
     layers = CompiledLayers(module if attempt else None)
     if parallel == "fsdp" and ranks.world > 1:
         placed: Parallel = Sharded(module, ranks)

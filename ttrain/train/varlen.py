@@ -18,7 +18,7 @@ from ttrain.train.distributed import on_device
 from ttrain.train.precision import is_ampere
 
 DEVICE = "cuda"
-LONGEST_HEAD = 256  # its widest head
+LONGEST_HEAD = 256  # maximum head width of the kernel
 HALF = (torch.bfloat16, torch.float16)
 
 
