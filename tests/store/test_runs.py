@@ -1,8 +1,11 @@
 """The history of runs: newest first, also while they go on; crashed if the process is gone."""
 
+import itertools
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from store.test_store import full_disk
@@ -77,3 +80,24 @@ def test_records_and_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
         assert len(paths) > 8
         guarded = [path for path in paths if path.suffix != ".lock"]
         assert [path for path in guarded if path.stat().st_mode & 0o077] == []
+
+
+def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_artifacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def makers(**keys: str) -> list[str | None]:
+        return [runs.made_by(run) for run in runs.equal_runs(tmp_path, keys) if runs.made_by(run)]
+
+    assert makers(tokenizer="a", pretrain="b") == []
+    ticks = itertools.count(10**9)
+    clock = Mock(wraps=datetime, now=lambda zone: datetime.fromtimestamp(next(ticks), zone))
+    monkeypatch.setattr(runs, "datetime", clock)
+    names = []
+    for pretrain, outcome in zip("bbcb", [*["completed"] * 3, "failed"], strict=True):
+        made = record(tmp_path)
+        made.stage("tokenizer", key="a")
+        made.stage("pretrain", key=pretrain)
+        made.finish(outcome, {})
+        names.append(made.run)
+    assert makers(tokenizer="a", pretrain="b")[0] == names[1]
+    assert makers(tokenizer="a") == []
