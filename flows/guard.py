@@ -104,7 +104,7 @@ class Guard:
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._token)
 
     def _has_token(self, request: HTTPConnection) -> bool:
-        # Whether the request has the token; Prefect sends it as Basic, others as a password.
+        # By cookie, by Bearer, or by Basic: as all of the credentials (Prefect) or as the password.
         cookie = request.cookies.get(self._cookie_name, "")
         if hmac.compare_digest(cookie.encode(), self._cookie.encode()):
             return True

@@ -79,7 +79,7 @@ def plan_of(inputs: NightInputs, store: ArtifactStore) -> Plan:
 def night_graph(inputs: NightInputs) -> Graph:
     """The pipeline `full`, with stages replaced by the champion's artifacts.
 
-    Stages of new data get what earlier nights trained on and hold out.
+    Stages that read new data also get the shards and held-out sets of earlier nights.
     """
     graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
     replaced: dict[str, Source | None] = {**inputs.replacements}

@@ -28,7 +28,7 @@ from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.preference_tuning import score_answers
 
 PARTS = ("train", "heldout")
-BLOCK_ROWS = 64  # scored between two files, which a killed pass finds again
+BLOCK_ROWS = 64  # rows per block file; a killed pass keeps its finished block files
 LOG_PROBABILITIES, TOKENS, ANSWERS = "log_probabilities", "tokens", "answers"
 
 Scores = dict[str, npt.NDArray[Any]]
@@ -37,7 +37,8 @@ Scores = dict[str, npt.NDArray[Any]]
 def run(settings: Settings, job: StageContext) -> Figures:
     """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens per answer.
 
-    Ranks take turns in blocks of rows, each a file until the end, where a killed pass continues.
+    Blocks of rows are dealt to the ranks in turn. Each block is written to its own file, so that a
+    killed pass continues after its finished blocks; the files are joined at the end.
     """
     ranks, runtime, config = start(job.runtime), job.runtime, settings.dpo
     base = job.inputs["base"] / new_model.DIRECTORY
@@ -88,10 +89,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
 
 def _join(job: StageContext, part: str) -> tuple[int, float | None]:
-    # An answer that no row holds has no number of tokens, and NaN.
+    # An answer that is in no row gets 0 tokens and the log-probability NaN.
     answers = 2 * int(
         ShardSet(job.inputs["shards"] / part).index["rows"]
-    )  # numbers that there may be
+    )  # each record has up to two answers
     log_probs_A, tokens_A = np.full(answers, np.nan), np.zeros(answers, np.int64)
     for block in sorted((job.output / "blocks" / part).glob("[0-9]*.safetensors")):
         scores = load_file(block)

@@ -106,10 +106,11 @@ def sample(
     heldout: Collection[bytes],
     row_length: int | None,
 ) -> Column:
-    """Parts of a source with this share of its tokens, rounded up, without held-out records.
+    """Sample parts of a source up to `share` of its tokens, rounded up; skip held-out records.
 
-    A part is a window of `row_length` + 1 tokens, or a record. Seed and source give one order of
-    the parts; each night begins elsewhere, by `nights_since` the source's own.
+    A part is a window of `row_length` + 1 tokens, or a record. The seed and the source fix the
+    order of the parts; `nights_since`, the nights since the source's own, sets where the sample
+    begins in that order.
     """
     records, begins, lengths = _parts(source, row_length)
     sha256s = [entry["sha256"] for entry in source.entries]

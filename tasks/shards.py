@@ -171,7 +171,7 @@ def heldout_documents(directory: Path) -> Iterator[records.TextDocument]:
 
 
 def heldout_hashes(directory: Path) -> Table:
-    """The content hashes of the same documents, two halves a row."""
+    """Content hashes of the held-out documents; each row has the two halves of one hash."""
     return table_of(b"".join(map(records.content_hash, heldout_documents(directory))), 2)
 
 

@@ -1,8 +1,8 @@
 """Rules for `auto`: pretraining by budget and model size, fine-tuning by its rows.
 
-Measured in docs/recipe.md. The batch follows the critical batch of a budget (arXiv:2410.21676,
-power 0.47), embedding and head rates the width. No rate follows the batch, so that a run of a given
-batch can be extended.
+Measured in docs/recipe.md. The batch grows with the token budget as the critical batch size does
+(arXiv:2410.21676, power 0.47); the learning rates of embedding and head scale with the width. No
+learning rate depends on the batch, so that a run of a given batch can be extended.
 """
 
 import math
@@ -16,24 +16,24 @@ AUTO: Final = "auto"
 BUDGET, WIDTH, BATCH = (1_000_000, 128, 2048)
 SMALLEST_BATCH = 1024
 TOKENS_PER_PARAMETER = (
-    2  # of a budget in epochs, whose tokens are not known yet: a batch too small costs less
+    2  # estimates a budget given in epochs; low, since too small a batch costs less
 )
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
 OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
-BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # of AdamW beside Muon, and alone
+BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # AdamW next to Muon; AdamW alone
 LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
 
-# Of fine-tuning on few rows: the batch gets smaller where the usual passes have fewer steps than
-# the first, and the passes become more where they have fewer than the second. On four of five sets
-# of 40 to 100 chats the loss on held-out chats was 0.4 to 1.7 above the best of 1 to 15 passes
-# after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
+# Fine-tuning on few rows: the batch shrinks where the usual passes have fewer than FEWEST_STEPS
+# steps; passes are added, up to MOST_PASSES, where there are fewer than ENOUGH_STEPS steps. On
+# four of five sets of 40 to 100 chats the loss on held-out chats was 0.4 to 1.7 above the best of
+# 1 to 15 passes after 20 to 40 steps, at most 0.16 after about 60, and rose again after 100.
 FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
-# Of pretraining on little text: `tokens` is so many passes over its rows where they are less than
-# the usual budget. The loss on held-out documents was the lowest after 4 to 6 passes on eight small
+# Pretraining on little text: `tokens` is USEFUL_PASSES passes over the rows where that is less
+# than TOKENS. The loss on held-out documents was the lowest after 4 to 6 passes on eight small
 # sets (docs/recipe.md): of 300 English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10
 # and 17.6 passes.
 TOKENS, USEFUL_PASSES = 1_800_000, 5

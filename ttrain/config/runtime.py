@@ -1,4 +1,4 @@
-"""Settings of speed, machine and tracking; none enters a key."""
+"""Settings of speed, machine and tracking; none is part of an artifact's key."""
 
 from typing import Annotated, Literal
 
@@ -31,7 +31,7 @@ class Night(Section):
 
 
 class Runtime(Section):
-    """How fast and where it runs. Nothing here changes a key."""
+    """How fast and where the stages run. No setting here changes an artifact's key."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = setting(
         "auto", "auto: cuda, then mps, then cpu"
@@ -173,7 +173,7 @@ class Runtime(Section):
 
 
 class TaskRuntime(Section):
-    """Runtime settings of a task; a step is one micro-batch, up to this many rows."""
+    """Runtime settings of a task; a step is one micro-batch of up to `rows_per_device` rows."""
 
     runtime: Runtime = Runtime(rows_per_device=1024)
 

@@ -1,8 +1,8 @@
 """Read values that people write: YAML files, texts on the command line and in variables.
 
-Files are YAML 1.1, but `on` and `off` are words and duplicate keys are errors. The type of its
-setting decides what a text means: a text setting takes all of it, as `run #3` and `no`. Lists and
-mappings are YAML.
+Files are YAML 1.1, but `on` and `off` are words and duplicate keys are errors. The type of a
+setting decides how its text is read: a text setting takes the text unchanged, such as `run #3` or
+`no`. Lists and mappings are YAML.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class InvalidYaml(ValueError):
 class Loader(SAFE):  # type: ignore[misc]
     """PyYAML's safe loader with the differences of this module."""
 
-    # Without `on` and `off`, the only ones that begin with an o
+    # Drop the resolvers of `on` and `off`; no other resolver begins with "o".
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: resolvers
         for first, resolvers in SAFE.yaml_implicit_resolvers.items()

@@ -19,7 +19,7 @@ JsonDict = dict[str, Any]  # a JSON object
 JsonObject = Mapping[str, Any]  # the same, where it is only read
 PRIVATE_FILE = 0o600  # records are for the owner of the home alone
 PRIVATE_DIRECTORY = 0o700
-# A `temporary_path` and its process, which was killed before the rename.
+# A `temporary_path` that was never renamed, since its process was killed; group 1: process id.
 INTERRUPTED_WRITE = re.compile(r"\..+\.(\d+)\.tmp")
 SECONDS_BETWEEN_WRITES = 0.2
 
@@ -70,7 +70,7 @@ class Taken(Exception):
 
 
 def refuse() -> NoReturn:
-    """As `waiting` of `exclusive`: raise Taken instead."""
+    """Raise Taken; passed to `exclusive` as `waiting`, it fails at once instead of waiting."""
     raise Taken
 
 

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP in a process that waits for others, which save and stop first."""
+"""Handle SIGINT, SIGTERM and SIGHUP while other processes save and stop; end with the parent."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from ttrain.errors import Interrupted
 # its command and then the group of it, a terminal and the program between send Ctrl-C each, and
 # systemd signals all processes of a unit.
 SAME_SIGNAL_SECONDS = 1.0
-PARENT = "TTRAIN_PARENT"  # variable with the id of the process whose end is this one's end
+PARENT = "TTRAIN_PARENT"  # environment variable: id of the process with which this one ends
 RENDEZVOUS = (
     "TTRAIN_RENDEZVOUS"  # variable with the file in which the ranks of one machine find each other
 )
@@ -83,7 +83,7 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """The signals to stop that are not ignored, as SIGHUP is under `nohup`."""
+    """The stop signals to handle, without a SIGHUP that is ignored, as under `nohup`."""
     if not _takes_handlers.get():
         return ()
     return tuple(

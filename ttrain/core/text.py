@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 ABSENT = "–"
 UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
-# The rules of pydantic that are in its own terms or Python's, by the kind of error; others follow
-# "Input should be".
+# Plain wording by pydantic's error type, where its own message uses terms of pydantic or Python.
+# For other types `rule_of` takes pydantic's message.
 _WHOLE = "a whole number"
 _NUMBER = "a number"
 _LIST = "a list"

@@ -1,7 +1,7 @@
 """Report evaluation items that training rows contain, in large part or completely.
 
-The measure is the share of an item's n-grams of words that a row has; from a half on the row
-contains the item. GPT-3 took 13 words too (https://arxiv.org/abs/2005.14165, appendix C).
+The measure is the fraction of an item's word n-grams that occur in a row; at SHARE or more the row
+contains the item. n is 13, as for GPT-3 (https://arxiv.org/abs/2005.14165, appendix C).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Rows of preference pairs: both answers after their prompt, apart by the attention mask."""
+"""Rows of preference pairs: two answers share a prompt, separated by the attention mask."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, final

@@ -15,8 +15,8 @@ from ttrain.errors import UsageError
 class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
     """y = x W' + s (x A') B' in three products; all other cases are left to PEFT."""
 
-    # PEFT casts the input twice, autocast the frozen W in every pass, and the sum, its scale and
-    # their gradients are passes over [tokens, out].
+    # Without this class PEFT casts the input twice, autocast casts the frozen W in every pass, and
+    # the sum, its scaling and their gradients are separate passes over [tokens, out].
 
     _narrow: tuple[Any, Tensor] | None = None
 
@@ -41,7 +41,7 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
         """Whether this equals PEFT's result: one active adapter, no dropout, variant or bias."""
         return (
             name in self.lora_A
-            # It fuses by itself, and cannot trace a cached copy.
+            # torch.compile fuses by itself, and cannot trace the cached weight.
             and not torch.compiler.is_compiling()
             and not self.disable_adapters
             and not self.merged
@@ -139,7 +139,8 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
 def attach(model: PreTrainedModel, config: Lora) -> PrefixModel:
     """Add a prefix of random keys and values to a model and freeze the base.
 
-    Raises UsageError if positions are too few, or the architecture caches other things.
+    Raises UsageError if the base has too few positions, or does not cache keys and values of one
+    shape in every layer.
     """
     _check_positions(model, config)
     was_training = model.training

@@ -100,7 +100,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
         and (index := directory / (MODEL + INDEX_SUFFIX)).is_file()
     ):
         shard_names(index)  # which transformers opens wherever they lead
-    # Which transformers loads too, also from a pickle.
+    # transformers would load this adapter too, even from a pickle.
     if (directory / "adapter_config.json").exists():
         raise ArtifactError(
             f"{directory} holds a model and an adapter; move the adapter_config.json to another "
@@ -116,7 +116,7 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are in the report, which names them
             use_safetensors=True,  # never a pickle
-            # Unset, transformers asks, and takes the first line of a pipe for the answer.
+            # If unset, transformers prompts, and reads a line of standard input as the answer.
             trust_remote_code=False,
             **options,
         )
@@ -145,7 +145,7 @@ def need_finite(weights: Tensors, place: str) -> None:
         for name, tensor in weights.items()
         if tensor.is_floating_point()
         and tensor.numel()
-        # Without a copy of the tensor; a NaN becomes both.
+        # aminmax makes no copy; if the tensor has a NaN, minimum and maximum are NaN.
         and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
     ]
     if wrong:

@@ -88,7 +88,7 @@ def register_own() -> None:
 
 
 def own_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Source files with which a directory of this config opens without ttrain.
+    """Source files that let a model directory with this config be loaded without ttrain.
 
     Elsewhere `from_pretrained` asks for `trust_remote_code=True`.
     """

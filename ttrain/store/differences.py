@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.core.files import JsonObject
 
-SECOND_HEAD = "model.multi_token"  # which pretraining gives to an existing model too
+SECOND_HEAD = "model.multi_token"  # prefix; pretraining can also add this head to an existing model
 
 Ingredients = JsonObject  # all that determines the result of a stage
 

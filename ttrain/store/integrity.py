@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ttrain.store.layout import Artifact
 
 
-SHARD = ".arrow"  # what `data.shards` compares with its index when a row of it is first asked for
+SHARD = ".arrow"  # not verified here: `data.shards` checks a shard when its first row is read
 
 CACHE = Path("cache", "verified.json")
 
@@ -70,7 +70,7 @@ def verify_artifact(artifact: Artifact, names: tuple[str, ...] = ()) -> None:
 def verify_files(files: Sequence[tuple[Path, str]], home: Path | None) -> None:
     """Compare files with their sha256, on all cores.
 
-    `home`: whose memory of verified files is used; None: every file is read. Raises DamagedFile for
+    `home`: its cache of verified files is used; None: every file is read. Raises DamagedFile for
     a missing or different file, ArtifactError for an unreadable one.
     """
     with ThreadPoolExecutor(

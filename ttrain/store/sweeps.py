@@ -36,7 +36,7 @@ class Trial:
     value: float | None = None  # of the metric, on all held-out records
     halves: Sequence[
         float
-    ] = ()  # of the metric, on one and on the other half of them; empty where they are few
+    ] = ()  # the metric on each half of the held-out records; empty if there are few
     seconds: float = 0.0
     run: str | None = None  # its newest pipeline run
     evaluation: str | None = None  # key of the evaluation whose records the metric is of
@@ -83,7 +83,7 @@ class Experiment:
             self._data.update(values)
 
     def end(self, outcome: str, verdicts: JsonObject) -> None:
-        """Record how this process ended. One that ended early leaves the outcome to the latest."""
+        """Record how this process ended; after an early end only the latest sets the outcome."""
         with self._changing():
             is_last = outcome == "completed" or self["process"] == runs.this_process()
             self._data.update(verdicts, **({"outcome": outcome} if is_last else {}))
@@ -96,8 +96,9 @@ class Experiment:
         return trial
 
     def extend(self, seeds: int) -> None:
-        """Ask for more seeds. This counts as a look, since repeated looks raise what a verdict
-        needs.
+        """Request more seeds, and count one more look at the results.
+
+        Each repeated look raises the evidence that a verdict needs.
         """
         with self._changing():
             if seeds > self["seeds"]:
@@ -111,7 +112,7 @@ class Experiment:
 
     @contextlib.contextmanager
     def claimed(self, place: Place, outcome: str = RUNNING) -> Iterator[Trial | None]:
-        """Hold a trial; None if it has another outcome, or another process holds it."""
+        """Lock a trial and yield it; None if its outcome differs or another process holds it."""
         change, seed = place
         with contextlib.ExitStack() as held:
             try:
