@@ -320,10 +320,10 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
-    made: list[tuple[str, str]] = []
+    store, made = ArtifactStore(home), list[tuple[str, str]]()
     for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
-            artifact = ArtifactStore(home).find(stage, key) if key else None
+            artifact = store.find(stage, key) if key else None
             if artifact and model_directory(artifact.path):
                 made.append((stage, f"{run['run']}:{stage}"))
     aliases = [

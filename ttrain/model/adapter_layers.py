@@ -111,28 +111,28 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
     def forward(self, *arguments: Any, cache: Any = None, **options: Any) -> Any:
         if cache is None or not cache.get_seq_length():
             return super().forward(*arguments, **options)
-        virtual = self.active_peft_config.num_virtual_tokens
-        mask_BT = options.get("attention_mask")
-        positions_BT = options.get("position_ids")
-        if mask_BT is not None:
-            options["attention_mask"] = torch.cat(
-                [mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1
-            )
-        if positions_BT is not None:
-            options["position_ids"] = positions_BT + virtual
-        return self.base_model(*arguments, cache=cache, **options)
+        return self.base_model(*arguments, cache=cache, **self._behind_prefix(options))
 
     def prepare_inputs_for_generation(self, *arguments: Any, **kwargs: Any) -> Any:
         # PEFT 0.21 looks for the cache as `past_key_values`, its name before transformers 5.24, and
         # would begin each token with an empty one. transformers looks for the name `kwargs`.
         inputs = self.base_model_prepare_inputs_for_generation(*arguments, **kwargs)
-        virtual = self.active_peft_config.num_virtual_tokens
         cache = inputs.get("cache")
         if cache is None or not cache.get_seq_length():
             inputs["cache"] = self.get_prompt(batch_size=len(inputs["input_ids"]))
-        mask_BT = inputs["attention_mask"]
-        inputs["attention_mask"] = torch.cat([mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1)
-        inputs["position_ids"] = inputs["position_ids"] + virtual
+        return self._behind_prefix(inputs)
+
+    def _behind_prefix(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # The inputs of the text as the base model counts them: after the virtual tokens.
+        virtual = self.active_peft_config.num_virtual_tokens
+        inputs = dict(inputs)
+        mask_BT = inputs.get("attention_mask")
+        positions_BT = inputs.get("position_ids")
+        if mask_BT is not None:
+            prefix_mask = mask_BT.new_ones(len(mask_BT), virtual)
+            inputs["attention_mask"] = torch.cat([prefix_mask, mask_BT], 1)
+        if positions_BT is not None:
+            inputs["position_ids"] = positions_BT + virtual
         return inputs
 
 
