@@ -22,7 +22,6 @@ from ttrain.core.hashing import digest_of
 from ttrain.data import json_rows, locations, shards, streams
 from ttrain.data import records as sources
 from ttrain.data.chat import encode_chats, encode_preferences, refusal
-from ttrain.data.chat_templates import Messages
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import Flags, Ids, Words
 from ttrain.data.preferences import Preference
@@ -107,8 +106,8 @@ class BlockRecipe:
         ]
         names += ["template"] if self.kind != "documents" else []
         names += [] if self.learn_reasoning else ["learn_reasoning"]
-        seed = self.seed if self.keep_below is not None else 0
-        return digest_of({**{name: getattr(self, name) for name in names}, "seed": seed})
+        values = {name: getattr(self, name) for name in names}
+        return digest_of({**values, "seed": 0 if self.keep_below is None else self.seed})
 
     @property
     def parser(self) -> sources.Parser:
@@ -122,7 +121,16 @@ class BlockRecipe:
             record = parse(row)
             if not isinstance(record, sources.Conversation | Preference):
                 return record
-            refusals = (refusal(encoder, messages) for messages in _conversations(record))
+            conversations = (
+                [record.messages]
+                if isinstance(record, sources.Conversation)
+                else [
+                    (*record.prompt, *answer)
+                    for answer in (record.chosen, record.rejected)
+                    if answer
+                ]
+            )
+            refusals = (refusal(encoder, messages) for messages in conversations)
             # The templates of ttrain render every chat.
             if encoder.template == "own" and (reason := next(filter(None, refusals), "")):
                 return sources.Rejected(reason)
@@ -131,54 +139,39 @@ class BlockRecipe:
         return parse_chat
 
 
-def _conversations(record: sources.Conversation | Preference) -> list[Messages]:
-    if isinstance(record, sources.Conversation):
-        return [record.messages]
-    return [(*record.prompt, *answer) for answer in (record.chosen, record.rejected) if answer]
-
-
 def cut(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
     """The blocks of a file; each ends with the first line that reaches `block_bytes`."""
+    start = 0
     with streams.noting_faults(location):
         if streams.is_parquet(location):
-            yield from _cut_parquet(location, file, block_bytes)
+            size = 0
+            groups = streams.row_groups(location)
+            for end, (_, group_bytes) in enumerate(groups, start=1):
+                size += group_bytes
+                if size >= block_bytes or end == len(groups):
+                    yield Block(location, file, start, end, is_parquet=True)
+                    start = end
+                    size = 0
         elif streams.is_plain(location):
-            yield from _cut_plain(Path(location), file, block_bytes)
+            path = Path(location)
+            size = path.stat().st_size
+            with path.open("rb") as opened:
+                while start < size:
+                    opened.seek(start + block_bytes)
+                    opened.readline()
+                    end = min(opened.tell(), size)
+                    yield Block(str(path), file, start, end)
+                    start = end
         else:
-            yield from _cut_stream(location, file, block_bytes, recipe)
-
-
-def _cut_plain(path: Path, file: int, block_bytes: int) -> Iterator[Block]:
-    size, start = path.stat().st_size, 0
-    with path.open("rb") as opened:
-        while start < size:
-            opened.seek(start + block_bytes)
-            opened.readline()
-            end = min(opened.tell(), size)
-            yield Block(str(path), file, start, end)
-            start = end
-
-
-def _cut_stream(location: str, file: int, block_bytes: int, recipe: BlockRecipe) -> Iterator[Block]:
-    data, start = bytearray(), 0
-    for chunk in streams.json_lines(location, recipe.text_field):
-        data += chunk
-        while newline := 1 + data.find(b"\n", block_bytes):
-            yield Block(location, file, start, start + newline, data=bytes(data[:newline]))
-            del data[:newline]
-            start += newline
-    if data:
-        yield Block(location, file, start, start + len(data), data=bytes(data))
-
-
-def _cut_parquet(location: str, file: int, block_bytes: int) -> Iterator[Block]:
-    first = size = 0
-    groups = streams.row_groups(location)
-    for group, (_, group_bytes) in enumerate(groups):
-        size += group_bytes
-        if size >= block_bytes or group == len(groups) - 1:
-            yield Block(location, file, first, group + 1, is_parquet=True)
-            first, size = group + 1, 0
+            data = bytearray()
+            for chunk in streams.json_lines(location, recipe.text_field):
+                data += chunk
+                while newline := 1 + data.find(b"\n", block_bytes):
+                    yield Block(location, file, start, start + newline, data=bytes(data[:newline]))
+                    del data[:newline]
+                    start += newline
+            if data:
+                yield Block(location, file, start, start + len(data), data=bytes(data))
 
 
 def read(block: Block) -> bytes:
@@ -258,13 +251,17 @@ def records(
 
 
 def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name: str) -> None:
-    encoder, bad_rows = encoder_of(recipe.tokenizer), list[bytes]()
-    tally = json_rows.Tally(quarantine=lambda row: bad_rows.append(orjson.dumps(row) + b"\n"))
+    encoder = encoder_of(recipe.tokenizer)
+    lines: dict[str, list[bytes]] = {ROWS: [], BAD_ROWS: [], HELDOUT_RECORDS: []}
+    tally = json_rows.Tally(
+        quarantine=lambda row: lines[BAD_ROWS].append(orjson.dumps(row) + b"\n")
+    )
     threshold = round(recipe.heldout_fraction * 2**64)
-    rows, heldout_lines, weights = list[bytes](), list[bytes](), list[float]()
+    weights: list[float] = []
     waiting: dict[str, list[sources.Record]] = {part_name: [] for part_name in PARTS}
     columns: dict[str, list[Column]] = {part_name: [] for part_name in PARTS}
-    sizes, waiting_bytes = Counter[str](), Counter[str]()
+    sizes: Counter[str] = Counter()
+    waiting_bytes: Counter[str] = Counter()
 
     def encode(part_name: str) -> None:
         columns[part_name].append(encode_records(encoder, recipe.kind, waiting[part_name]))
@@ -277,11 +274,11 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name:
             tally.leave_out(BEYOND_LIMIT, 1)
             continue
         size = len(text_of(record).encode("utf-8"))
-        rows.append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
+        lines[ROWS].append(content_hash + size.to_bytes(8, "big") + line.to_bytes(8, "big"))
         part_name = "train"
         if int.from_bytes(content_hash[: sources.PLACE_BYTES], "big") < threshold:
             part_name = "heldout"
-            heldout_lines.append(orjson.dumps(record.to_json()) + b"\n")
+            lines[HELDOUT_RECORDS].append(orjson.dumps(record.to_json()) + b"\n")
         else:  # what is held out is not drawn
             weights.append(record.weight)
         waiting[part_name].append(record)
@@ -289,19 +286,16 @@ def _make(data: bytes, block: Block, recipe: BlockRecipe, directory: Path, name:
         waiting_bytes[part_name] += size + RECORD_BYTES
         if waiting_bytes[part_name] >= ENCODED_BYTES:
             encode(part_name)
-    files = {
-        ROWS: b"".join(rows),
-        BAD_ROWS: b"".join(bad_rows),
-        HELDOUT_RECORDS: b"".join(heldout_lines),
-    }
+    files = {file: b"".join(parts) for file, parts in lines.items()}
     manifest: JsonDict = {"tally": tally.counts(), "threshold": threshold, **dict.fromkeys(PARTS)}
     for part_name in PARTS:
         if waiting[part_name]:
             encode(part_name)
         if columns[part_name]:
-            column = shards.concatenate(columns[part_name])
-            if part_name == "train":
-                column = replace(column, weights=np.array(weights))
+            column = replace(
+                shards.concatenate(columns[part_name]),
+                weights=np.array(weights) if part_name == "train" else None,
+            )
             entry, files[f"{part_name}.arrow"] = shards.shard_of(
                 f"{name}.arrow", column, len(encoder)
             )
@@ -327,10 +321,8 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
         ]
         return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        conversations = [
-            chat.messages for chat in records if isinstance(chat, sources.Conversation)
-        ]
-        return _column(encode_chats(encoder, conversations))
+        chats = (chat for chat in records if isinstance(chat, sources.Conversation))
+        return _column(encode_chats(encoder, [chat.messages for chat in chats]))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.full(offsets[-1], encoder.eos_id, shards.token_dtype(len(encoder)))

@@ -61,21 +61,22 @@ def _encode(encoder: Encoder, conversations: Sequence[Messages], *, prompt: bool
 def _encode_apart(
     encoder: Encoder, roles: dict[str, Ids], conversations: Sequence[Messages], *, prompt: bool
 ) -> list[Encoded]:
-    turns = itertools.chain.from_iterable(conversations)
-    ids, offsets = encoder.encode_flat([turn.content for turn in turns])
+    ids, offsets = encoder.encode_flat(
+        [turn.content for messages in conversations for turn in messages]
+    )
     texts = (ids[start:end] for start, end in itertools.pairwise(offsets.tolist()))
     begin, end = np.array([[encoder.bos_id], [encoder.end_id]], np.uint32)
     encoded: list[Encoded] = []
     for messages in conversations:
-        pieces, live = [begin], [False]
+        pieces = [begin]
+        live = [False]
         for turn in messages:
             pieces += (roles[turn.role], next(texts), end)
             live += (False, is_live(turn), is_live(turn))
         if prompt:
             pieces.append(roles["assistant"])
             live.append(False)
-        lengths = [len(piece) for piece in pieces]
-        encoded.append((np.concatenate(pieces), np.repeat(np.array(live), lengths)))
+        encoded.append((np.concatenate(pieces), np.repeat(live, [len(piece) for piece in pieces])))
     return encoded
 
 
@@ -114,8 +115,9 @@ def encode_preferences(
         size = int(differing[0]) if len(differing) else size
         ids = [first[0][:size], *(ids[size:] for ids, _ in arrays)]
         live = [np.zeros(size, np.bool_), *(live[size:] for _, live in arrays)]
-        lengths = [len(piece) for piece in ids]
-        branches = np.repeat(np.array([preferences.PROMPT, *parts], np.uint8), lengths)
+        branches = np.repeat(
+            np.array([preferences.PROMPT, *parts], np.uint8), [len(piece) for piece in ids]
+        )
         joined.append((np.concatenate(ids), np.concatenate(live), branches))
     return joined
 

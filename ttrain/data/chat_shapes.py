@@ -130,7 +130,8 @@ def messages_of(row: Row) -> list[Message]:
 
 def with_system_and_tools(messages: list[Message], row: Row) -> list[Message]:
     """The turns, with the row's `system` and `tools` in a system turn."""
-    system, functions = _optional_text(row, "system"), tools.tools_text(row.get("tools"))
+    system = _optional_text(row, "system")
+    functions = tools.tools_text(row.get("tools"))
     systems = [message.content for message in messages if message.role == "system"]
     if not is_blank(system):
         require(not systems, "both the key 'system' and a system turn; keep one of them")
@@ -285,21 +286,20 @@ def turns_of(turns: object, key: str) -> list[Message]:
 
 def _turn(turn: Any) -> tuple[Message, list[JsonDict]]:
     require(isinstance(turn, dict), f"a turn is {kind_of(turn)}, not an object such as {A_TURN}")
-    name, key, roles = turn.get("role"), "content", OWN_ROLES
-    if name is None and "from" in turn:
-        name, key, roles = turn["from"], "value", SHAREGPT_ROLES
+    is_sharegpt = turn.get("role") is None and "from" in turn
+    name = turn["from"] if is_sharegpt else turn.get("role")
+    key = "value" if is_sharegpt else "content"
+    roles = SHAREGPT_ROLES if is_sharegpt else OWN_ROLES
     names = ", ".join(roles)
     require(
-        roles is SHAREGPT_ROLES or "role" in turn,
+        is_sharegpt or "role" in turn,
         f"a turn without a role; write 'role' as one of {names}",
     )
     require(str(name) in roles, f"unknown role {str(name)[:40]!r}; write one of {names}")
     role = roles[str(name)]
-    if name == "function_call":
-        calls, content = tools.calls_of(turn.get(key), name), ""
-    else:
-        calls = tools.calls_of_turn(turn, role)
-        content = _content(turn, key, role, is_optional=bool(calls))
+    is_call = name == "function_call"
+    calls = tools.calls_of(turn.get(key), name) if is_call else tools.calls_of_turn(turn, role)
+    content = "" if is_call else _content(turn, key, role, is_optional=bool(calls))
     functions = tools.tools_text(turn.get("tools"))
     require(
         not functions or role == "system",

@@ -149,7 +149,8 @@ def scan(
     block: blocks.Block, recipe: blocks.BlockRecipe, texts: tuple[str, ...]
 ) -> list[TextMatch]:
     """Find the texts of items in the good rows of a block, which is read again."""
-    index, matches = _index_of(texts), list[TextMatch]()
+    index = _index_of(texts)
+    matches: list[TextMatch] = []
     for line, record in blocks.records(blocks.read(block), block, recipe, json_rows.Tally()):
         text = record.text if isinstance(record, records.TextDocument) else of_chat(record.messages)
         matches += [
@@ -185,16 +186,18 @@ def report(against: OverlapCheck, matches: Sequence[tuple[str, TextMatch]]) -> J
     texts = against.texts
     places_of: defaultdict[str, list[JsonDict]] = defaultdict(list)
     for file, match in sorted(matches, key=lambda found: -found[1].share):
-        place = {"file": file, "line": match.line, "share": round(match.share, 4)}
-        places_of[texts[match.text]].append(place)
+        places_of[texts[match.text]].append(
+            {"file": file, "line": match.line, "share": round(match.share, 4)}
+        )
     lines: list[JsonDict] = []
     totals = _index_of(texts).totals
     too_short = {text for number, text in enumerate(texts) if number not in totals}
     tasks = {task: Counter(left_out=rows) for task, rows in against.left_out.items()}
     for item in against.items:
         places = places_of[item.text]
-        is_short = item.text in too_short
-        tasks[item.task].update(items=1, too_short=int(is_short), overlapping=int(bool(places)))
+        tasks[item.task].update(
+            items=1, too_short=int(item.text in too_short), overlapping=int(bool(places))
+        )
         if places:
             lines.append(
                 {
@@ -225,8 +228,8 @@ def of_row(record: JsonDict) -> str | None:
         if isinstance(choices, list):
             answer = _right_choice(choices, answer)
         else:
-            given = (answer, record.get("final"))
-            texts = (str(text) for text in given if isinstance(text, str | int | float))
+            answers = (answer, record.get("final"))
+            texts = (str(text) for text in answers if isinstance(text, str | int | float))
             answer = next((text for text in texts if text.strip()), "")
         return f"{question}\n{answer}"
     if isinstance(context, str):

@@ -131,8 +131,8 @@ class JinjaTemplate:
         for message in messages:
             turn = {"role": message.role, "content": message.content}
             if self._reads_reasoning and message.thought:
-                content = message.content[message.thought :]
-                turn |= {"content": content, KEYS[0]: message.reasoning}
+                turn["content"] = message.content[message.thought :]
+                turn[KEYS[0]] = message.reasoning
             turns.append(turn)
         text, blocks = self._render(turns, prompt=prompt)
         pieces = self._pieces(turns, text, prompt=prompt)
@@ -185,11 +185,9 @@ class JinjaTemplate:
             times = unchanged[place, content]
             if not is_left_out and (times != 1 or copies[place] != 1):
                 role = f"role '{turns[place // 2]['role']}'"
-                shown = (
-                    f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)"
-                )
                 raise TemplateRefused(
-                    f"it changes or repeats a content ({role} {times} times)", shown
+                    f"it changes or repeats a content ({role} {times} times)",
+                    f"it changes the content {content[:60]!r} or repeats it ({role} {times} times)",
                 )
         pieces: list[Piece] = []
         start = 0

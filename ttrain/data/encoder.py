@@ -151,8 +151,7 @@ class Encoder:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without any special token."""
         ids, offsets = self.encode_flat(texts)
-        numbers = ids.tolist()
-        return [numbers[start:end] for start, end in itertools.pairwise(offsets.tolist())]
+        return [ids[start:end].tolist() for start, end in itertools.pairwise(offsets.tolist())]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """(ids of all texts, read-only; len(texts) + 1 offsets), without special tokens."""
@@ -178,8 +177,7 @@ class Encoder:
         is_forged = whole.within(contents) & special
         if not is_forged.any():
             return whole
-        markers = special & ~is_forged
-        numbers, starts, ends = (column[markers].tolist() for column in whole)
+        numbers, starts, ends = (column[special & ~is_forged].tolist() for column in whole)
         places = [*zip(numbers, starts, ends, strict=True), (NO_TOKEN, len(text), len(text))]
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -205,19 +203,20 @@ class Encoder:
             begin = text.find(token, int(whole.starts[at]), int(whole.ends[at]))
             special[at] = begin >= 0  # else it is an unknown word
             if special[at]:
-                whole.starts[at], whole.ends[at] = begin, begin + len(token)
+                whole.starts[at] = begin
+                whole.ends[at] = begin + len(token)
         return whole, special
 
     def encodes_apart(self, specials: Sequence[str]) -> bool:
         """Whether a text between two special tokens has the ids that it has alone; probed."""
         probes = [probe for probe in PROBES if probe]
         alone = self.encode(probes)
-        for token in specials:
-            number = [self.special(token)]
-            whole = [self.encode_markup(f"{token}{probe}{token}") for probe in probes]
-            if whole != [number + ids + number for ids in alone]:
-                return False
-        return True
+        return all(
+            self.encode_markup(f"{token}{probe}{token}")
+            == [self.special(token), *ids, self.special(token)]
+            for token in specials
+            for probe, ids in zip(probes, alone, strict=True)
+        )
 
     def spelling(self, number: int) -> str:
         """The text of a token."""

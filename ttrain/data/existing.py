@@ -47,9 +47,12 @@ def tokenizer_files(existing: str) -> list[Path]:
     """
     directory = user_path(existing)
     if not directory.is_dir():
-        fix = "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub"
         directory = from_hub(
-            existing, "tokenizer.existing", FILES, lambda cached: (cached / JSON).is_file(), fix
+            existing,
+            "tokenizer.existing",
+            FILES,
+            lambda cached: (cached / JSON).is_file(),
+            "name a folder that holds tokenizer.json, or owner/name[@revision] on the Hub",
         )
     if not (directory / JSON).is_file():
         raise UsageError(
@@ -79,7 +82,8 @@ def from_hub(
     name, revision = hub_name.groups()
     download = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
     try:
-        with contextlib.suppress(LocalEntryNotFoundError, ValueError):
+        # An ArtifactError: the cache holds a part of the weights.
+        with contextlib.suppress(LocalEntryNotFoundError, ValueError, ArtifactError):
             cached = Path(download(local_files_only=True))
             if is_whole(cached):
                 return cached
@@ -242,9 +246,14 @@ def model_files(start_from: str, setting: str) -> dict[str, list[Path]]:
     """
     directory = user_path(start_from).absolute()
     if not directory.is_dir():
-        stages = ", ".join((NONE, *TRAININGS))
-        fix = f"name one of {stages}, a folder that holds config.json, or owner/name[@revision]"
-        directory = from_hub(start_from, setting, MODEL_FILES, _is_whole, fix)
+        directory = from_hub(
+            start_from,
+            setting,
+            MODEL_FILES,
+            lambda cached: (cached / CONFIG).is_file() and bool(weight_files(cached)),
+            f"name one of {', '.join((NONE, *TRAININGS))}, a folder that holds config.json, "
+            "or owner/name[@revision]",
+        )
     elif not (directory / CONFIG).is_file() and (directory / MODEL_DIRECTORY / CONFIG).is_file():
         directory /= MODEL_DIRECTORY  # of an artifact
     if not (directory / CONFIG).is_file():
@@ -283,10 +292,3 @@ def max_length(path: Path) -> int | None:
         raise UsageError(f"cannot read {path}: {error}") from None
     lengths = [config.get(name) for name in LENGTHS]
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)
-
-
-def _is_whole(directory: Path) -> bool:
-    try:
-        return (directory / CONFIG).is_file() and bool(weight_files(directory))
-    except ArtifactError:
-        return False

@@ -79,14 +79,11 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
     batch = rows.batch([number])
     shown = TokenView(number, [], [], [], [])
     for segment, (start, end) in enumerate(batch.spans(0)):
-        ids, targets = (
-            batch.input_ids_BT[0, start:end].tolist(),
-            batch.labels_BT[0, start:end].tolist(),
-        )
+        ids = batch.input_ids_BT[0, start:end].tolist()
+        targets = batch.labels_BT[0, start:end].tolist()
         live = [False, *(target != IGNORE for target in targets)]
-        if live[
-            -1
-        ]:  # an input in no position of this record: the end of a chat, or the next row's first
+        # An input in no position of this record: the end of a chat, or the next row's first.
+        if live[-1]:
             ids.append(targets[-1])
         shown.ids += ids
         shown.live += live[: len(ids)]
@@ -94,9 +91,8 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
         shown.pieces += pieces_of(tokenizer, ids)
         if isinstance(batch, PairBatch):
             answer = int(batch.answers_BT[0, start:end].max())
-            name = (
-                "prompt" if answer < 0 else "chosen" if batch.ratings_A[answer] > 0 else "rejected"
-            )
+            rating = int(batch.ratings_A[answer]) if answer >= 0 else 0
+            name = {0: "prompt", 1: "chosen", -1: "rejected"}[rating]
             shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
     return shown
 

@@ -150,8 +150,10 @@ class Tally:
 
     def _looked_for(self, expected_fields: str) -> str:
         keys_seen = ", ".join(key for key, _ in self.keys_seen.most_common(8)) or "none"
-        looked_for = f"ttrain looked for one JSON object a line, with {expected_fields}"
-        return f"{looked_for}; keys seen: {keys_seen}"
+        return (
+            f"ttrain looked for one JSON object a line, with {expected_fields}; "
+            f"keys seen: {keys_seen}"
+        )
 
 
 def count(counts: Counter[str], more: Mapping[str, int]) -> None:

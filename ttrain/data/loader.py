@@ -87,7 +87,8 @@ class Loader:
 
     def parts(self, step: int) -> list[Array]:
         """Row numbers of each micro-batch of a step, over all ranks."""
-        numbers, size = self.order.step_rows(step), self.rows_per_device
+        numbers = self.order.step_rows(step)
+        size = self.rows_per_device
         return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 

@@ -127,9 +127,9 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
             if not is_remote(pattern):
                 matches = local_matches(local_path(pattern))
             elif pattern.startswith(HUB):
-                matches = _hub_files(pattern)
+                matches = hub_matches(pattern)
             else:
-                matches = _remote_files(pattern)
+                matches = remote_matches(pattern)
             if not matches:
                 raise UsageError(
                     f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
@@ -206,7 +206,8 @@ def filesystem(location: str) -> tuple[Any, str]:
     return files, path
 
 
-def _remote_files(pattern: str) -> list[str]:
+def remote_matches(pattern: str) -> list[str]:
+    """What a URL, a glob of URLs or the URL of a folder names. Raises UsageError."""
     files, path = filesystem(pattern)
     try:
         files.invalidate_cache()
@@ -265,7 +266,8 @@ def listing(repo: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
     return str(info.sha), tuple(file.rfilename for file in info.siblings or ())
 
 
-def _hub_files(pattern: str) -> list[str]:
+def hub_matches(pattern: str) -> list[str]:
+    """What a name on the Hub means, each file pinned to a commit. Raises UsageError."""
     repo, revision, path = _hub_parts(pattern)
     commit, files = listing(repo, revision)
     shown = [file for file in files if not _is_hidden(file)]

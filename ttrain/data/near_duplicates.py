@@ -30,7 +30,8 @@ from ttrain.data.plain_text import plain
 from ttrain.data.pool import Pool
 
 NEAR_DUPLICATE = "near-duplicate"  # the rule's name in the counts
-FOLDER, REPORT = Path("run", "near"), Path("run", "near_duplicates.jsonl")
+FOLDER = Path("run", "near")
+REPORT = Path("run", "near_duplicates.jsonl")
 SHINGLE_BYTES = 24  # eight Chinese characters, or four to five English words
 WORD_BYTES = 8
 # Odd numbers without a pattern: of the golden ratio, and of splitmix64
@@ -87,7 +88,8 @@ def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
     """The keys of the bands of plain texts, of shape [bands, texts]."""
     drawn = np.frombuffer(hashlib.shake_128(b"ttrain near-duplicates").digest(8 * VALUES), "<u4")
     columns = drawn.astype(np.uint32)[:, None]
-    factors, summands = columns[:VALUES] | np.uint32(1), columns[VALUES:]  # factors are odd
+    factors = columns[:VALUES] | np.uint32(1)  # odd
+    summands = columns[VALUES:]
     lowest = np.full((len(texts), VALUES), 2**32 - 1, np.uint32)
     for number, text in enumerate(texts):
         mixed = _hashes(text)  # to 32 well mixed bits, by the finalizer of splitmix64
@@ -103,10 +105,13 @@ def sketches_of(texts: Sequence[bytes], rows: int) -> Values:
     return (keys.T >> np.uint64(32)).astype(np.uint32)
 
 
-def sketches_of_shard(shard: Path, tokenizer: str, rows: int, files: Sequence[Path]) -> Values:
-    """The sketches of a shard, read from the first file that has them, or made and written."""
+def sketches_of_shard(
+    shard: Path, tokenizer: str, rows: int, folders: Sequence[Path], name: str
+) -> Values:
+    """The sketches of a shard, read from the first folder that has them, or made and written."""
     column = shards.read_shard(shard)
     shape = (VALUES // rows, len(column))
+    files = [folder / name for folder in folders]
     for file in files:
         if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
             return np.fromfile(file, "<u4").reshape(shape)
@@ -128,7 +133,13 @@ def near_duplicates(
     threshold: float,
 ) -> list[NearDuplicate]:
     """Compare documents that share a band with those kept before; return those dropped."""
-    shared = _shared_bands(sketches, present, droppable)
+    # Only bands that another document shares, of which one may be dropped.
+    shared = np.zeros(sketches.shape, np.bool_)
+    eligible = np.flatnonzero(present)
+    for number, keys in enumerate(sketches[:, eligible]):
+        _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        may_drop = np.bincount(groups, weights=droppable[eligible], minlength=len(sizes)) > 0
+        shared[number, eligible] = ((sizes > 1) & may_drop)[groups]
     kept: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by number and key of a band
     dropped: list[NearDuplicate] = []
     for position in np.flatnonzero(shared.any(axis=0)).tolist():
@@ -150,16 +161,6 @@ def near_duplicates(
     return dropped
 
 
-def _shared_bands(sketches: Values, present: Flags, droppable: Flags) -> Flags:
-    shared = np.zeros(sketches.shape, np.bool_)
-    eligible = np.flatnonzero(present)
-    for number, keys in enumerate(sketches[:, eligible]):
-        _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
-        may_drop = np.bincount(groups, weights=droppable[eligible], minlength=len(sizes)) > 0
-        shared[number, eligible] = ((sizes > 1) & may_drop)[groups]
-    return shared
-
-
 class NearDuplicateSearch:
     """Finds near-duplicates among earlier sets and then blocks."""
 
@@ -173,8 +174,10 @@ class NearDuplicateSearch:
         pool: Pool,
     ) -> None:
         """Make the missing sketches of all shards, in any process."""
-        self.output, self.built_blocks = output, built_blocks
-        self.recipe, self.threshold = recipe, threshold
+        self.output = output
+        self.built_blocks = built_blocks
+        self.recipe = recipe
+        self.threshold = threshold
         self.shards: list[SketchedShard] = []
         rows = 0
         for directory in (origin / part_name for origin in earlier for part_name in PARTS):
@@ -198,18 +201,18 @@ class NearDuplicateSearch:
         bands = VALUES // band_rows
         self.sketches = np.zeros((bands, self.starts[-1]), np.uint32)
         self.shard_of = np.zeros(self.starts[-1], np.int64)  # the number of each document's shard
-        folders = [output, *map(Path, recipe.reuse), *earlier]
+        folders = [folder / FOLDER for folder in (output, *map(Path, recipe.reuse), *earlier)]
         kind = [FORMAT, recipe.tokenizer_digest, bands, band_rows]
         names = [f"{digest_of([shard.sha256, *kind])[:24]}.near" for shard in self.shards]
         tasks = (
-            (shard.path, recipe.tokenizer, band_rows, [f / FOLDER / name for f in folders])
+            (shard.path, recipe.tokenizer, band_rows, folders, name)
             for shard, name in zip(self.shards, names, strict=True)
         )
         for number, sketches in enumerate(pool.map(sketches_of_shard, tasks)):
             positions = self.shards[number].positions
             self.sketches[:, positions] = sketches
             self.shard_of[positions] = number
-        for path in (output / FOLDER).glob("*"):
+        for path in folders[0].glob("*"):
             if path.name not in names:
                 path.unlink()
 
@@ -219,8 +222,9 @@ class NearDuplicateSearch:
         Only `present` rows are originals, and of near-duplicates only `droppable` ones are dropped.
         """
         old = np.ones(self.old_rows, np.bool_)
-        present, droppable = np.append(old, present), np.append(~old, droppable)
-        dropped = near_duplicates(self.sketches, present, droppable, self._shingles, self.threshold)
+        present = np.append(old, present)
+        droppable = np.append(~old, droppable)
+        dropped = near_duplicates(self.sketches, present, droppable, self.shingles, self.threshold)
         lines: list[bytes] = []
         for near in dropped:
             original = {
@@ -237,7 +241,8 @@ class NearDuplicateSearch:
             "of_earlier_sets": sum(near.original < self.old_rows for near in dropped),
         }
 
-    def _shingles(self, position: int) -> Words:
+    def shingles(self, position: int) -> Words:
+        """The distinct hashed shingles of the document at a position."""
         shard, record = self._stored(position)
         return np.unique(_hashes(_plain(self._column(shard.path), record, self.recipe.tokenizer)))
 

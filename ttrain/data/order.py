@@ -48,7 +48,8 @@ def permute(index: Ids, size: int, seed: int, epoch: int) -> Array:
 
 def feistel(values: Words, half: U64, mask: U64, seed: int, epoch: int) -> Words:
     """Permute the values by a Feistel network with keys of the seed and the epoch."""
-    high_bits, low_bits = values >> half, values & mask
+    high_bits = values >> half
+    low_bits = values & mask
     for key in _keys(seed, epoch):
         high_bits, low_bits = low_bits, high_bits ^ (mix(low_bits ^ key) & mask)
     return (high_bits << half) | low_bits
@@ -172,7 +173,9 @@ class WeightedOrder(Order):
     ) -> None:
         """`draws`: of a cycle. Raises DataError for a group that would never be drawn."""
         super().__init__(sum(group_rows), rows_per_step, total_rows, seed)
-        self.group_rows, self.draws, self.quotas = group_rows, draws, quotas(weights, draws)
+        self.group_rows = group_rows
+        self.draws = draws
+        self.quotas = quotas(weights, draws)
         for number, (rows, quota, weight) in enumerate(
             zip(group_rows, self.quotas, weights, strict=True), start=1
         ):
@@ -238,7 +241,8 @@ class LengthGroupedOrder(Order):
 
     def _rows_of_part(self, epoch: int, part_number: int) -> tuple[int, Array]:
         # An epoch may begin and end within a step.
-        size, first = self.rows_per_step, epoch * self.rows
+        size = self.rows_per_step
+        first = epoch * self.rows
         first_step = first // size + part_number * self._steps
         start = max(first, first_step * size)
         end = min(first + self.rows, (first_step + self._steps) * size)

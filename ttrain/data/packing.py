@@ -122,7 +122,8 @@ class Rows(ABC):
         """A batch of the rows with these numbers."""
         width = self.width(rows)
         batch = self.batch_type.padding(len(rows), width, self.pad_id)
-        numbers, lines = np.asarray(rows, np.int64), np.arange(len(rows))
+        numbers = np.asarray(rows, np.int64)
+        lines = np.arange(len(rows))
         together = max(1, FILLED_TOGETHER // width)
         for first in range(0, len(lines), together):
             span = slice(first, first + together)
@@ -142,8 +143,11 @@ class MixedRows(Rows):
     ) -> None:
         """`epoch`: rows of one pass with exactly these fractions; None: all rows."""
         assert len(groups) == len(weights) > 0, f"{len(groups)} groups with {len(weights)} weights"
-        self.groups, self.weights, self._epoch = tuple(groups), tuple(weights), epoch
-        self.row_length, self.pad_id = groups[0].row_length, groups[0].pad_id
+        self.groups = tuple(groups)
+        self.weights = tuple(weights)
+        self._epoch = epoch
+        self.row_length = groups[0].row_length
+        self.pad_id = groups[0].pad_id
         self.batch_type = groups[0].batch_type
         self.trimmed = any(group.trimmed for group in groups)
         self._firsts = np.cumsum([0, *(len(group) for group in groups)])
@@ -212,11 +216,10 @@ def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
     """Best-fit decreasing bin packing (Johnson 1973): the items of each bin, the longest first."""
     # A bin's room is a small whole number, so open bins are kept by room, and a bit per room that
     # has one shows the tightest fit: 200,000 items take 0.3 s.
-    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
     bins: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # heaps of bin numbers
     rooms = 0  # bit r is set where with_room[r] is not empty
-    for item in order:
+    for item in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         length = int(lengths[item])
         assert length <= capacity, f"item of {length} in bins of {capacity}"
         fitting = rooms >> length
@@ -226,7 +229,8 @@ def best_fit(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            room, number = capacity, len(bins)
+            room = capacity
+            number = len(bins)
             bins.append([])
         bins[number].append(item)
         if remaining := room - length:
@@ -249,14 +253,15 @@ class PackedRows(Rows):
     def pack(self, sizes: Array, weights: Ids | None, *, packed: bool) -> None:
         """Plan the rows of items of these sizes; only items of one weight share a row."""
         self.trimmed = not packed
-        orders, counts = [NONE], [NONE]
+        orders = [NONE]
+        counts = [NONE]
         self._draws: list[tuple[int, float]] = []
         for weight, numbers in by_weight(weights, len(sizes)):
+            items = np.ones_like(numbers)  # of each row
             if packed:
                 order, items = _packed(sizes[numbers], self.row_length)
-            else:
-                order, items = np.arange(len(numbers)), np.ones_like(numbers)
-            orders.append(numbers[order])
+                numbers = numbers[order]
+            orders.append(numbers)
             counts.append(items)
             self._draws.append((len(items), weight * len(items)))
         self._items = np.concatenate(orders)
@@ -281,7 +286,8 @@ class PackedRows(Rows):
 
 
 def _packed(sizes: Array, row_length: int) -> tuple[Array, Array]:
-    orders, counts = [NONE], [NONE]
+    orders = [NONE]
+    counts = [NONE]
     for first in range(0, len(sizes), PACKED_TOGETHER):
         rows = best_fit(sizes[first : first + PACKED_TOGETHER], row_length)
         orders.append(np.fromiter(chain.from_iterable(rows), np.int64) + first)

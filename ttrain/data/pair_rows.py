@@ -13,7 +13,8 @@ from ttrain.data.preferences import CHOSEN, PROMPT, REJECTED
 from ttrain.data.record_rows import ChatRows, PieceRows, ThreeArrays, sums_by_record
 from ttrain.data.shards import Column, ShardSet
 
-PARTS, BRANCHES = (PROMPT, CHOSEN, REJECTED), (CHOSEN, REJECTED)
+BRANCHES = (CHOSEN, REJECTED)
+PARTS = (PROMPT, *BRANCHES)
 FILLED = ("input_ids_BT", "labels_BT", "positions_BT", "branches_BT", "answers_BT")
 
 
@@ -103,7 +104,8 @@ class PairRows(PieceRows):
         packed: bool = True,
     ) -> None:
         """`header_length`: tokens between the prompt's last turn and the answer."""
-        self._end_id, self._header_length = end_id, header_length
+        self._end_id = end_id
+        self._header_length = header_length
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def finished(self, batch: Batch) -> Batch:
@@ -116,12 +118,13 @@ class PairRows(PieceRows):
         record = int(self.records[piece])
         ids, live, parts = self.shards.row(record)
         prompt = np.arange(int(self.starts[piece]), int((parts == PROMPT).sum()))
-        context, last = prompt[:-1], prompt[-1:]
+        context = prompt[:-1]
         zeros = np.zeros(len(context), np.int64)
         columns = [(ids[context], zeros + IGNORE, np.arange(len(context)), zeros, zeros - 1)]
         present = (part for part in BRANCHES if (parts == part).any())
         for branch, part in enumerate(present, start=1):
-            tokens = np.concatenate([last, np.flatnonzero(parts == part)])  # places in the record
+            # Places in the record: the prompt's last token, which each branch repeats, first.
+            tokens = np.concatenate([prompt[-1:], np.flatnonzero(parts == part)])
             is_live = live[tokens[1:]] != 0
             labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
             places = len(context) + np.arange(len(labels))
@@ -142,8 +145,16 @@ class PairRows(PieceRows):
 
     def plan(self, column: Column, first: int) -> ThreeArrays:
         # Only records longer than a row are handled one by one.
-        sizes, live = (_counted(column, only_live=only_live) for only_live in (False, True))
-        prompts, answers = sizes[PROMPT], sizes[list(BRANCHES)]
+        assert column.live is not None and column.branches is not None, (
+            "shards of pairs have a loss mask and branches"
+        )
+        in_part = [column.branches == part for part in PARTS]
+        sizes = np.stack([sums_by_record(flags, column.offsets) for flags in in_part])
+        live = np.stack(
+            [sums_by_record(flags & (column.live != 0), column.offsets) for flags in in_part]
+        )
+        prompts = sizes[PROMPT]
+        answers = sizes[list(BRANCHES)]
         shared = np.minimum(prompts, 1)  # tokens that each branch repeats
         needed = np.where(answers > 0, answers + shared - 1, 0).sum(0)
         is_learnt = ((live[list(BRANCHES)] > 0) | (answers == 0)).all(0) & (needed > 0)
@@ -184,17 +195,11 @@ def answer_rows(
         return ChatRows(
             shards, row_length, encoder.pad_id, encoder.end_id, packed=packed, masks=masks
         )
-    header = header_length(encoder)
     return PairRows(
-        shards, row_length, encoder.pad_id, encoder.end_id, header_length=header, packed=packed
-    )
-
-
-def _counted(column: Column, *, only_live: bool) -> Array:
-    assert column.live is not None and column.branches is not None, (
-        "shards of pairs have a loss mask and branches"
-    )
-    counted = column.live != 0 if only_live else np.ones(len(column.tokens), bool)
-    return np.stack(
-        [sums_by_record((column.branches == part) & counted, column.offsets) for part in PARTS]
+        shards,
+        row_length,
+        encoder.pad_id,
+        encoder.end_id,
+        header_length=header_length(encoder),
+        packed=packed,
     )

@@ -115,7 +115,9 @@ def _pair(row: Row) -> Sides:
             "'chosen' and 'rejected' have no common prompt: their first turns differ; "
             "write it under 'prompt'",
         )
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        prompt = chosen[:size]
+        chosen = chosen[size:]
+        rejected = rejected[size:]
     require(
         _identity(chosen) != _identity(rejected),
         "'chosen' and 'rejected' are equal; write two different answers, or leave the row out",

@@ -45,7 +45,10 @@ class WindowRows(Rows):
         stride: int | None = None,
         masks: Intervals = (),
     ) -> None:
-        self.shards, self.row_length, self.pad_id, self.masks = shards, row_length, pad_id, masks
+        self.shards = shards
+        self.row_length = row_length
+        self.pad_id = pad_id
+        self.masks = masks
         self.stride = row_length if stride is None else stride
         assert 1 <= self.stride <= row_length, (
             f"stride {stride} with rows of {row_length} would leave tokens out"
@@ -85,23 +88,22 @@ class WindowRows(Rows):
 
     def counts(self) -> Counts:
         """`target_multiplicity` is the mean count of a target in an epoch, 1 without overlap."""
-        learnable = self.shards.tokens - len(self.shards)
-        distinct, targets = self._counted
+        distinct, targets = self.target_counts
         return {
             "rows": len(self),
             "row_length": self.row_length,
             "records": len(self.shards),
             "target_tokens": targets,
             "target_multiplicity": targets / distinct if distinct else 1.0,
-            "masked_tokens": learnable - distinct,
+            "masked_tokens": self.shards.tokens - len(self.shards) - distinct,
             "dropped_tokens": 0,
             "cut_records": 0,
             "fill": int(self.lengths().sum()) / max(1, len(self) * self.row_length),
         }
 
     @cached_property
-    def _counted(self) -> tuple[int, int]:
-        # Without masks and overlap no token is read.
+    def target_counts(self) -> tuple[int, int]:
+        """(distinct targets, targets of an epoch); without masks and overlap no token is read."""
         distinct = self.shards.tokens - len(self.shards)
         if self.masks:
             distinct = _live_tokens(
@@ -191,11 +193,14 @@ class PieceRows(PackedRows):
 
     def __init__(self, shards: ShardSet, row_length: int, pad_id: int, *, packed: bool) -> None:
         """Plan and pack; what `plan` reads is set before."""
-        self.shards, self.row_length, self.pad_id = shards, row_length, pad_id
+        self.shards = shards
+        self.row_length = row_length
+        self.pad_id = pad_id
         # Of all records; `used_tokens` are in any piece: one that ends a piece and begins the next
         # counts once.
         self.totals: Counter[str] = Counter()
-        plans, first = [(NONE, NONE, NONE)], 0
+        plans = [(NONE, NONE, NONE)]
+        first = 0
         for column in shards.columns():
             plans.append(self.plan(column, first))
             first += len(column)
@@ -251,7 +256,8 @@ class ChatRows(PieceRows):
         packed: bool = True,
         masks: Intervals = (),
     ) -> None:
-        self.masks, self._end_id = masks, end_id
+        self.masks = masks
+        self._end_id = end_id
         super().__init__(shards, row_length, pad_id, packed=packed)
 
     def fill_piece(self, piece: int, batch: Batch, line: int, position: int, segment: int) -> None:
@@ -259,7 +265,8 @@ class ChatRows(PieceRows):
         targets = live != 0
         if self.masks:
             targets &= ~masked(self.masks, ids, np.arange(len(ids)) == 0)
-        start, size = int(self.starts[piece]), int(self.sizes[piece])
+        start = int(self.starts[piece])
+        size = int(self.sizes[piece])
         following = slice(start + 1, start + size + 1)
         row_range = slice(position, position + size)
         batch.input_ids_BT[line, row_range] = ids[start : start + size]
@@ -291,17 +298,18 @@ class ChatRows(PieceRows):
             all_masked_dropped=int((targets == 0).sum()),
             used_tokens=int(lengths[whole].sum()),
         )
-        records, starts, sizes = [whole], [np.zeros_like(whole)], [lengths[whole] - 1]
+        # The records, starts and sizes of pieces, of shape [3, pieces].
+        pieces = [np.stack([whole, np.zeros_like(whole), lengths[whole] - 1])]
         for record in np.flatnonzero((targets > 0) & (lengths > self.row_length + 1)).tolist():
             token_range = slice(int(column.offsets[record]), int(column.offsets[record + 1]))
             borders = np.flatnonzero(column.tokens[token_range] == self._end_id) + 1
             spans = np.array(cut(live[token_range], borders, self.row_length))
             used = spans[:, 1] - np.maximum(spans[:, 0], [0, *spans[:-1, 1]])
             self.totals.update(cut_records=1, used_tokens=int(used.sum()))
-            records.append(np.full(len(spans), record))
-            starts.append(spans[:, 0])
-            sizes.append(spans[:, 1] - spans[:, 0] - 1)
-        return first + np.concatenate(records), np.concatenate(starts), np.concatenate(sizes)
+            starts, ends = spans.T
+            pieces.append(np.stack([np.full(len(spans), record), starts, ends - starts - 1]))
+        records, starts, sizes = np.concatenate(pieces, axis=1)
+        return first + records, starts, sizes
 
 
 def cut(live: Flags, borders: Array, row_length: int) -> list[tuple[int, int]]:

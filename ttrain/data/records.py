@@ -29,7 +29,8 @@ from ttrain.data.tools import Malformed, kind_of
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
 # Keys whose values can group an evaluation. They are stored with held-out records, but are not part
 # of their identity.
-LABELS, LABEL_CHARACTERS = ("source", "lang"), 64
+LABELS = ("source", "lang")
+LABEL_CHARACTERS = 64
 
 WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is trained on
 
@@ -145,12 +146,11 @@ def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skip
     `paragraphs` may be a list of texts, which are joined by newlines.
     """
     keys = document_keys(text_field)
-    missing = Rejected(f"no key {' or '.join(repr(key) for key in keys)}")
 
     def parse(value: JsonDict) -> TextDocument | Skipped | Rejected:
         key = next((key for key in keys if key in value), None)
         if key is None:
-            return missing
+            return Rejected(f"no key {' or '.join(map(repr, keys))}")
         text = value[key]
         if key == "paragraphs" and isinstance(text, list):
             for paragraph in text:
@@ -193,8 +193,9 @@ def _rejecting(parse: Callable[[JsonDict], Record | Skipped]) -> Parser:
 def parse_conversation(value: JsonDict) -> Conversation | Skipped:
     """Parse a chat in one of the formats that `messages_of` reads."""
     messages = messages_of(value)
-    answers = (turn for turn in messages if turn.role == "assistant" and turn.in_loss)
-    if all(is_blank(turn.content) for turn in answers):
+    if all(
+        is_blank(turn.content) for turn in messages if turn.role == "assistant" and turn.in_loss
+    ):
         return Skipped("no answer")
     return Conversation(tuple(messages), labels_of(value))
 
@@ -230,7 +231,9 @@ def expected_fields(kind: str, text_field: str) -> str:
 
 def kind_of_row(row: JsonDict) -> Kind:
     """The kind of record that the keys of a row mean."""
-    return "pairs" if is_preference(row) else "chats" if is_chat(row) else "documents"
+    if is_preference(row):
+        return "pairs"
+    return "chats" if is_chat(row) else "documents"
 
 
 def content_hash(record: Record) -> bytes:
@@ -270,7 +273,8 @@ def split(rows: Iterator[Record], fraction: float) -> Iterator[tuple[bool, Recor
         else:
             if record_position < lowest_place:
                 yield from ((False, earlier) for earlier in lowest)
-                lowest, lowest_place = [], record_position
+                lowest = []
+                lowest_place = record_position
             lowest.append(record)
     yield from ((lowest_place > 0, record) for record in lowest)
 

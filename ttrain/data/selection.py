@@ -12,7 +12,8 @@ from ttrain.data.contamination import TextMatch
 from ttrain.data.json_rows import Tally
 from ttrain.data.packing import Flags, Ids
 
-HELD_OUT, DUPLICATE = "stands in the held-out part", "duplicate"
+HELD_OUT = "stands in the held-out part"
+DUPLICATE = "duplicate"
 
 Tallies = Mapping[tuple[str, int], Tally]  # by role and number of the file
 
@@ -21,24 +22,26 @@ class Selection:
     """All rows of the blocks, and which are selected; a block's arrays are views of these."""
 
     def __init__(self, built_blocks: Sequence[BuiltBlock], tallies: Tallies, kind: str) -> None:
-        self._tallies, self._kind = tallies, kind
+        self._tallies = tallies
+        self._kind = kind
         lengths = [len(block.rows) for block in built_blocks]
         self._starts = shards.offsets_of(lengths)
         self.rows = np.concatenate(
             [np.zeros((0, 4), np.uint64), *(block.rows for block in built_blocks)]
         )
         self.selected = np.ones(len(self.rows), np.bool_)
-        from_heldout = np.array([block.role == "heldout" for block in built_blocks], np.bool_)
-        self.from_heldout = np.repeat(from_heldout, lengths)
+        self.from_heldout = np.repeat(
+            np.array([block.role == "heldout" for block in built_blocks], np.bool_), lengths
+        )
         self._is_heldout: Flags = np.concatenate(
             [self.selected[:0], *(b.is_heldout for b in built_blocks)]
         )
         spans = itertools.starmap(slice, itertools.pairwise(self._starts.tolist()))
-        self._spans = list(
-            zip(built_blocks, spans, strict=True)
-        )  # each block with its part of the arrays
+        # Each block with its part of the arrays.
+        self._spans = list(zip(built_blocks, spans, strict=True))
         for block, span in self._spans:
-            block.rows, block.selected = self.rows[span], self.selected[span]
+            block.rows = self.rows[span]
+            block.selected = self.selected[span]
 
     def leave_out(self, rule: str, flags: Flags) -> None:
         """Leave the flagged rows out by a rule, and count those that were selected."""
@@ -107,8 +110,8 @@ class Selection:
                 row = int(lines.searchsorted(np.uint64(match.line)))
                 is_there = row < len(lines) and lines[row] == match.line
                 if is_there and not block.is_heldout[row]:
-                    match = match._replace(line=block.line_of(row))
-                    rows.append((span.start + row, block.source.name, match))
+                    in_file = match._replace(line=block.line_of(row))
+                    rows.append((span.start + row, block.source.name, in_file))
         return rows
 
 

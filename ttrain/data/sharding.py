@@ -46,13 +46,12 @@ class ShardSetResult:
     def to_json(self) -> JsonDict:
         """The counts of the manifest."""
         names = (*shards.COUNTED, "kind", "vocab_size")
-        others = [field.name for field in fields(self)][2:]
-        parts = self.parts.items()
-        return {
-            **{part_name: {name: index[name] for name in names} for part_name, index in parts},
-            "rows": {role: tally.to_json() for role, tally in self.tallies.items()},
-            **{name: value for name in others if (value := getattr(self, name)) is not None},
-        }
+        counts: JsonDict = {}
+        for part_name, index in self.parts.items():
+            counts[part_name] = {name: index[name] for name in names}
+        counts["rows"] = {role: tally.to_json() for role, tally in self.tallies.items()}
+        others = {field.name: getattr(self, field.name) for field in fields(self)[2:]}
+        return counts | {name: value for name, value in others.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,8 @@ def build(
     against. `earlier`: sets of shards with originals of near-duplicates. `earlier_heldout`: content
     hashes of rows not to be trained on. Raises DataError for a file that cannot be read.
     """
-    output, recipe = work.output, work.recipe
+    output = work.output
+    recipe = work.recipe
     built_blocks = make_blocks(work)
     tallies = _quarantine(output, work.files, built_blocks)
     selection = Selection(built_blocks, tallies, recipe.kind)
@@ -111,8 +111,9 @@ def build(
     selection.leave_out(HELD_OUT, kept_back)
     overlaps = None
     if against:
-        selected = [(file, match) for row, file, match in matches if selection.selected[row]]
-        overlaps = contamination.report(against, selected)
+        overlaps = contamination.report(
+            against, [(file, match) for row, file, match in matches if selection.selected[row]]
+        )
         selection.leave_out(contamination.OVERLAPS, removed)
     sizes: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     entries = {
@@ -170,16 +171,15 @@ def build(
 
 def make_blocks(work: Work) -> list[BuiltBlock]:
     """Make or reuse the blocks of both roles; of a sample or a head, only what it may need."""
-    reading, recipe = work.reading, work.recipe
+    reading = work.reading
+    recipe = work.recipe
     built_blocks: list[BuiltBlock] = []
     if "heldout" in work.files:
         recipe = replace(recipe, heldout_fraction=0.0)
         built_blocks += _make_role(work, "heldout", replace(recipe, heldout_fraction=1.0))
     held_out = {key for block in built_blocks for key in _keys(block.rows)}
-    head = None
-    if reading.limit and reading.sample == "head":
-        head = reading.limit
-    elif reading.limit:
+    head = reading.limit if reading.sample == "head" else None
+    if reading.limit and not head:
         draws = _draws(work, held_out)
         if len(draws) > reading.limit:
             recipe = replace(recipe, keep_below=int(draws[reading.limit - 1]) + 1)
@@ -194,16 +194,23 @@ def _make_role(
     held_out: Set[bytes] = frozenset(),
 ) -> list[BuiltBlock]:
     built_blocks: list[BuiltBlock] = []
-    rows, distinct = 0, set[bytes]()
+    rows = 0
+    distinct: set[bytes] = set()
     lines: Counter[int] = Counter()
     tasks = ((block, recipe, work.output) for block in work.cut(role))
     with contextlib.closing(work.pool.map(blocks.make, tasks)) as results:
         for number, directory, encoded in results:
             manifest = read_object(directory / blocks.MANIFEST)
             table = blocks.table_of((directory / blocks.ROWS).read_bytes())
-            source = work.files[role][number]
             block = BuiltBlock(
-                role, number, source, directory, encoded, manifest, table, lines[number]
+                role,
+                number,
+                work.files[role][number],
+                directory,
+                encoded,
+                manifest,
+                table,
+                lines[number],
             )
             built_blocks.append(block)
             lines[number] += manifest["tally"]["lines"]
@@ -233,7 +240,8 @@ def _quarantine(output: Path, files: FilesByRole, built_blocks: Sequence[BuiltBl
     (output / REJECTED).parent.mkdir(parents=True, exist_ok=True)
     with (output / REJECTED).open("wb") as out:
         for block in built_blocks:
-            tally, location = tallies[block.role, block.file], block.source.location
+            tally = tallies[block.role, block.file]
+            location = block.source.location
             tally.add_counts(block.manifest["tally"])
             for line in (block.directory / blocks.BAD_ROWS).read_bytes().splitlines():
                 row = orjson.loads(line)

@@ -65,8 +65,8 @@ def concatenate(columns: Sequence[Column]) -> Column:
     lists = {}
     for name in columns[0].lists:
         lists[name] = np.concatenate([column.lists[name] for column in columns])
-    lengths = np.concatenate([np.diff(column.offsets) for column in columns])
-    return Column(offsets=offsets_of(lengths), **lists)
+    lengths = [np.diff(column.offsets) for column in columns]
+    return Column(offsets=offsets_of(np.concatenate(lengths)), **lists)
 
 
 class Ranges(NamedTuple):
@@ -108,12 +108,13 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     data = sink.getvalue()
-    rows, tokens = len(column), len(column.tokens)
     return {
         "file": name,
-        "rows": rows,
-        "tokens": tokens,
-        "live_tokens": tokens - rows if column.live is None else int(column.live.sum()),
+        "rows": len(column),
+        "tokens": len(column.tokens),
+        "live_tokens": len(column.tokens) - len(column)
+        if column.live is None
+        else int(column.live.sum()),
         **({"weighted": True} if "weight" in arrays else {}),
         "sha256": hashlib.sha256(data).hexdigest(),
     }, data
@@ -211,7 +212,8 @@ class ShardSet:
                 f"the shards in {directory} were made with the tokenizer "
                 f"{index['tokenizer'][:12]}, not with {tokenizer[:12]}; make them again"
             )
-        self.directory, self.index = directory, index
+        self.directory = directory
+        self.index = index
         self.weights: list[float] = index.get("weights", [])
         self._group = group
         self.entries = [
@@ -234,14 +236,18 @@ class ShardSet:
         """Weight of each record, or None if all are 1; then no shard is read."""
         if not any(shard.get("weighted") for shard in self.entries):
             return None
-        columns = ((len(column), column.weights) for column in self.columns())
-        return np.concatenate([np.ones(n) if own is None else own for n, own in columns])
+        return np.concatenate(
+            [
+                np.ones(len(column)) if column.weights is None else column.weights
+                for column in self.columns()
+            ]
+        )
 
     @cached_property
     def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
-        offsets = (column.offsets for column in self.columns())
-        return np.concatenate([self._first_row[:0], *map(np.diff, offsets)])
+        lengths = (np.diff(column.offsets) for column in self.columns())
+        return np.concatenate([self._first_row[:0], *lengths])
 
     @cached_property
     def starts(self) -> Array:
@@ -302,7 +308,8 @@ class ShardSet:
     def _in_shard(self, shard: int, low: Array, high: Array) -> Ranges:
         [column] = self.columns([shard])
         first_token = self._first_token[shard]
-        low, high = low - first_token, high - first_token
+        low = low - first_token
+        high = high - first_token
         spans = map(slice, low.tolist(), high.tolist())
         ids = np.concatenate([column.tokens[span] for span in spans])
         first = column.offsets.searchsorted(low, "right") - 1

@@ -52,27 +52,24 @@ def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
     left_out: dict[str, str] = {}
     for location in files:
         try:
-            dataset = _dataset_of(location)
+            rows = first_rows.read(location, Reading(), Tally())
+            kind = first_rows.kind_of(rows)
+            if kind is None:
+                raise DataError("has no rows")
+            reasons = [first_rows.why_bad(row, kind, Reading().text_field) for _, _, row in rows]
+            if all(reasons):
+                raise DataError(
+                    f"holds no documents, chats or pairs: line {rows[0][1]}: {reasons[0]}"
+                )
         except (TTrainError, OSError) as error:
             left_out[location] = str(error).removeprefix(f"{location} ")
             continue
         part = "_heldout" if _HELD_OUT.search(Path(location).name.partition(".")[0]) else ""
-        datasets.setdefault(f"{dataset}{part}", []).append(location)
+        datasets.setdefault(f"{first_rows.DATASETS[kind]}{part}", []).append(location)
     for dataset in DATA:  # a held-out part of nothing is the data
         if dataset not in datasets and f"{dataset}_heldout" in datasets:
             datasets[dataset] = datasets.pop(f"{dataset}_heldout")
     return datasets, left_out
-
-
-def _dataset_of(location: str) -> str:
-    rows = first_rows.read(location, Reading(), Tally())
-    kind = first_rows.kind_of(rows)
-    if kind is None:
-        raise DataError("has no rows")
-    problems = [first_rows.why_bad(values, kind, Reading().text_field) for _, _, values in rows]
-    if all(problems):
-        raise DataError(f"holds no documents, chats or pairs: line {rows[0][1]}: {problems[0]}")
-    return first_rows.DATASETS[kind]
 
 
 def render(datasets: dict[str, list[str]], name: str, path: str) -> str:

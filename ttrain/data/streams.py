@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from ttrain.core.files import JsonDict
 from ttrain.core.text import first_line
 from ttrain.data import locations
 from ttrain.errors import CannotRead, DataError, TTrainError
@@ -48,8 +47,10 @@ def noting_faults(location: str) -> Iterator[None]:
             error, (*READ_ERRORS, pa.ArrowException)
         ):
             raise
-        fault = f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again"
-        raise DataError(fault, [location]) from error
+        raise DataError(
+            f"{location} is truncated or corrupt: {first_line(error)}; fetch or write it again",
+            [location],
+        ) from error
 
 
 def stored(location: str) -> BinaryIO:
@@ -61,17 +62,6 @@ def stored(location: str) -> BinaryIO:
         opened: BinaryIO = files.open(path, "rb")
         return opened
     return locations.local_path(location).open("rb")
-
-
-def _unpacked(packed: BinaryIO, name: str) -> Any:
-    if name.endswith(".zst"):  # fsspec has no zstd before Python 3.14
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(packed, "zstd")
-    from fsspec.compression import compr
-    from fsspec.utils import infer_compression
-
-    return compr[infer_compression(name)](packed, mode="rb")
 
 
 def is_parquet(location: str) -> bool:
@@ -100,7 +90,16 @@ def is_plain(location: str) -> bool:
 def chunks(location: str) -> Iterator[bytes]:
     """The text in UTF-8, unpacked, without its byte order mark, in bounded pieces."""
     with stored(location) as packed:
-        stream = _unpacked(packed, locations.name(location))
+        name = locations.name(location)
+        if name.endswith(".zst"):  # fsspec has no zstd before Python 3.14
+            import pyarrow as pa
+
+            stream = pa.CompressedInputStream(packed, "zstd")
+        else:
+            from fsspec.compression import compr
+            from fsspec.utils import infer_compression
+
+            stream = compr[infer_compression(name)](packed, mode="rb")
         piece = stream.read(CHUNK_BYTES)
         # Half of a pair of surrogates stays one, which costs its row.
         decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
@@ -191,7 +190,13 @@ def parquet_lines(
         ):
             for row in batch.to_pylist(maps_as_pydicts=maps):
                 number += 1
-                yield number, _as_line(row)
+                # A null column is a key that the row lacks; a row of nulls says what is null.
+                present = {name: value for name, value in row.items() if value is not None}
+                # A map may have numbers as keys.
+                yield (
+                    number,
+                    orjson.dumps(present or row, default=_as_json, option=orjson.OPT_NON_STR_KEYS),
+                )
 
 
 @contextlib.contextmanager
@@ -203,15 +208,6 @@ def _parquet(location: str) -> Iterator[Any]:
         ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened,
     ):
         yield opened
-
-
-def _as_line(values: JsonDict) -> bytes:
-    # A null column is a key that the row lacks; a row of nulls says what is null.
-    row = values
-    if None in values.values():
-        row = {name: value for name, value in values.items() if value is not None} or values
-    # A map may have numbers as keys.
-    return orjson.dumps(row, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
 
 
 def _as_json(value: object) -> object:

@@ -88,16 +88,18 @@ def write(
     """Write a tokenizer directory. `tokens`: by the names of transformers; `others`: special."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8", newline="")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **tokens,
-        "additional_special_tokens": list(others),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "padding_side": "right",
-    }
-    write_json(directory / "tokenizer_config.json", settings)
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **tokens,
+            "additional_special_tokens": list(others),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "padding_side": "right",
+        },
+    )
     (directory / "chat_template.jinja").write_text(jinja, encoding="utf-8", newline="")
 
 
@@ -106,16 +108,15 @@ def measure(encoder: Encoder, texts: Sequence[str]) -> dict[str, Any]:
     size = sum(len(text.encode("utf-8")) for text in texts)
     encoded = encoder.encode(texts)
     tokens = sum(map(len, encoded))
-    changed = [
-        text for text, ids in zip(texts, encoded, strict=True) if encoder.decode(ids) != text
-    ]
     return {
         "documents": len(texts),
         "bytes": size,
         "tokens": tokens,
         "bytes_per_token": size / max(1, tokens),
         "unk_rate": sum(ids.count(encoder.unk_id) for ids in encoded) / max(1, tokens),
-        "changed_texts": len(changed),
+        "changed_texts": sum(
+            encoder.decode(ids) != text for text, ids in zip(texts, encoded, strict=True)
+        ),
     }
 
 
@@ -130,7 +131,8 @@ def sample(
     input. Only the sample is in memory; if the lowest text alone is too large, it is the
     whole sample.
     """
-    is_head, max_documents = config.sample == "head", config.max_documents or math.inf
+    is_head = config.sample == "head"
+    max_documents = config.max_documents or math.inf
     key = config.seed.to_bytes(8, "big")
     # (-hash, -number, bytes, text): the highest comes first.
     heap: list[tuple[int, int, int, str]] = []

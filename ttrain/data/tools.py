@@ -104,7 +104,8 @@ def with_calls(content: str, calls: list[JsonDict]) -> str:
     """An assistant's text followed by its calls."""
     texts = [content] if content else []
     for call in calls:
-        name, arguments = dumps(_function(call)["name"]), _function(call)["arguments"]
+        name = dumps(_function(call)["name"])
+        arguments = _function(call)["arguments"]
         written = arguments if isinstance(arguments, str) else dumps(arguments)
         texts.append(f'{CALL_BEGIN}\n{{"name": {name}, "arguments": {written}}}\n{CALL_END}')
     return "\n".join(texts)
