@@ -46,10 +46,15 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
     for artifact in store.artifacts(stage or "*"):
         damage = store.damage(artifact)
         state = f"damaged: {damage}" if damage else "finished"
-        place = (artifact.stage, artifact.key, state, artifact.path)
         rows.append(
             ArtifactRow(
-                *place, size_of(artifact), artifact.manifest["published"], users.get(artifact.key)
+                artifact.stage,
+                artifact.key,
+                state,
+                artifact.path,
+                size_of(artifact),
+                artifact.manifest["published"],
+                users.get(artifact.key),
             )
         )
     others = {
@@ -125,13 +130,17 @@ def made_by_other_code(store: ArtifactStore, planned: Planned) -> Artifact | Non
     """The newest artifact that differs in code alone from what the plan would build."""
     if planned.key is None or planned.state == "cached" or planned.forced:
         return None
-    for artifact in store.artifacts(planned.name):
-        ingredients = artifact.manifest["ingredients"]
-        if not artifact.absent and not changes_besides(
-            frozenset(), ingredients, planned.ingredients
-        ):
-            return artifact
-    return None
+    return next(
+        (
+            artifact
+            for artifact in store.artifacts(planned.name)
+            if not artifact.absent
+            and not changes_besides(
+                frozenset(), artifact.manifest["ingredients"], planned.ingredients
+            )
+        ),
+        None,
+    )
 
 
 def remarks_on_code(plan: Plan) -> list[str]:
@@ -155,15 +164,21 @@ def _adopted(store: ArtifactStore, planned: Planned, old: Artifact) -> Artifact:
     if problems := verify(old):
         name = f"{old.stage} {old.key[:SHOWN_KEY]}"
         raise ArtifactError(f"{name} is damaged, so it is not adopted: {'; '.join(problems)}")
-    stage, key = planned.name, planned.known_key
-    changed = differences(old.manifest["ingredients"], planned.ingredients)
-    entry = {"key": old.key, "differences": changed, "adopted_unix": time.time()}
-    history = [*old.manifest.get("adopted", []), entry]
-    manifest = {**old.manifest, "ingredients": dict(planned.ingredients), "adopted": history}
-    with store.lock(stage, key):
-        output = store.work(stage, key).with_name(f"{key}.adopted")
+    key = planned.known_key
+    entry = {
+        "key": old.key,
+        "differences": differences(old.manifest["ingredients"], planned.ingredients),
+        "adopted_unix": time.time(),
+    }
+    manifest = {
+        **old.manifest,
+        "ingredients": dict(planned.ingredients),
+        "adopted": [*old.manifest.get("adopted", []), entry],
+    }
+    with store.lock(planned.name, key):
+        output = store.work(planned.name, key).with_name(f"{key}.adopted")
         remove_tree(output)
         for name in old.manifest["files"]:
             (output / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(old.path / name, output / name)
-        return store.publish(stage, key, output, manifest)
+        return store.publish(planned.name, key, output, manifest)

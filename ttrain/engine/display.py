@@ -46,21 +46,22 @@ class Display:
     """
 
     def __init__(self, console: Console, log_level: str = "info") -> None:
-        self.console, self.log_level = console, log_level
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a signal handler may print while the same thread is printing
+        self.console = console
+        self.log_level = log_level
+        # Reentrant: a signal handler may print while the same thread is printing.
+        self._lock = threading.RLock()
         self._last_line: dict[str, float] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars: Progress | None = None
         if console.is_terminal:
-            columns = (
+            self._bars = Progress(
                 TextColumn("  {task.description:<16}"),
                 BarColumn(bar_width=28),
                 TextColumn("{task.percentage:>3.0f} %"),
                 TextColumn("{task.fields[figures]}", style="dim"),
+                console=console,
+                transient=True,
             )
-            self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
 
     def __call__(self, stage: str, event: str, data: Mapping[str, Any]) -> None:
@@ -75,7 +76,21 @@ class Display:
         elif event == "started":
             self.say(f"{stage}: {data['why']}", (">", "bold"))
         elif event == "progressed":
-            self._progressed(stage, StageProgress(**data))
+            progress = StageProgress(**data)
+            now = time.monotonic()
+            if self._bars:
+                with self._lock:
+                    if stage not in self._tasks:
+                        self._tasks[stage] = self._bars.add_task(stage, figures="")
+                    self._bars.update(
+                        self._tasks[stage],
+                        completed=progress.done,
+                        total=progress.total or None,
+                        figures=progress.details,
+                    )
+            elif now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
+                self._last_line[stage] = now
+                self.say(f"  {stage}: {progress}")
         elif event == "ended":
             self._remove_bar(stage)
             mark, phrase = OUTCOMES[data["state"]]
@@ -95,24 +110,6 @@ class Display:
                 Text.assemble(mark, f" {line}") if mark else Text(line), soft_wrap=True
             )
             sys.stdout.flush()
-
-    def _progressed(self, stage: str, progress: StageProgress) -> None:
-        # Show the progress of a stage: its bar, or a line now and then.
-        if self._bars:
-            with self._lock:
-                if stage not in self._tasks:
-                    self._tasks[stage] = self._bars.add_task(stage, figures="")
-                self._bars.update(
-                    self._tasks[stage],
-                    completed=progress.done,
-                    total=progress.total or None,
-                    figures=progress.details,
-                )
-            return
-        now = time.monotonic()
-        if now - self._last_line.setdefault(stage, now) >= SECONDS_BETWEEN_LINES:
-            self._last_line[stage] = now
-            self.say(f"  {stage}: {progress}")
 
     def _remove_bar(self, stage: str) -> None:
         with self._lock:

@@ -32,13 +32,18 @@ LONG_SECONDS, FEW_PASSES, MANY_PASSES = 86_400, 4, 40
 
 # Of the quickstart: the seconds of stages that do not train, and the tokens of its data.
 START_SECONDS = 5.0  # of a training: to load the libraries, and to validate
-QUICKSTART_SECONDS, EVALUATION_SECONDS = {"source": 2.0, "tokenizer": 3.0}, 8.0
-QUICKSTART_SECONDS |= dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0)
+EVALUATION_SECONDS = 8.0
+QUICKSTART_SECONDS = {
+    "source": 2.0,
+    "tokenizer": 3.0,
+    **dict.fromkeys((stage.name for stage in SHARDS.values()), 2.0),
+}
 QUICKSTART_TOKENS = {"pretrain": 696_495, "sft": 261_189, "lora": 83_960}  # with 2048 words
 
 # UTF-8 bytes per token of documents with a vocabulary of 2048, and the exponent with which they
 # grow with the vocabulary's size.
-BYTES_PER_TOKEN, GROWTH = 3.1, 0.15
+BYTES_PER_TOKEN = 3.1
+GROWTH = 0.15
 PLAIN = (".jsonl", ".json", ".txt", ".md")  # other files are compressed: their size says nothing
 
 
@@ -114,12 +119,11 @@ class Estimate:
 
     def to_json(self) -> JsonDict:
         """The form of `plan --json`, with null for unknown values."""
-        stages = [asdict(each) for each in self.stages]
         return {
             "seconds": self.seconds,
             "without": self.without,
             "rate": self.rate,
-            "stages": stages,
+            "stages": [asdict(each) for each in self.stages],
         }
 
 
@@ -146,9 +150,24 @@ class _Estimator:
     rate: str = "the quickstart's rate on a similar CPU"
 
     def of(self, planned: Planned) -> StageEstimate:
-        if planned.name in TRAINING_STAGES:
-            return self._training(planned)
-        return StageEstimate(planned.name, self._seconds(planned))
+        if planned.name not in TRAINING_STAGES:
+            return StageEstimate(planned.name, self._seconds(planned))
+        section: Training = getattr(self.settings, planned.name)
+        data = self._tokens(planned.name)
+        if data is None and section.epochs == rules.AUTO:  # by the number of rows
+            return StageEstimate(planned.name)
+        data = data and max(data, section.row_length)  # a row counts in full
+        section = section.resolved(data // section.row_length if data else PLENTY_OF_ROWS)
+        tokens = section.token_budget
+        passes = section.passes
+        if data:
+            tokens = tokens or round(data * (passes or 0))
+            passes = passes or tokens / data
+        seconds = None
+        if tokens:
+            rest = max(0, tokens - planned.first_step * section.step_tokens)
+            seconds = self._seconds_of(planned.name, section, rest)
+        return StageEstimate(planned.name, seconds, tokens, passes)
 
     def _seconds(self, planned: Planned) -> float | None:
         # A stage that does not train takes as long as before, scaled by the bytes that it reads.
@@ -166,34 +185,17 @@ class _Estimator:
 
     def _evaluation(self, earlier: Artifact | None) -> float | None:
         """As long as before, and longer with a larger model."""
-        seconds, flops = EVALUATION_SECONDS, QUICKSTART_FLOPS
+        row_length = self.settings.evaluate.row_length
         if earlier:
             seconds = float(earlier.manifest["seconds"])
-            flops = flops_per_token(
-                earlier.provenance["settings"], self.settings.evaluate.row_length
-            )
+            flops = flops_per_token(earlier.provenance["settings"], row_length)
         elif self.settings.existing_model or not self._is_quickstart("pretrain"):
             return None
-        row_length = self.settings.evaluate.row_length
+        else:
+            seconds = EVALUATION_SECONDS
+            flops = QUICKSTART_FLOPS
         faster = speed_up(self.settings, flops, row_length)
         return START_SECONDS + max(0.0, seconds - START_SECONDS) / faster
-
-    def _training(self, planned: Planned) -> StageEstimate:
-        section: Training = getattr(self.settings, planned.name)
-        data = self._tokens(planned.name)
-        if data is None and section.epochs == rules.AUTO:  # by the number of rows
-            return StageEstimate(planned.name)
-        data = data and max(data, section.row_length)  # a row counts in full
-        section = section.resolved(data // section.row_length if data else PLENTY_OF_ROWS)
-        tokens, passes = section.token_budget, section.passes
-        if data:
-            tokens = tokens or round(data * (passes or 0))
-            passes = passes or tokens / data
-        seconds = None
-        if tokens:
-            rest = max(0, tokens - planned.first_step * section.step_tokens)
-            seconds = self._seconds_of(planned.name, section, rest)
-        return StageEstimate(planned.name, seconds, tokens, passes)
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
         """Of a training on so many tokens, as measured, or by the rate of another training."""
@@ -222,15 +224,16 @@ class _Estimator:
     def _made_here(self, stage: str) -> Artifact | None:
         runtime = self.settings.runtime
         devices = {"device": runtime.device, "devices": runtime.devices, "nodes": runtime.nodes}
-        for artifact in self.store.artifacts(stage):
-            made = artifact.provenance
-            same = (
-                made.get("machine") == machine()
-                and devices.items() <= made.get("runtime", {}).items()
-            )
-            if same and made.get("run"):
-                return artifact
-        return None
+        return next(
+            (
+                artifact
+                for artifact in self.store.artifacts(stage)
+                if artifact.provenance.get("machine") == machine()
+                and devices.items() <= artifact.provenance.get("runtime", {}).items()
+                and artifact.provenance.get("run")
+            ),
+            None,
+        )
 
     def _tokens(self, dataset: str) -> int | None:
         if shards := self.artifacts.get(SHARDS[dataset].name):
@@ -238,14 +241,18 @@ class _Estimator:
         words = math.pow(self.settings.tokenizer.vocab_size / 2048, GROWTH)
         if self._is_quickstart(dataset) and dataset in QUICKSTART_TOKENS:
             return round(QUICKSTART_TOKENS[dataset] / words)
-        is_documents = SHARDS[dataset].arguments["kind"] == "documents"
-        size = self._bytes(dataset) if is_documents else None
+        if SHARDS[dataset].arguments["kind"] != "documents":
+            return None
+        size = self._bytes(dataset)
         return round(size / BYTES_PER_TOKEN / words) if size else None
 
     def _is_quickstart(self, dataset: str) -> bool:
         settings = self.settings
-        is_whole = settings.python_docs == PythonDocs() and not settings.reading.limit
-        return is_whole and settings.reads_python_docs(dataset)
+        return (
+            settings.python_docs == PythonDocs()
+            and not settings.reading.limit
+            and settings.reads_python_docs(dataset)
+        )
 
     def _bytes(self, dataset: str) -> int | None:
         # None where bytes do not say how much is read, or a server would have to be asked.

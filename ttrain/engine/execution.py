@@ -64,18 +64,20 @@ class PipelineRun(StopRequest):
         `continues`.
         """
         super().__init__(lambda text: display("", "message", {"text": text}))
-        settings, store = plan.settings, plan.store
-        self.plan, self.settings, self.store, self.display = plan, settings, store, display
-        self.registers = (
-            registers and settings.runtime.node_rank == 0
-        )  # whether its models become versions
+        settings = plan.settings
+        self.plan = plan
+        self.settings = settings
+        self.store = plan.store
+        self.display = display
+        # Whether its models become versions.
+        self.registers = registers and settings.runtime.node_rank == 0
         if self.registers:
-            Registry(store.root).check_names(
+            Registry(self.store.root).check_names(
                 settings.name, sorted(registered_name(settings.name, of) for of in REGISTERED)
             )
         self.outcome = "running"  # then completed, failed, interrupted or nothing-new
         self.record = RunRecord(
-            store.root,
+            self.store.root,
             plan.pipeline,
             [planned.stage.name for planned in plan.stages],
             with_absolute_paths(settings).model_dump(mode="json"),
@@ -211,12 +213,14 @@ class PipelineRun(StopRequest):
         # the id by which trackers know it: that of the run which began its training, if it
         # continues one
         tracked = read_object(work / TRACKED).get("id") or f"{self.record.run}/{stage.name}"
-        ids = {
-            "run": self.record.run,
-            "id": tracked,
-            "experiment": self.settings.tracking.experiment,
-        }
-        write_json(work / TRACKED, ids)
+        write_json(
+            work / TRACKED,
+            {
+                "run": self.record.run,
+                "id": tracked,
+                "experiment": self.settings.tracking.experiment,
+            },
+        )
         self.record.stage(
             stage.name,
             outcome="running",
@@ -230,17 +234,18 @@ class PipelineRun(StopRequest):
             self.make_parts_elsewhere(stage, work)
 
     def _ended(self, planned: Planned, outcome: launch.StageOutcome) -> None:
-        name, artifact, seconds = planned.name, outcome.artifact, outcome.seconds
+        name = planned.name
+        artifact = outcome.artifact
         self.artifacts[name] = artifact
         figures = summary.key_figures(name, artifact.result, artifact.path)
         self.display(
-            name, "ended", {"state": outcome.state, "seconds": seconds, "figures": figures}
+            name, "ended", {"state": outcome.state, "seconds": outcome.seconds, "figures": figures}
         )
-        self.record.log(name, f"{outcome.state} after {seconds:.1f} s: {figures}")
+        self.record.log(name, f"{outcome.state} after {outcome.seconds:.1f} s: {figures}")
         self.record.stage(
             name,
             outcome=outcome.state,
-            seconds=round(seconds, 2),
+            seconds=round(outcome.seconds, 2),
             key=artifact.key,
             path=str(artifact.path),
             log=str(artifact.path / "run" / "log.txt"),
@@ -253,7 +258,8 @@ class PipelineRun(StopRequest):
 
     def _failed(self, stage: Stage, error: BaseException) -> None:
         # NothingNew is no failure; the night reports the reason.
-        name, is_stopped = stage.name, isinstance(error, Interrupted | KeyboardInterrupt)
+        name = stage.name
+        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         if not is_stopped:
             self.failures[name] = error
         message = (
@@ -297,7 +303,7 @@ class PipelineRun(StopRequest):
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Close the run with the outcome of the block."""
-        outcome, error = "failed", None
+        error = None
         try:
             yield
             outcome = "completed"
@@ -342,9 +348,12 @@ class PipelineRun(StopRequest):
             if of in self.artifacts
         ]
         keys = {name: artifact.key for name, artifact in self.artifacts.items()}
-        metrics = dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics)
         model_set = Registry(self.store.root).register_set(
-            self.settings.name, self.record.run, members, keys, metrics
+            self.settings.name,
+            self.record.run,
+            members,
+            keys,
+            dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics),
         )
         self.model_set = model_set.version
         self.record.note(model_set=str(model_set))

@@ -84,16 +84,17 @@ class ForkServer:
     ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the server
-        words = [
-            "-m",
-            "ttrain.engine.fork_server",
-            str(os.getpid()),
-            str(theirs.fileno()),
-            *libraries,
-        ]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *words],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "ttrain.engine.fork_server",
+                    str(os.getpid()),
+                    str(theirs.fileno()),
+                    *libraries,
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
@@ -101,7 +102,8 @@ class ForkServer:
                 env={**environment, **ONE_THREAD},
                 start_new_session=True,
             )
-        self.pid, self._is_loaded = self._process.pid, False
+        self.pid = self._process.pid
+        self._is_loaded = False
 
     @property
     def is_loaded(self) -> bool:
@@ -206,7 +208,7 @@ class ForkedProcess:
 
 def main() -> NoReturn:
     """`python -m ttrain.engine.fork_server LAUNCHER DESCRIPTOR MODULE...`: load, then serve."""
-    launcher, control = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    launcher = int(sys.argv[1])
     stop_watching_parent = end_with_parent(launcher)
     gc.disable()  # while it loads: 3.6 s instead of 4.6
     for name in LEFT_OUT:
@@ -227,7 +229,7 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # so that no collection in a child touches, hence copies, what all of them share
     gc.enable()
-    request = _serve(control, launcher)
+    request = _serve(socket.socket(fileno=int(sys.argv[2])), launcher)
     if _own_files() != loaded:
         for name in _own_modules():
             del sys.modules[name]
@@ -261,7 +263,8 @@ def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:
         data, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
         if not data:
             break  # the launching process has ended or closed the server
-        reply, output = socket.socket(fileno=descriptors[0]), descriptors[1]
+        reply = socket.socket(fileno=descriptors[0])
+        output = descriptors[1]
         if os.fork() == 0:
             _end_with(server)
             control.close()

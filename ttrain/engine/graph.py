@@ -50,8 +50,9 @@ class Graph(dict[str, Node]):
 
     def add(self, stage: Stage, **sources: Source | None) -> str:
         """Add a stage and return its name. An input whose source is None is left out."""
-        present = {name: source for name, source in sources.items() if source is not None}
-        self[stage.name] = Node(stage, present)
+        self[stage.name] = Node(
+            stage, {name: source for name, source in sources.items() if source is not None}
+        )
         return stage.name
 
     def replacing(self, replaced: Mapping[str, Source | None]) -> Graph:
@@ -253,8 +254,8 @@ class Plan(Sequence[Planned]):
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
         waiting = sum(stage.state == "run" for stage in self.stages)

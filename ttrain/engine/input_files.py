@@ -42,19 +42,19 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
         return {PYTHON: _input_files([python_docs.text_file()])}
     if stage.dataset is None:
         return {}
-    data, roles = settings.data, dict[str, list[InputFile]]()
+    data = settings.data
+    roles: dict[str, list[InputFile]] = {}
     dataset = dataset_read(stage.dataset, data.tokenizer)
-    if stage.dataset != "tokenizer":
-        weights, heldout = data.weights(dataset), data.paths(f"{dataset}_heldout")
-        if settings.shards.decontaminate:
-            roles[AGAINST] = _input_files(evaluation_files(settings.shards.decontaminate))
-    else:  # it learns from the training part alone
-        weights, heldout = (), ()
-        if settings.tokenizer.existing:
-            tokenizer = settings.tokenizer.existing
-            if tokenizer == settings.existing_model:  # its own lies where its weights are
-                tokenizer = str(_model_files(settings)["config"][0].parent)
-            roles[EXISTING] = _input_files(existing.tokenizer_files(tokenizer))
+    is_tokenizer = stage.dataset == "tokenizer"  # it learns from the training part alone
+    weights = () if is_tokenizer else data.weights(dataset)
+    heldout = () if is_tokenizer else data.paths(f"{dataset}_heldout")
+    if is_tokenizer and settings.tokenizer.existing:
+        tokenizer = settings.tokenizer.existing
+        if tokenizer == settings.existing_model:  # its own lies where its weights are
+            tokenizer = str(_model_files(settings)["config"][0].parent)
+        roles[EXISTING] = _input_files(existing.tokenizer_files(tokenizer))
+    elif not is_tokenizer and settings.shards.decontaminate:
+        roles[AGAINST] = _input_files(evaluation_files(settings.shards.decontaminate))
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     if not data.paths(dataset):
@@ -99,7 +99,8 @@ def _no_documents(settings: Settings) -> UsageError:
 
 def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:
     """Raise one UsageError for all data sets whose first rows are of the wrong kind."""
-    problems, data = [], settings.data
+    problems: list[str] = []
+    data = settings.data
     names = dict.fromkeys(
         dataset_read(stage.dataset, data.tokenizer) for stage in stages if stage.dataset
     )
@@ -171,7 +172,8 @@ def _model_files(settings: Settings) -> dict[str, list[Path]]:
     files = existing.model_files(settings.existing_model, setting)
     limit = existing.max_length(files["config"][0])
     for name in (*settings.trainings, "evaluate"):
-        length, virtual = getattr(settings, name).row_length, settings.virtual_tokens(name)
+        length = getattr(settings, name).row_length
+        virtual = settings.virtual_tokens(name)
         if limit is not None and length + virtual > limit:
             prefix = f", after lora.virtual_tokens {virtual}," if virtual else ""
             raise UsageError(

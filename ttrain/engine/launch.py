@@ -40,10 +40,9 @@ from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
 from ttrain.store.layout import JOB, Artifact, Artifacts
 from ttrain.tasks import RUNNABLE, Stage
 
-NODE_SECONDS, NODE_POLL_SECONDS = (
-    600.0,
-    0.2,
-)  # how long, and how often, a node polls for what node 0 builds
+# How long, and how often, a node polls for what node 0 builds.
+NODE_SECONDS = 600.0
+NODE_POLL_SECONDS = 0.2
 
 PARTS = ("run/blocks",)  # where a stage that reuses parts records them
 
@@ -83,15 +82,17 @@ def build(
 def _make(
     planned: Planned, settings: Settings, store: ArtifactStore, report: Report, stop: StopRequest
 ) -> tuple[Artifact, str]:
-    stage, inputs, key, forced = planned.stage, planned.inputs, planned.known_key, planned.forced
-    work, began = store.work(stage.name, key), time.monotonic()
+    began = time.monotonic()
+    stage = planned.stage
+    key = planned.known_key
+    work = store.work(stage.name, key)
     with store.lock(
         stage.name, key, waiting=lambda: _wait_for(runs.builder(store, stage.name, key), report)
     ):
         stored = store.find(stage.name, key) or (
-            None if forced else store.finish_publishing(stage.name, key)
+            None if planned.forced else store.finish_publishing(stage.name, key)
         )
-        if stored and not forced:
+        if stored and not planned.forced:
             remove_tree(work)  # left if a run was killed between publishing and this line
             return stored, "cached"
         with store.lock(
@@ -102,7 +103,7 @@ def _make(
             # a killed run's process may live for another 0.2 s: it must be gone before its work is
             # touched
             pass
-        if forced and stored and not (work / RESTARTED).exists():
+        if stored and not (work / RESTARTED).exists():
             remove_tree(work)
         if planned.partial_run:
             resume.take_over(store, planned.partial_run, key, planned.ingredients)
@@ -112,13 +113,13 @@ def _make(
                 store, planned, planned.start_from.parents[1], planned.first_step
             ).rename(work)
         remove_earlier_results(work)  # at once: the ranks of other nodes begin when there is a job
-        for name, artifact in inputs.items():
+        for name, artifact in planned.inputs.items():
             store.complete(
                 artifact,
                 stage.inputs.get(name, ()),
                 report=lambda line: report("message", {"text": line}),
             )
-        with verified(stage, store, inputs):
+        with verified(stage, store, planned.inputs):
             _prepare(planned, settings, store, work)
         report("started", {"planned": planned, "work": work})
         try:
@@ -126,30 +127,31 @@ def _make(
                 stage, settings, work, work / "output" / "run" / "log.txt", report, stop
             )
         except TTrainError as error:
-            _hide_sources(work)
+            # URLs of sources may have secrets; the next attempt writes them again.
+            with contextlib.suppress(OSError):  # a full disk
+                write_json(work / JOB, {**read_object(work / JOB), "files": {}}, PRIVATE_FILE)
             if isinstance(error, StageFailed) and error.damaged:
-                raise _set_aside(stage, store, inputs, error.damaged, str(error)) from None
+                raise _set_aside(stage, store, planned.inputs, error.damaged, str(error)) from None
             raise
-        if (
-            file_digests(stage, settings, store) != planned.ingredients["files"]
-        ):  # costs one stat per unchanged file
+        # Costs one stat per unchanged file.
+        if file_digests(stage, settings, store) != planned.ingredients["files"]:
             raise StageFailed(
                 f"stage {stage.name}: its input files changed while they were read; run the "
                 f"same command again"
             )
-        same = store.compare(stored, work / "output") if forced and stored else None
-        state = ("equal" if same else "different") if forced and stored else "completed"
-        if (
-            same is None or same.absent
-        ):  # an incomplete stored one is replaced by the one just built
-            read = {
-                name: {"stage": of.stage, "key": of.key, "content": of.content}
-                for name, of in planned.inputs.items()
-            }
+        same = store.compare(stored, work / "output") if stored else None
+        state = "completed"
+        if stored:
+            state = "equal" if same else "different"
+        # An incomplete stored one is replaced by the one just built.
+        if same is None or same.absent:
             manifest = {
                 "result": result,
                 "ingredients": planned.ingredients,
-                "inputs": read,
+                "inputs": {
+                    name: {"stage": of.stage, "key": of.key, "content": of.content}
+                    for name, of in planned.inputs.items()
+                },
                 "inputs_verified": True,  # all bytes read from them were the published ones
                 "extends": str(planned.start_from.name) if planned.start_from else None,
                 "continued": resume.history(work, key),
@@ -186,9 +188,9 @@ def _set_aside(
         (artifact for artifact in inputs.values() if path.is_relative_to(artifact.path)), None
     )
     if artifact and store.set_damaged_aside(artifact.path, artifact):
-        name = f"{artifact.stage} {artifact.key[:SHOWN_KEY]} (damaged)"
         moved = (
-            f"moved to {store.root / 'replaced'}: {name}; run the same command again to rebuild it"
+            f"moved to {store.root / 'replaced'}: {artifact.stage} {artifact.key[:SHOWN_KEY]} "
+            "(damaged); run the same command again to rebuild it"
         )
         message = message.replace(DamagedFile.fix, moved)
     return StageFailed(message, DamagedFile.__name__, path)
@@ -196,12 +198,12 @@ def _set_aside(
 
 def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: Path) -> None:
     # What an earlier attempt of the same key left is kept: training continues from it.
-    stage, output = planned.stage, work / "output"
+    stage = planned.stage
+    output = work / "output"
     if not (stage.uses_ranks or stage.reuses_parts):
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
     files = data_files(stage, settings)
-    weights = settings.data.weights(stage.dataset) if stage.reuses_parts and stage.dataset else ()
     earlier = (
         store.artifacts(stage.name)[:EARLIER_OUTPUTS]
         if stage.reuses_parts and not planned.forced
@@ -225,7 +227,9 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         "groups": {
             role: [file.group for file in input_files] for role, input_files in files.items()
         },
-        "weights": list(weights),
+        "weights": list(settings.data.weights(stage.dataset))
+        if stage.reuses_parts and stage.dataset
+        else [],
         "reuse": reusable,
         "runtime": settings.runtime.model_dump(mode="json"),
         "output": "output",
@@ -236,12 +240,6 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     write_json(
         work / JOB, spec, PRIVATE_FILE
     )  # private: it has full URLs, since the stage opens the files
-
-
-def _hide_sources(work: Path) -> None:
-    # URLs may have secrets; the next attempt writes them again.
-    with contextlib.suppress(OSError):  # a full disk
-        write_json(work / JOB, {**read_object(work / JOB), "files": {}}, PRIVATE_FILE)
 
 
 def remove_earlier_results(work: Path) -> None:
@@ -260,7 +258,8 @@ def _with_first_node(
 ) -> tuple[Artifact, str]:
     # Node 0 has the key's lock and its work directory; this node's log lies next to it. Raises
     # StageFailed if node 0 does not begin within NODE_SECONDS.
-    stage, key = planned.stage, planned.known_key
+    stage = planned.stage
+    key = planned.known_key
     work = store.work(stage.name, key)
     _wait_for("node 0", report)
     artifact = _wait_for_first_node(planned, store, stop)
@@ -289,7 +288,8 @@ def _wait_for_first_node(
     planned: Planned, store: ArtifactStore, stop: StopRequest
 ) -> Artifact | None:
     # None once node 0 has a job for the ranks of all nodes.
-    stage, key = planned.stage, planned.known_key
+    stage = planned.stage
+    key = planned.known_key
     last_sign_of_life = time.monotonic()
     while (artifact := store.find(stage.name, key)) is None:
         if stop.signum:

@@ -1,5 +1,7 @@
 """Plan a graph: the key of every stage, whether it is cached, and why not."""
 
+import copy
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -71,19 +73,22 @@ def plan(
             )  # a wrong path is reported before earlier stages are built
             one = Planned(node.stage, "run", (f"waits for {', '.join(pending)}",), forced=forced)
         else:
-            inputs = node.inputs({each.name: each.artifact for each in read})
             one = plan_stage(
                 node.stage,
                 settings,
                 store,
-                inputs,
+                node.inputs({each.name: each.artifact for each in read}),
                 rerun,
                 forced=forced,
                 compared_with=compared_with,
             )
         if name in reused and one.artifact:
-            why = (f"taken from the store: {selection} leaves it out",)
-            one = replace(one, state="cached", why=why, forced=False)
+            one = replace(
+                one,
+                state="cached",
+                why=(f"taken from the store: {selection} leaves it out",),
+                forced=False,
+            )
         planned[name] = replace(one, sources=node.sources)
     stages = list(planned.values())
     _check_models(stages, settings)
@@ -146,8 +151,8 @@ def settings_of_selection(
     cached = {each.name for each in plan(graph, settings, store, rerun) if each.state == "cached"}
     if left_out <= cached:
         return settings
-    none = dict.fromkeys(left_out, ())
-    return settings.model_copy(update={"data": settings.data.model_copy(update=none)})
+    data = settings.data.model_copy(update=dict.fromkeys(left_out, ()))
+    return settings.model_copy(update={"data": data})
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
@@ -157,8 +162,9 @@ def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> Usage
         return name_syntax.unknown("stage", name, names, shown=len(names))
     stages = f"the stages are {', '.join(names)}"
     if name in OF_NIGHTS:
-        fix = "try `ttrain pipeline run nightly`"
-        return UsageError(f"stage {name} belongs to nights; {fix}. Here {stages}")
+        return UsageError(
+            f"stage {name} belongs to nights; try `ttrain pipeline run nightly`. Here {stages}"
+        )
     starts = ", ".join(
         f"{stage}.start_from is {settings.starts[stage]}" for stage in settings.trainings
     )
@@ -178,8 +184,11 @@ def alone(name: str, plan: Plan) -> Plan:
             f"{commands}, "
             f"or all at once: `ttrain pipeline run full --until {name}`"
         )
-    chosen = replace(planned[name], sources=planned[name].inputs)
-    return replace(plan, pipeline=f"stage-{name}", stages=[chosen])
+    return replace(
+        plan,
+        pipeline=f"stage-{name}",
+        stages=[replace(planned[name], sources=planned[name].inputs)],
+    )
 
 
 def plan_stage(
@@ -215,8 +224,10 @@ def plan_stage(
     if rerun.resume_key and (
         work := resume.find_partial_run(stage, rerun.resume_key, ingredients, store)
     ):
-        continues = f"continues the unfinished work {work.key[:12]} at step {work.step}"
-        why = (continues, *resume.changes(work, ingredients))
+        why = (
+            f"continues the unfinished work {work.key[:12]} at step {work.step}",
+            *resume.changes(work, ingredients),
+        )
         return replace(planned, why=why, first_step=work.step, partial_run=work)
     if rerun.extend:
         start_from, step, reason = resume.extension_of(stage, settings, ingredients, store)
@@ -234,22 +245,17 @@ def ingredients_of(
         "settings": {
             name: value
             for name, value in flatten(stage.part_of(settings))
-            if _counts(name, stage, settings)
+            if name not in COUNTED_BY_BYTES
+            and (
+                not name.startswith("model.")
+                or name.startswith(SECOND_HEAD)
+                or _describes_model(stage, settings)
+            )
         },
         "inputs": {name: inputs[name].part(stage.inputs.get(name, ())) for name in sorted(inputs)},
         "files": file_digests(stage, settings, store),
         "code": code_digests(stage.module, store.cache),
     }
-
-
-def _counts(name: str, stage: Stage, settings: Settings) -> bool:
-    if name in COUNTED_BY_BYTES:
-        return False
-    return (
-        not name.startswith("model.")
-        or _describes_model(stage, settings)
-        or name.startswith(SECOND_HEAD)
-    )
 
 
 def _describes_model(stage: Stage, settings: Settings) -> bool:
@@ -258,10 +264,9 @@ def _describes_model(stage: Stage, settings: Settings) -> bool:
 
 def key_of(ingredients: Ingredients) -> str:
     """sha256 over the ingredients, without the names of files: a renamed file is the same file."""
-    files = {
-        role: [{name: value for name, value in file.items() if name != "name"} for file in files]
-        for role, files in ingredients.get("files", {}).items()
-    }
+    files = copy.deepcopy(ingredients.get("files", {}))
+    for file in itertools.chain.from_iterable(files.values()):
+        file.pop("name", None)
     return digest_of({**ingredients, "files": files})
 
 
@@ -288,12 +293,15 @@ def explain(
         return continues if step else [*continues, "never run before"]
     earlier_key = runs.keys_of(compared_with).get(stage.name) if compared_with else None
     earlier = [artifact for artifact in artifacts if artifact.key == earlier_key]
-    compared = [_changes(artifact, ingredients) for artifact in earlier or artifacts]
-    return continues + min(compared, key=len)  # min keeps the first of equals, which is the newest
+    # min keeps the first of equals, which is the newest.
+    return continues + min(
+        (_changes(artifact, ingredients) for artifact in earlier or artifacts), key=len
+    )
 
 
 def _changes(artifact: Artifact, ingredients: Ingredients) -> list[str]:
-    before, now = artifact.manifest["ingredients"].get("inputs", {}), ingredients.get("inputs", {})
+    before = artifact.manifest["ingredients"].get("inputs", {})
+    now = ingredients.get("inputs", {})
     makers = {name: entry["stage"] for name, entry in artifact.manifest["inputs"].items()}
     changed = [
         name
@@ -344,16 +352,23 @@ def record_cached(plan: Plan, labels: JsonObject) -> RecordedRun | None:
     """
     if not plan.is_cached:
         return None
-    home, settings = plan.store.root, plan.settings
+    home = plan.store.root
     keys = {stage.name: stage.key for stage in plan}
     newest = next(runs.equal_runs(home, keys), None)
     own = next(
-        (run for run in runs.equal_runs(home, keys) if run["settings"]["name"] == settings.name),
+        (
+            run
+            for run in runs.equal_runs(home, keys)
+            if run["settings"]["name"] == plan.settings.name
+        ),
         None,
     )
     if newest and (own is None or runs.is_cut_short(own)):
         return None
-    recorded = with_absolute_paths(settings).model_dump(mode="json")
-    metrics = summary.metrics_of(plan.results)
-    facts = {"metrics": metrics, "equals": runs.made_by(own) if own else None, **labels}
+    recorded = with_absolute_paths(plan.settings).model_dump(mode="json")
+    facts = {
+        "metrics": summary.metrics_of(plan.results),
+        "equals": runs.made_by(own) if own else None,
+        **labels,
+    }
     return runs.record_cached(home, plan.pipeline, plan.stages, recorded, facts)

@@ -101,8 +101,11 @@ class ProcessGroup:
     @property
     def killed(self) -> bool:
         """Whether a signal from elsewhere ended one of them."""
-        codes = {rank: process.returncode or 0 for rank, process in enumerate(self.processes)}
-        return any(code < 0 for rank, code in codes.items() if rank not in self._killed_by_us)
+        return any(
+            (process.returncode or 0) < 0
+            for rank, process in enumerate(self.processes)
+            if rank not in self._killed_by_us
+        )
 
     def describe_end(self) -> str:
         """Describe the end of a stage that left no result."""
@@ -333,7 +336,9 @@ def _wait(
     # Returns (signal sent, whether the time limit was reached).
     limit = settings.runtime.timeout_seconds
     deadline = time.monotonic() + limit if limit else None
-    sent_signal, kill_time, timed_out = 0, 0.0, False
+    sent_signal = 0
+    kill_time = 0.0
+    timed_out = False
     while True:
         ended = group.poll()
         followed.look(to_the_end=ended)
@@ -341,9 +346,11 @@ def _wait(
             return sent_signal, timed_out
         signum = stop.signum
         if deadline and time.monotonic() > deadline and not sent_signal:
-            timed_out, signum = True, signal.SIGTERM
+            timed_out = True
+            signum = signal.SIGTERM
         if signum and not sent_signal:
-            sent_signal, kill_time = signum, time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
+            sent_signal = signum
+            kill_time = time.monotonic() + GRACE_SECONDS[stage.uses_ranks]
             group.send_signal(signal.SIGTERM)
         if sent_signal and (time.monotonic() > kill_time or stop.at_once):
             group.kill()

@@ -38,7 +38,8 @@ class StageProgress:
     @property
     def details(self) -> str:
         """Figures, speed and the time left."""
-        rate, left = self.per_second, self.seconds_left
+        rate = self.per_second
+        left = self.seconds_left
         parts = [f"{label.replace('_', ' ')} {value:.3f}" for label, value in self.figures.items()]
         is_rate = self.unit == "tokens" and rate is not None
         parts.append(f"{rate:,.0f} tokens/s" if is_rate else f"{self.done:,.0f} {self.unit}")
@@ -52,8 +53,13 @@ class StageProgress:
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline status --json` prints."""
         percent = None if self.part is None else 100 * self.part
-        rates = {"per_second": self.per_second, "seconds_left": self.seconds_left}
-        return {"done": self.done, "unit": self.unit, "percent": percent, **rates}
+        return {
+            "done": self.done,
+            "unit": self.unit,
+            "percent": percent,
+            "per_second": self.per_second,
+            "seconds_left": self.seconds_left,
+        }
 
 
 def progress_of(stage: Mapping[str, Any]) -> StageProgress | None:

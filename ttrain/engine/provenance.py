@@ -50,14 +50,17 @@ def machine() -> Mapping[str, Any]:
 def with_absolute_paths(settings: Settings) -> Settings:
     """The same settings with absolute local paths, globs and folders."""
     webhook = settings.notify.webhook_file
-    suites = {model: tuple(map(_if_file, settings.evaluate.suites.of(model))) for model in MODELS}
     changes: dict[str, JsonDict] = {
         "data": {
             name: tuple(map(_absolute_source, getattr(settings.data, name))) for name in DATASETS
         },
         "tokenizer": {"existing": _if_there(settings.tokenizer.existing)},
         "shards": {"decontaminate": tuple(map(_if_file, settings.shards.decontaminate))},
-        "evaluate": {"suites": suites},
+        "evaluate": {
+            "suites": {
+                model: tuple(map(_if_file, settings.evaluate.suites.of(model))) for model in MODELS
+            }
+        },
         "runtime": {"eval_suite": _if_file(settings.runtime.eval_suite)},
         "notify": {"webhook_file": webhook and _absolute(webhook)},
     }
@@ -99,17 +102,21 @@ def commit() -> str | None:
     checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists() or not shutil.which("git"):
         return None  # ttrain is installed as a package; any repository around it is not its own
-    command = [
-        "git",
-        "--no-optional-locks",
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty=+changes",
-    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     described = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+        [
+            "git",
+            "--no-optional-locks",
+            "describe",
+            "--always",
+            "--abbrev=40",
+            "--exclude=*",
+            "--dirty=+changes",
+        ],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return described.stdout.strip() or None

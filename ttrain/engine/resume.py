@@ -61,7 +61,8 @@ def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
     """The unfinished work of a stage, the most advanced first."""
     runs_with_checkpoint = []
     for path in (store.root / "work" / stage).glob(f"*/{INGREDIENTS}"):
-        ingredients, step = read_json(path), saved_step(path.parent)
+        ingredients = read_json(path)
+        step = saved_step(path.parent)
         if ingredients and step:
             runs_with_checkpoint.append(
                 PartialRun(stage, path.parent.name, path.parent, step, ingredients)
@@ -91,14 +92,17 @@ def forbidden_changes(
     work: PartialRun, ingredients: Ingredients, *, free: frozenset[str] = BUDGET
 ) -> list[str]:
     """The changes that forbid resuming: all but code, a sufficient budget and `free` settings."""
-    changed = changes_besides(free, work.ingredients, ingredients)
-    return changed + _too_short(work, ingredients["settings"])
+    return [
+        *changes_besides(free, work.ingredients, ingredients),
+        *_too_short(work, ingredients["settings"]),
+    ]
 
 
 def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
     # An `auto` budget of the work is the number in its checkpoint, a new one what many rows give.
     # Epochs may not become fewer.
-    usual, old = TRAINING_STAGES[work.stage].settings.by_rows, work.ingredients["settings"]
+    usual = TRAINING_STAGES[work.stage].settings.by_rows
+    old = work.ingredients["settings"]
     least = {
         "tokens": rules.TOKENS,
         "epochs": usual.epochs,
@@ -115,7 +119,8 @@ def _too_short(work: PartialRun, settings: Mapping[str, Any]) -> list[str]:
         return by_rows.get(name, least[name]) if old[key] == rules.AUTO else least[name]
 
     before = {name: number(old, name) for name in least}
-    tokens, epochs = number(settings, "tokens"), number(settings, "epochs")
+    tokens = number(settings, "tokens")
+    epochs = number(settings, "epochs")
     least_tokens = min(work.step * before["tokens_per_step"], before["tokens"] or math.inf)
     if (tokens or 0) >= least_tokens or (before["epochs"] and (epochs or 0) >= before["epochs"]):
         return []
@@ -170,8 +175,9 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
         raise name_syntax.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
     continued = [(work.stage, history(work.path, work.key)) for work in works]
     for name in stages:
-        finished = store.artifacts(name)
-        continued += [(name, artifact.manifest.get("continued", [])) for artifact in finished]
+        continued += [
+            (name, artifact.manifest.get("continued", [])) for artifact in store.artifacts(name)
+        ]
     for name, entries in [*((work.stage, [{"key": work.key}]) for work in matches), *continued]:
         if any(entry["key"].startswith(prefix) for entry in entries):
             return name
@@ -266,8 +272,12 @@ def extension_of(
             if step <= min(result.steps - may_be_cut, *shared):
                 checkpoints.setdefault(step, checkpoint_of(artifact.path, step))
     if not checkpoints:
-        nothing = "--extend found no shorter run of this batch with a checkpoint before its decay"
-        return None, 0, f"{nothing}; it starts from scratch"
+        return (
+            None,
+            0,
+            "--extend found no shorter run of this batch with a checkpoint before its decay; it "
+            "starts from scratch",
+        )
     step = max(checkpoints)
     shorter = checkpoints[step].parent.parent.name[:SHOWN_KEY]
     return (
@@ -296,14 +306,19 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
             f"runs a finished one again"
         )
     planned = trainings[0]
-    work, other = store.work(planned.name, planned.known_key), planned.partial_run
+    work = store.work(planned.name, planned.known_key)
+    other = planned.partial_run
     source = (other.path if other else work) / "output"
     if planned.artifact and not steps_in(source):
         source = planned.artifact.path
     prepared = begun_at(store, planned, source, from_step)
     if other:
-        differs = changes(other, planned.ingredients)
-        entry = {"key": other.key, "to": planned.key, "step": from_step, "differences": differs}
+        entry = {
+            "key": other.key,
+            "to": planned.key,
+            "step": from_step,
+            "differences": changes(other, planned.ingredients),
+        }
         write_json(prepared / CONTINUED, [entry])
     lines = _set_work_aside(store, planned)
     prepared.rename(work)

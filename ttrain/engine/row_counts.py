@@ -26,7 +26,8 @@ def check(config: Training, shards: Path, tokenizer: Path) -> None:
             if index["kind"] != "documents"
             else index["tokens"] - index["rows"]
         )
-        least, usual = trained // config.row_length, config.resolved(MANY_ROWS)
+        least = trained // config.row_length
+        usual = config.resolved(MANY_ROWS)
         if least >= usual.rows_per_step and (
             not config.automatic or config.resolved(least) == usual
         ):

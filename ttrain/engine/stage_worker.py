@@ -93,7 +93,8 @@ class StopFlag:
             if time.monotonic() - self._since > SAME_SIGNAL_SECONDS:
                 os._exit(128 + signum)
             return
-        self.signum, self._since = signum, time.monotonic()
+        self.signum = signum
+        self._since = time.monotonic()
         ignore_hangup()
         if self._raises:
             # Interrupted is an Exception, which libraries and the encoder take for their own
@@ -104,10 +105,10 @@ def main() -> int:
     """Run the job whose work directory is the only argument."""
 
     work = Path(sys.argv[1])
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    end_with_parent(
-        int(os.environ.get(PARENT, os.getppid()))
-    )  # it may be gone before this line is reached
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # It may be gone before this line is reached.
+    end_with_parent(int(os.environ.get(PARENT, os.getppid())))
     set_up(rank, world)
     spec = read_json(work / JOB)
     if spec is None:
@@ -239,8 +240,9 @@ def sample_system_metrics(work: Path, spec: JsonDict) -> Iterator[None]:
         return
     several = spec["runtime"]["nodes"] > 1
     node = int(os.environ.get("GROUP_RANK", "0")) if several else 0
-    path = work / spec["output"] / "run" / file_name(node)
-    metrics = SystemMetrics(path, seconds, node=node if several else None)
+    metrics = SystemMetrics(
+        work / spec["output"] / "run" / file_name(node), seconds, node=node if several else None
+    )
     try:
         yield
     finally:

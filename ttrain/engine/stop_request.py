@@ -24,7 +24,8 @@ class StopRequest:
         effect: str = "the running stages save their state",
     ) -> None:
         """`say` prints the request for the user."""
-        self._say, self._effect = say, effect
+        self._say = say
+        self._effect = effect
         self.signum = 0  # the signal that requested the stop; another reason to stop uses one too
         self.stop_reason = SIGNALLED
         self.at_once = False  # a second signal came
@@ -32,10 +33,8 @@ class StopRequest:
     def ask_to_stop(self, signum: int, why: str = SIGNALLED) -> None:
         """Request the stop; later requests change nothing."""
         if not self.signum:
-            self.stop_reason, self.signum = (
-                why,
-                signum,
-            )  # the signal last: a reader that sees it finds the reason set
+            self.stop_reason = why
+            self.signum = signum  # last: a reader that sees it finds the reason set
             reason, again = (
                 ("stopping", " (again to end at once)") if why == SIGNALLED else (why, "")
             )

@@ -5,6 +5,7 @@ running time of the stage in seconds: by training step, samples of a slow step w
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -42,7 +43,8 @@ class SystemMetrics:
 
     def __init__(self, path: Path, seconds: float, *, node: int | None = None) -> None:
         """`node`: set if several train together; part of the metrics' names, as in MLflow."""
-        self._path, self._seconds = path, seconds
+        self._path = path
+        self._seconds = seconds
         self._prefix = "system/" if node is None else f"system/node_{node}/"
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="system-metrics", daemon=True)
@@ -58,9 +60,9 @@ class SystemMetrics:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             last = last_step(self._path)
             reader = machine(self._path.parent)
-            first, began, samples, ended = last + 1, time.monotonic(), 0, False
-            while not ended:
-                samples += 1
+            first = last + 1
+            began = time.monotonic()
+            for samples in itertools.count(1):
                 ended = self._ending.wait(
                     max(0.0, began + samples * self._seconds - time.monotonic())
                 )
@@ -76,6 +78,8 @@ class SystemMetrics:
                             + "\n"
                         )
                     last = step
+                if ended:
+                    return
         except Exception as error:  # never fail a training for a system metric
             log.warning("the system metrics end here: %r", error)
 
@@ -94,7 +98,8 @@ def machine(directory: Path) -> Callable[[], Figures]:
     psutil: Any = import_module("psutil")
 
     def transferred() -> Figures:
-        network, disks = psutil.net_io_counters(), psutil.disk_io_counters()
+        network = psutil.net_io_counters()
+        disks = psutil.disk_io_counters()
         found = {
             "network_receive_megabytes": network.bytes_recv,
             "network_transmit_megabytes": network.bytes_sent,
@@ -110,7 +115,8 @@ def machine(directory: Path) -> Callable[[], Figures]:
     before = transferred()
 
     def figures() -> Figures:
-        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(directory))
+        memory = psutil.virtual_memory()
+        disk = psutil.disk_usage(str(directory))
         return {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MEGA,
