@@ -212,7 +212,7 @@ class NearDuplicateSearch:
             positions = self.shards[number].positions
             self.sketches[:, positions] = sketches
             self.shard_of[positions] = number
-        for path in folders[0].glob("*"):
+        for path in (output / FOLDER).glob("*"):
             if path.name not in names:
                 path.unlink()
 
