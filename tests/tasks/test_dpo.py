@@ -59,8 +59,7 @@ def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path
     write_lines(source / "dpo_heldout.jsonl", rows[: len(rows) // 4])
     settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
     arguments = {"kind": "pairs", "dataset": "dpo"}
-    progress = ProgressWriter(None)
-    options = (arguments, root / "shards", settings.runtime, progress, lambda: False)
+    options = (arguments, root / "shards", settings.runtime, ProgressWriter(None), lambda: False)
     shards.build(settings, StageContext(inputs, {}, *options), Processes(1))
     return root / "shards"
 
@@ -96,8 +95,6 @@ def test_the_planted_preference_is_learnt(inputs: dict[str, Path], straight: Pat
         assert (scores["tokens"] > 0).all() and (scores["log_probabilities"] < 0).all()
     metrics = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
     assert metrics[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
-    margins = [line["reward_margin"] for line in metrics if "reward_margin" in line]
-    assert margins[0] == pytest.approx(0, abs=1e-6) and margins[-1] > 0
     assert metrics[-1]["validation_reward_accuracy"] > 0.9 and metrics[-1]["validation_loss"] < 0.5
 
 
@@ -105,12 +102,11 @@ def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) 
     run_stage(dpo, settings_of(adapter="lora", rank=4, alpha=8, epochs=0.3), tmp_path, inputs)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
-    models = {"merged": factory.load(tmp_path / "model"), "base": factory.load(base)}
+    ids = torch.arange(20)[None]
     with torch.no_grad():
-        expected = adapted(torch.arange(20)[None]).logits
-        logits = {name: model(torch.arange(20)[None]).logits for name, model in models.items()}
-    error = {name: float((values - expected).abs().max()) for name, values in logits.items()}
-    assert error["merged"] < 1e-4 < error["base"]
+        expected = adapted(ids).logits
+        merged, before = (factory.load(path)(ids).logits for path in (tmp_path / "model", base))
+    assert (merged - expected).abs().max() < 1e-4 < (before - expected).abs().max()
 
 
 def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
