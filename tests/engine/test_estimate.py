@@ -1,19 +1,14 @@
 """Estimated time and passes of a plan, and the run that its reasons compare with."""
 
-from dataclasses import replace
-from unittest.mock import Mock
-
 import pytest
 from support.planned_homes import SHARDS, House
 
 from ttrain import api
-from ttrain.engine import estimate as estimates
 from ttrain.engine import provenance
 from ttrain.engine.estimate import START_SECONDS, Estimate, StageEstimate, estimate
 from ttrain.engine.graph import Graph, Plan
 from ttrain.store.runs import RunRecord
 from ttrain.train import rates
-from ttrain.train.measured_steps import Measured
 
 RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
 
@@ -95,17 +90,3 @@ def test_the_plan_compares_with_the_newest_finished_run_of_its_name(built: House
     plan = api.plan("full", built.settings("lora.rank=2"), home=built.store.root)
     assert plan["lora"].reasons == ("lora.rank: 4 → 2",)
     assert plan.to_json()["compared_with"] == newest
-
-
-def test_what_was_measured_for_a_training_is_remembered_and_comes_first(pretrained: House) -> None:
-    settings = ("pretrain.seed=2", "pretrain.tokens=100_000")
-    plan = Plan("full", pretrained.settings(*settings), pretrained.store, Graph(), [])
-    plan = replace(plan, stages=[pretrained.plan(*settings)["pretrain"]])
-    section = plan.settings.pretrain.resolved(100)
-    passes = (1 + estimates.QUICK_SHARE) * 0.5 * 100_000 / section.step_tokens
-    expected = estimates.START_SECONDS + passes + 0.01 * section.validation_rows
-    measure = Mock(return_value=Measured(step=0.5, row=0.01))
-    for _ in range(2):
-        assert estimate(plan, measure).seconds == pytest.approx(expected)
-    measure.assert_called_once()
-    assert estimate(plan).seconds == pytest.approx(expected), "without measuring"

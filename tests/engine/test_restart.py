@@ -5,15 +5,12 @@ from pathlib import Path
 import pytest
 from support.held_locks import held_elsewhere
 from support.planned_homes import House
-from support.tiny_stages import Home, Watcher, build_stage, stage_settings
 
 from ttrain.cli.options import RestartOptions
 from ttrain.engine import resume
-from ttrain.engine.graph import Planned, Rerun
-from ttrain.engine.planner import plan_stage
+from ttrain.engine.graph import Planned
 from ttrain.engine.resume import restart, steps_in
 from ttrain.errors import UsageError
-from ttrain.tasks import PRETRAIN
 
 SEED = "sft.seed=5"  # so that the stage runs
 
@@ -75,18 +72,3 @@ def test_what_cannot_restart_is_refused_and_stays(built: House) -> None:
     assert steps_in(work / "output") == [10, 20, 30]
     with pytest.raises(UsageError, match=r"--fresh .*--from-step 3"):
         RestartOptions(fresh=True, from_step=3)
-
-
-def test_a_training_rerun_from_a_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
-    home = Home.make(tmp_path / "home")
-    steps = {"checkpoint_every_steps": 2, "keep_checkpoints": 9}
-    settings = stage_settings(8, {"validate_every_steps": 2}, **steps)
-    inputs = home.pretrain_inputs()
-    first = build_stage(PRETRAIN, settings, home.store, inputs, Watcher()).artifact
-    assert steps_in(first.path) == [2, 4, 6, 8]
-    again, watcher = Rerun(frozenset({"pretrain"})), Watcher()
-    planned = plan_stage(PRETRAIN, settings, home.store, inputs, again, forced=True)
-    restart(home.store, [planned], 4)
-    outcome = build_stage(PRETRAIN, settings, home.store, inputs, watcher, again, forced=True)
-    assert outcome.state == "equal"
-    assert any("continuing at step 4" in line for line in watcher.lines)
