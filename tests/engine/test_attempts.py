@@ -1,26 +1,24 @@
-"""How runs end: at a deadline, without a new document, with too few rows for a step."""
+"""How runs end at a deadline, and without a new document."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from support.shard_sets import write_lines
-from support.tiny_stages import Home, planned, run_of, stage_settings
+from support.tiny_stages import Home, planned, run_of
 
-from ttrain.config import Tracking
 from ttrain.config.loading import load
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import Graph, Plan, Planned
+from ttrain.engine.graph import Graph, Plan
 from ttrain.engine.planner import plan
-from ttrain.errors import Interrupted, NothingNew, TooFewRows
+from ttrain.errors import Interrupted, NothingNew
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.tasks import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER
+from ttrain.tasks import SHARDS_PRETRAIN
 
 FIXED = ["tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
 
@@ -61,24 +59,3 @@ def test_a_run_without_a_new_document_ends_as_nothing_new(tmp_path: Path) -> Non
     assert night["outcome"] == night["stages"][0]["outcome"] == "nothing-new"
     log = home.store.root.joinpath("runs", f"{night['run']}.log").read_text()
     assert "error" not in night and "ERROR" not in log
-
-
-def test_a_training_with_too_few_rows_is_refused_before_it_begins(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
-    settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
-    tokenizer = Planned(TOKENIZER, "cached", (), home.tokenizer.key, home.tokenizer)
-    inputs = {"tokenizer": home.tokenizer}
-    counts = {"rows": 60, "tokens": 900}
-    result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
-    documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
-    of_shards = (SHARDS_PRETRAIN, "cached", (), documents.key, documents)
-    shards = Planned(*of_shards, inputs=inputs, sources=inputs)
-    sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
-    stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
-    planned = Plan("full", settings, home.store, Graph(), stages)
-    with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step.*256000"):
-        run_pipeline(planned, Console(quiet=True), RunOptions("none"))
-    assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
-    [record] = runs.history(home.store.root)
-    assert [stage["outcome"] for stage in record["stages"]] == ["cached", "cached", "failed"]

@@ -52,16 +52,12 @@ def test_a_program_sends_the_token_as_prefect_and_mlflow_do(client: TestClient) 
         assert opens_a_websocket(client, headers)
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": f"Bearer {TOKEN}x"}, {"Cookie": f"ttrain={TOKEN}"}]
-)
-def test_without_a_token_only_the_health_is_open(
-    client: TestClient, headers: dict[str, str]
-) -> None:
-    for path, method in (("/api/flows", "GET"), (OPEN, "POST"), (f"{OPEN}/x", "GET")):
-        reply = client.request(method, path, headers=headers)
-        assert reply.status_code == 401 and "`ttrain up`" in reply.text and TOKEN not in reply.text
-    assert not opens_a_websocket(client, headers)
+def test_without_a_token_only_the_health_is_open(client: TestClient) -> None:
+    for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Cookie": f"ttrain={TOKEN}"}):
+        for path, method in (("/api/flows", "GET"), (OPEN, "POST"), (f"{OPEN}/x", "GET")):
+            reply = client.request(method, path, headers=headers)
+            assert reply.status_code == 401 and TOKEN not in reply.text
+        assert not opens_a_websocket(client, headers)
     assert client.get(OPEN).status_code == 200
 
 

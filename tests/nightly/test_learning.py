@@ -107,11 +107,8 @@ def test_shards_and_replay_read_what_earlier_nights_hold_out(night: Night) -> No
 
 def test_without_near_duplicates_a_night_holds_out_the_least_share(night: Night) -> None:
     """Rows that the champion was trained on could be among the larger share of `auto`."""
-    for near_duplicates, fraction, share in (
-        (0.8, "auto", "auto"),
-        (0, "auto", 0.02),
-        (0, 0.3, 0.3),
-    ):
+    shares = ((0.8, "auto", "auto"), (0, "auto", 0.02), (0, 0.3, 0.3))
+    for near_duplicates, fraction, share in shares:
         reading = {"near_duplicates": near_duplicates, "heldout_fraction": fraction}
         assert night.inputs({"reading": reading}).settings.reading.heldout_fraction == share
 
@@ -133,10 +130,9 @@ def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(nigh
     sections = {"pretrain": {"optim": optim}, "nightly": {"rate": 0.3}}
     scaled = night.inputs(sections).settings.pretrain.optim
     assert (scaled.lr, scaled.muon_lr, scaled.head_lr) == (0.003, 0.006, None)
-    sections = {"pretrain": INFINITE, "nightly": {"rate": "auto"}}
-    pretrain = night.inputs(sections).settings.pretrain
-    assert pretrain.optim == Settings().pretrain.optim
-    assert pretrain.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
+    automatic = night.inputs({"pretrain": INFINITE, "nightly": {"rate": "auto"}})
+    steps = automatic.settings.pretrain.schedule.full_rate_steps
+    assert steps == night_inputs.FULL_RATE_STEPS
 
 
 def test_sft_continues_the_champions_model_with_a_sample_of_known_chats(night: Night) -> None:

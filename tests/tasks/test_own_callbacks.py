@@ -1,5 +1,6 @@
 """Callbacks of an installed package in stages and tasks, and of a task itself."""
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "site" / "spies.py").write_text(SPY.replace("{hooks}", repr(HOOKS.split())))
         monkeypatch.delitem(sys.modules, "spies", raising=False)
         monkeypatch.syspath_prepend(tmp_path / "site")
-        import spies
-
-        return spies
+        return importlib.import_module("spies")
 
     return made
 

@@ -9,16 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.chat_templates import CHATML, make
 from support.comparing import same
-from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import tiny_model
 from transformers import AutoTokenizer
 
-from ttrain.config import MultiToken
 from ttrain.data import existing
 from ttrain.data.encoder import Encoder
 from ttrain.errors import ArtifactError
-from ttrain.model import factory, multi_token
+from ttrain.model import factory
 from ttrain.tasks import new_model, pretrain
 from ttrain.tasks.base_model import prepare_base_model
 
@@ -85,18 +83,6 @@ def test_a_bias_of_the_head_grows_with_the_vocabulary(tmp_path: Path) -> None:
     torch.testing.assert_close(grown(ids).logits[..., :size], phi.eval()(ids).logits)
     mean = phi.lm_head.bias[encoder.encode(["user"])[0]].mean()
     torch.testing.assert_close(grown.lm_head.bias[encoder.special("<|user|>")], mean)
-
-
-def test_a_second_head_comes_along_unless_the_vocabulary_grows(tmp_path: Path) -> None:
-    size = size_of(tmp_path / "x")
-    for rows, is_kept in ((size, False), (size + 20, True)):
-        model, source = llama(rows), tmp_path / str(rows)
-        multi_token.attach(model, MultiToken(weight=0.7), seed=3)
-        new_model.write(model, make_tokenizer(tmp_path / "words").directory, source)
-        make(source, None)
-        (source / "chat_template.jinja").unlink()
-        taken(source, source / "taken")
-        assert (source / "taken" / "model" / "multi_token.safetensors").exists() == is_kept
 
 
 def test_its_chat_template_is_kept_and_given_where_it_has_none(tmp_path: Path) -> None:

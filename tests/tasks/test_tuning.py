@@ -4,12 +4,10 @@ import pytest
 import torch
 from support.comparing import copies, same
 from support.tiny_data import NumberedRows
-from support.tiny_stages import stage_settings
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
 
 from ttrain.data.order import ShuffledOrder
 from ttrain.tasks.common import tuning
-from ttrain.tasks.common.training import compiles
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 
@@ -42,16 +40,3 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
     assert same(before, module.state_dict())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_long_runs_over_rows_of_one_width_are_compiled_on_cuda() -> None:
-    """Unless the setting decides."""
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    rows, trimmed = NumberedRows(4), NumberedRows(4)
-    trimmed.trimmed = True
-    unset, on, off = (stage_settings(compile=value).runtime for value in (None, True, False))
-    assert compiles(unset, cuda, rows, 500) and compiles(on, cpu, trimmed, 1)
-    assert not compiles(unset, cpu, rows, 500)
-    assert not compiles(unset, cuda, rows, 499)
-    assert not compiles(unset, cuda, trimmed, 500)
-    assert not compiles(off, cuda, rows, 500)
