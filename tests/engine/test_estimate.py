@@ -1,13 +1,11 @@
-"""Estimated time and passes of a plan, and the run that its reasons compare with."""
+"""Estimated time and passes of a plan."""
 
 import pytest
 from support.planned_homes import SHARDS, House
 
-from ttrain import api
 from ttrain.engine import provenance
 from ttrain.engine.estimate import START_SECONDS, Estimate, StageEstimate, estimate
 from ttrain.engine.graph import Graph, Plan
-from ttrain.store.runs import RunRecord
 from ttrain.train import rates
 
 RATE = {"steps": 10, "tokens": 4096, "tokens_per_second": 1000.0, "train_seconds": 40.0}
@@ -66,27 +64,3 @@ def test_a_long_run_and_one_of_many_passes_are_remarked_on() -> None:
     for seconds, passes, count in ((86_400, 40, 0), (86_401, 1, 1), (10, 41, 1)):
         stages = (StageEstimate("pretrain", seconds, 10, passes),)
         assert len(Estimate(stages, "").remarks()) == count
-
-
-def record(house: House, *overrides: str, outcome: str = "completed", **notes: object) -> str:
-    """A run of these settings with the keys of its plan."""
-    planned = house.plan(*overrides)
-    tree = house.settings(*overrides).model_dump(mode="json")
-    run = RunRecord(house.store.root, "full", list(planned), tree)
-    for name, stage in planned.items():
-        run.stage(name, outcome="completed", key=stage.key)
-    run.note(**notes)
-    run.finish(outcome, {})
-    return run.run
-
-
-def test_the_plan_compares_with_the_newest_finished_run_of_its_name(built: House) -> None:
-    built.build(built.settings("lora.rank=4"))
-    newest = record(built, "lora.rank=4")
-    built.build(built.settings("lora.rank=3"))
-    record(built, "lora.rank=3", "name=other")
-    record(built, "lora.rank=3", sweep="sweep-1")
-    record(built, "lora.rank=3", outcome="failed")
-    plan = api.plan("full", built.settings("lora.rank=2"), home=built.store.root)
-    assert plan["lora"].reasons == ("lora.rank: 4 → 2",)
-    assert plan.to_json()["compared_with"] == newest

@@ -29,7 +29,7 @@ class TwoRanks:
         self.home = home
         self.training = {"optim": {"kind": "adamw"}, "seed": next(SEEDS)}
 
-    def run(self, act: Callable[[str], Any], steps: int, **runtime: Any) -> Artifact:
+    def run(self, steps: int, act: Callable[[str], Any] = print, **runtime: Any) -> Artifact:
         settings = stage_settings(steps, self.training, devices=2, **runtime)
         inputs = self.home.pretrain_inputs()
         return build_stage(PRETRAIN, settings, self.home.store, inputs, Watcher(act)).artifact
@@ -44,7 +44,7 @@ class TwoRanks:
                 act()
 
         with pytest.raises(StageFailed) as failed:
-            self.run(act_once, steps, **runtime)
+            self.run(steps, act_once, **runtime)
         return str(failed.value), time.monotonic() - began[0]
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_raises_ends_the_others(ranks: TwoRanks, monkeypatch: Any) -
 def test_after_a_killed_rank_the_next_try_continues_at_the_checkpoint(ranks: TwoRanks) -> None:
     message, seconds = ranks.fail(lambda: workers()[1].kill(), 60)
     assert "SIGKILL" in message and "log.txt" in message and seconds < 20
-    artifact = ranks.run(lambda line: None, 60)
+    artifact = ranks.run(60)
     assert 0 < artifact.result["resumed_from_step"] < 60
     assert not ranks.home.store.work("pretrain", artifact.key).exists()
 
