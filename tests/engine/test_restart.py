@@ -42,16 +42,13 @@ def test_an_older_checkpoint_is_copied_and_the_old_work_kept(built: House) -> No
     assert (work / "output" / "run" / "metrics.jsonl").exists()
     assert steps_in(work.with_name(f"{work.name}.1") / "output") == [10, 20, 30]
     assert built.plan(SEED)["sft"].first_step == 20
-
-
-def test_an_older_checkpoint_of_other_work_keeps_its_differences(built: House) -> None:
-    work = unfinished(built, built.plan(SEED)["sft"])
-    planned = built.plan(SEED, "sft.optim.lr=0.0005", resume_key=work.name)["sft"]
-    restart(built.store, [planned], 10)
-    mine = built.store.work("sft", planned.known_key)
-    assert steps_in(mine / "output") == [10] and steps_in(work / "output") == [10, 20, 30]
-    [entry] = resume.history(mine, planned.known_key)
-    assert (entry["key"], entry["step"]) == (work.name, 10)
+    aside = work.with_name(f"{work.name}.1")
+    other = built.plan(SEED, "sft.optim.lr=0.0005", resume_key=aside.name)["sft"]
+    restart(built.store, [other], 10)
+    own = built.store.work("sft", other.known_key)
+    assert steps_in(own / "output") == [10] and steps_in(aside / "output") == [10, 20, 30]
+    [entry] = resume.history(own, other.known_key)
+    assert (entry["key"], entry["step"]) == (aside.name, 10)
     assert "sft.optim.lr: 0.001 → 0.0005" in entry["differences"]
 
 

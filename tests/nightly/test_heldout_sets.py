@@ -63,10 +63,6 @@ def test_the_scored_documents_of_a_night_are_bounded_and_stay_the_same(tmp_path:
         last = output
     [scored] = evaluate.heldout_items({"documents": last}, Evaluate(max_bytes=5000))
     assert len(scored.items) == sum(result["nights"]) > 10 * 41, "of each night all that it brought"
-    texts = (f"night {number // 100:02} {number % 100:03}" for number in range(1200))
-    result = run(tmp_path / "again", last, shards(tmp_path / "all", texts), max_bytes=5000)
-    # what exceeds a night's share is not another night's
-    assert (result["nights"][-1], result["unscored"]) == (41, 159)
 
 
 def test_too_long_documents_are_skipped() -> None:

@@ -42,9 +42,6 @@ def test_nights_are_listed_newest_first_with_losses(known: Nights) -> None:
     row = dict(zip(history.HEADER, history.row(kept), strict=True))
     cells = {"new documents": "1,200", "chats": "12", "lost": "night-000001", "why": KEPT}
     assert cells.items() <= row.items()
-    assert history.row(promoted)[2] == "promoted as version 1"
-    counts = "4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; "
-    assert history.summary_line(listed).startswith(counts)
 
 
 def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> None:
@@ -63,14 +60,9 @@ def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> 
 
 
 def add(
-    nights: Nights,
-    outcome: str,
-    champion: str | None,
-    version: str,
-    *texts: dict[str, Any],
-    metric: str = BITS,
+    nights: Nights, outcome: str, champion: str | None, version: str, *texts: Any, by: str = BITS
 ) -> None:
-    notes = {"decision": {"metric": metric}, "texts": list(texts)}
+    notes = {"decision": {"metric": by}, "texts": list(texts)}
     completed(nights, frozen(champion=champion), outcome, version, **notes)
 
 
@@ -94,6 +86,6 @@ def test_only_texts_of_nights_with_the_newest_records_and_the_metric_count(known
     add(known, "promoted", None, "10", text("first", None, 2.0))
     others = [text("chat_loss_sft", 1.0, 1.0, kind="metric")]
     add(known, "promoted", "10", "11", text("first", 2.5, 2.6, records=30), *others)
-    add(known, "promoted", "11", "12", text("first", 0.1, 0.1), metric="bits_per_byte_sft")
+    add(known, "promoted", "11", "12", text("first", 0.1, 0.1), by="bits_per_byte_sft")
     best = best_figures(known.newest_first(), BITS)
     assert best == {"first": BestFigure(2.5, "version 10", 30)}

@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from support.night_files import BERLIN, NONE, at, completed, frozen
 
 from ttrain.config import Nightly, Settings
@@ -32,18 +31,16 @@ def test_a_retry_of_a_slot_runs_where_it_came_to_nothing(known: Nights) -> None:
         assert (known.covered(slot) is None) == (outcome not in ("kept", "promoted"))
 
 
-@pytest.mark.parametrize(
-    ("began", "ends"),
-    [
+def test_a_deadline_is_the_next_such_hour_of_its_time_zone() -> None:
+    settings = Nightly(deadline="06:00", timezone=BERLIN)
+    for began, ends in (
         ("2026-11-21T02:00", "2026-11-21T06:00"),
         ("2026-11-21T22:00", "2026-11-22T06:00"),  # over midnight
         ("2026-11-21T06:00", "2026-11-22T06:00"),  # the very minute: a whole day
-    ],
-)
-def test_a_deadline_is_the_next_such_hour_of_its_time_zone(began: str, ends: str) -> None:
-    settings, start = Nightly(deadline="06:00", timezone=BERLIN), at(began, BERLIN).timestamp()
-    assert records.stop_at(settings, start) == at(ends, BERLIN).timestamp()
-    assert records.stop_at(Nightly(deadline_hours=5), start) == start + 5 * 3600
+    ):
+        start = at(began, BERLIN).timestamp()
+        assert records.stop_at(settings, start) == at(ends, BERLIN).timestamp()
+        assert records.stop_at(Nightly(deadline_hours=5), start) == start + 5 * 3600
     assert records.stop_at(Nightly(), start) is None
 
 

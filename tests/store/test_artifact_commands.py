@@ -245,14 +245,3 @@ def test_other_settings_or_files_are_not_adopted_and_damage_is_refused(pipeline:
     flip_bit(published(pipeline, planned).path / "heldout" / "file")
     with pytest.raises(ArtifactError, match="heldout/file"):
         artifact_commands.adopt(planned_run(pipeline))
-
-
-def test_adopt_all_adopts_stages_whose_key_depends_on_adopted_ones(pipeline: House) -> None:
-    published(pipeline, pipeline.plan()["tokenizer"])
-    artifact_commands.adopt(planned_run(pipeline))
-    published(pipeline, pipeline.plan()["shards-sft"])
-    tokenizer = pipeline.store.path("tokenizer", str(pipeline.plan()["tokenizer"].key))
-    tokenizer.rename(pipeline.data / "moved")
-    artifact_commands.adopt(planned_run(pipeline))
-    stages = pipeline.plan()
-    assert stages["tokenizer"].state == stages["shards-sft"].state == "cached"

@@ -68,22 +68,12 @@ def test_rolling_back_repeatedly_passes_a_champion_that_came_again(sets_home: Pa
     assert entry(sets_home)["aliases"]["champion"] == "1"
 
 
-@pytest.mark.parametrize(
-    "text", ["other@champion", "mine-base@best", "mine/7", "mine-base/7", "mine@champion"]
-)
-def test_an_unknown_name_is_refused_with_what_is_registered(sets_home: Path, text: str) -> None:
-    fix = "models promote" if text == "mine@champion" else "mine/3, mine@challenger, mine-base/3"
-    with pytest.raises(UsageError, match=f"{text}.*{fix}"):
-        resolved(sets_home, text)
-
-
-def test_the_last_decision_about_a_set_is_kept(sets_home: Path) -> None:
-    registry = Registry(sets_home)
-    registry.decide("mine", "3", {"promote": False}, run="night")
-    registry.decide("mine", "3", {"promote": True}, run="full-3")
-    decided = registry.find("mine", "3")
-    assert (decided.decision, decided.decided) == ({"promote": True}, {"run": "full-3"})
-    assert registry.find("mine", "2").decision is None
+def test_an_unknown_name_is_refused_with_what_is_registered(sets_home: Path) -> None:
+    for text in ("other@champion", "mine-base@best", "mine/7", "mine-base/7"):
+        with pytest.raises(UsageError, match=f"{text}.*mine/3, mine@challenger, mine-base/3"):
+            resolved(sets_home, text)
+    with pytest.raises(UsageError, match="models promote"):
+        resolved(sets_home, "mine@champion")
 
 
 def test_registered_models_keep_their_inputs_and_the_champion_its_data(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ttrain.core.hashing import sha256_file
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import Conversation, TextDocument
-from ttrain.errors import ArtifactError, DataError
+from ttrain.errors import ArtifactError
 from ttrain.inference import gate_files, gate_router
 from ttrain.lineage.lookup import resolve
 from ttrain.tasks import gate
@@ -147,20 +147,6 @@ def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path
         assert nats_RE[:, column].tolist() == pytest.approx(expected, rel=1e-4)
     assert gate.bytes_of(chats) == 9 and gate.bytes_of(records[1]) == 180
     assert gate.text_of(chats) == "cab?" and gate.text_of(records[0]) == "12 abc"
-
-
-def test_records_are_distinct_and_held_out_by_content(tmp_path: Path) -> None:
-    documents = [{"text": f"document {number}"} for number in range(60)]
-    answer = {"role": "assistant", "content": "a"}
-    chats = [{"messages": [{"role": "user", "content": f"ask {n}"}, answer]} for n in range(20)]
-    files = {"a": documents[:40], "b": documents[20:], "c": chats}
-    paths = [str(write_lines(tmp_path / f"{name}.jsonl", rows)) for name, rows in files.items()]
-    for settings, count in ((Gate(heldout_fraction=0.3), 80), (Gate(limit=30), 30)):
-        records = gate.read(paths, settings)
-        assert len(records) == count and records == gate.read(paths[::-1], settings)
-    assert 0 < gate.heldout_flags(records, Gate(heldout_fraction=0.3)).sum() < 30
-    with pytest.raises(DataError, match="held-out part"):
-        gate.heldout_flags(records[:1], settings)
 
 
 def test_figures_of_a_routing_worked_out_by_hand() -> None:
