@@ -130,9 +130,8 @@ def test_a_night_has_a_share_of_the_rates_that_are_set_or_one_by_its_length(nigh
     sections = {"pretrain": {"optim": optim}, "nightly": {"rate": 0.3}}
     scaled = night.inputs(sections).settings.pretrain.optim
     assert (scaled.lr, scaled.muon_lr, scaled.head_lr) == (0.003, 0.006, None)
-    automatic = night.inputs({"pretrain": INFINITE, "nightly": {"rate": "auto"}})
-    steps = automatic.settings.pretrain.schedule.full_rate_steps
-    assert steps == night_inputs.FULL_RATE_STEPS
+    automatic = night.inputs({"nightly": {"rate": "auto"}}).settings.pretrain
+    assert automatic.schedule.full_rate_steps == night_inputs.FULL_RATE_STEPS
 
 
 def test_sft_continues_the_champions_model_with_a_sample_of_known_chats(night: Night) -> None:

@@ -60,17 +60,14 @@ def test_sizes_are_not_in_the_key_of_an_existing_model(house: House) -> None:
     assert running(head) == OTHERS - {"base-model"} | {"pretrain"}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_a_start_that_makes_no_sense_is_refused() -> None:
+    for overrides, message in (
         ("sft.start_from=a lora.start_from=b", "sft.start_from is a, lora.start_from is b"),
         ("sft.start_from=sft", r"it takes .*\./sft"),
         ("lora.start_from=a tokenizer.existing=null tokenizer.template=ttrain", "whose emb"),
-    ],
-)
-def test_a_start_that_makes_no_sense_is_refused(overrides: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        load(overrides.split(), environment={})
+    ):
+        with pytest.raises(UsageError, match=message):
+            load(overrides.split(), environment={})
 
 
 def test_sizes_given_beside_a_model_that_exists_are_refused_by_name(tmp_path: Path) -> None:

@@ -69,22 +69,6 @@ def test_new_tokens_begin_as_the_mean_of_their_words(tmp_path: Path, tied: bool)
     assert torch.equal(grown(ids).logits[..., :size], model.eval()(ids).logits)
 
 
-def test_a_bias_of_the_head_grows_with_the_vocabulary(tmp_path: Path) -> None:
-    from transformers import PhiConfig, PhiForCausalLM
-
-    size = size_of(tmp_path / "x")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    ids_of_ends = {"bos_token_id": 0, "eos_token_id": 0}
-    phi = PhiForCausalLM(PhiConfig(vocab_size=size, **ids_of_ends, **sizes, **layers))
-    phi.lm_head.bias.data.normal_(generator=torch.Generator().manual_seed(1))
-    encoder, _ = taken(save(phi, tmp_path / "source"), tmp_path)
-    grown, ids = factory.load(tmp_path / "model"), torch.arange(12)[None]
-    torch.testing.assert_close(grown(ids).logits[..., :size], phi.eval()(ids).logits)
-    mean = phi.lm_head.bias[encoder.encode(["user"])[0]].mean()
-    torch.testing.assert_close(grown.lm_head.bias[encoder.special("<|user|>")], mean)
-
-
 def test_its_chat_template_is_kept_and_given_where_it_has_none(tmp_path: Path) -> None:
     model = llama(size_of(tmp_path / "x"))
     for template, kept in ((CHATML, "own"), (None, "ttrain")):
