@@ -33,8 +33,8 @@ def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:
     assert time.time() - began >= 0.4 and not execution.signum, "it had ended"
     began = time.time()
     with execution.stopping_at(began + 0.3):
-        execution.wait(10)  # ends with the request to stop
-        assert 0.3 <= time.time() - began < 5
+        execution.wait(60)  # ends with the request to stop
+        assert 0.3 <= time.time() - began < 30
     execution.ask_to_stop(2, "cancelled in Prefect")
     with pytest.raises(Interrupted, match="deadline reached"):  # the first reason stays
         execution.raise_if_signalled()

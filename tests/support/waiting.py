@@ -16,15 +16,6 @@ STILL_SECONDS = 0.02  # of computing: a process that took less in the time that 
 BUSY = 10  # times that many seconds of computing are too much, too
 
 
-def stopwatch() -> Callable[[], float]:
-    """Return a function that gives the seconds that this thread has waited since.
-
-    What it computed does not count, nor, where the system says it (Linux), the queue for a core.
-    """
-    began = time.monotonic() - _scheduled()
-    return lambda: time.monotonic() - _scheduled() - began
-
-
 def _scheduled() -> float:
     try:
         return sum(map(int, SCHEDULED.read_text().split()[:2])) / 1e9
