@@ -1,6 +1,5 @@
 """The fork server: what it forks is a process like any other, and does not outlive its launcher."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -10,18 +9,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
-from support.tiny_stages import stage_settings
 from support.waiting import wait_until
 
 from ttrain.core.signals import PARENT
-from ttrain.engine import fork_server, processes
-from ttrain.engine.fork_server import ForkedProcess, ForkServer
-from ttrain.engine.stop_request import StopRequest
-from ttrain.tasks import PRETRAIN
+from ttrain.engine import fork_server
+from ttrain.engine.fork_server import ForkServer
 
 PACKAGE = Path(fork_server.__file__).parents[1]
 SLEEP = "import time; time.sleep(30)"
@@ -35,7 +31,7 @@ def main():
     return names["code"]
 """
 DESCRIBE = """
-import gc, json, os, random, signal, sys, threading
+import json, os, random, signal, sys, threading
 import numpy
 from ttrain import VALUE
 
@@ -46,27 +42,18 @@ print(json.dumps({
     "open": [os.readlink(path) for path in paths if os.path.lexists(path)],
     "random": [random.random(), numpy.random.random()],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    "threads": threading.active_count(), "collects": gc.isenabled(),
-    "default handler": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    "threads": threading.active_count(),
 }))
 print("to the error output", file=sys.stderr)
 code = 3
 """
-WORKER = """
-def main():
-    print("it ran")
-    return 0
-
-if __name__ == "__main__":
-    main()
-"""
 LAUNCHER = """
 import os, sys, time
 from ttrain.engine.fork_server import ForkServer
-server = ForkServer(dict(os.environ), sys.argv[1:2])
+server = ForkServer(dict(os.environ), ["json"])
 print(server.pid, flush=True)
 for _ in range(2):
-    print(server.start("errand", [sys.argv[2]], dict(os.environ), 1).pid, flush=True)
+    print(server.start("errand", [sys.argv[1]], dict(os.environ), 1).pid, flush=True)
 time.sleep(60)
 """
 
@@ -77,9 +64,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("package")
     shutil.copytree(PACKAGE, directory / "ttrain")  # with its bytecode, since none is written here
     (directory / "ttrain" / "__init__.py").write_text("VALUE = 1\n")
-    modules = {"errand": ERRAND, "worker": WORKER, "slow": SLEEP}
-    for name, code in modules.items():
-        (directory / f"{name}.py").write_text(code)
+    (directory / "errand.py").write_text(ERRAND)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(directory))
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -87,23 +72,16 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@contextlib.contextmanager
-def errand(server: ForkServer, code: str) -> Iterator[tuple[ForkedProcess, IO[bytes]]]:
-    """A forked process and its output."""
+def describe(server: ForkServer) -> tuple[int, int, dict[str, Any], str]:
+    """The number and exit code of a forked process, how it describes itself, and its errors."""
     environment = {**os.environ, "MARK": "a b\udcff"}
     with tempfile.TemporaryFile() as output:
-        process = server.start("errand", [code], environment, output.fileno())
+        process = server.start("errand", [DESCRIBE], environment, output.fileno())
         assert process is not None
-        try:
-            yield process, output
-        finally:
-            process.kill()
-            process.wait()
-
-
-def text_of(output: IO[bytes]) -> str:
-    output.seek(0)
-    return output.read().decode()
+        code = process.wait()
+        output.seek(0)
+        described, errors = output.read().decode().splitlines()
+    return process.pid, code, json.loads(described), errors
 
 
 def is_running(pid: int) -> bool:
@@ -119,22 +97,17 @@ def test_a_fork_is_like_a_started_process(package: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv("LATER", "than the server")
     drawn = []
     for _ in range(2):
-        with errand(server, UP), errand(server, DESCRIBE) as (process, output):
-            assert process.wait() == 3
-            described, error = text_of(output).splitlines()
-        fork = json.loads(described)
+        _, code, fork, errors = describe(server)
         drawn += fork.pop("random")
     server.close()
     assert len({*drawn}) == 4, "each draws other random numbers"
-    assert error == "to the error output"
+    assert (code, errors) == (3, "to the error output")
     open_files, environment = fork.pop("open"), fork.pop("environment")
     assert not [name for name in open_files if "socket" in name or "pidfd" in name]
     assert environment == {**os.environ, "MARK": "a b\udcff", PARENT: str(fork.pop("parent"))}
     assert fork == {
         "session": True,
         "directory": str(tmp_path),
-        "default handler": True,
-        "collects": True,
         "input": "",
         "threads": 1,
         "value": 1,
@@ -147,44 +120,25 @@ def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -
     code.write_text("import os\nVALUE = [1, os.getpid()]\n")
     server = ForkServer(dict(os.environ), ["json", "numpy"])
     for value in (1, 2):
-        with errand(server, DESCRIBE) as (process, output):
-            process.wait()
-            importer = server.pid if value == 1 else process.pid
-            assert json.loads(text_of(output).splitlines()[0])["value"] == [value, importer]
+        pid, _, fork, _ = describe(server)
+        assert fork["value"] == [value, server.pid if value == 1 else pid]
         code.write_text("import os\nVALUE = [2, os.getpid()]\n")
     server.close()
     code.write_text("VALUE = 1\n")
 
 
-@pytest.mark.parametrize("library", ["slow", "json"])
-def test_nothing_outlives_a_killed_launcher(package: Path, library: str) -> None:
-    """Neither a server that still loads, nor one with children."""
-    command = [sys.executable, "-c", LAUNCHER, library, UP]
+def test_nothing_outlives_a_killed_launcher(package: Path) -> None:
+    command = [sys.executable, "-c", LAUNCHER, UP]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline())]
-    if library == "json":
-        # A child stopped before its first instruction cannot have asked to end with the server.
-        lines = sorted(launcher.stdout.readline() for _ in range(4))
-        assert lines[2:] == ["up\n", "up\n"]
-        pids += [*map(int, lines[:2])]
-        psutil.Process(pids[1]).suspend()
+    # A child stopped before its first instruction cannot have asked to end with the server.
+    lines = sorted(launcher.stdout.readline() for _ in range(4))
+    assert lines[2:] == ["up\n", "up\n"]
+    pids += [*map(int, lines[:2])]
+    psutil.Process(pids[1]).suspend()
     assert all(map(is_running, pids))
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
     wait_until(lambda: not any(map(is_running, pids)))
-
-
-def test_without_a_server_a_process_starts(package: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(processes, "WORKER", "worker")
-    monkeypatch.setattr(processes, "fork_servers", {})
-    monkeypatch.setattr(processes, "ForkServer", lambda env: ForkServer(env, ["missing"]))
-    group = processes.ProcessGroup()
-    with (tmp_path / "log.txt").open("w+b") as log:
-        processes.start(group, PRETRAIN, stage_settings(), tmp_path, log, StopRequest())
-        [process] = group.processes
-        process.wait()
-        group.end()
-        assert type(process) is subprocess.Popen
-        assert "'missing'" in text_of(log) and "it ran" in text_of(log)

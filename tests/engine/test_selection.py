@@ -1,25 +1,51 @@
-"""What `--only`, `--from` and `--until` build, take and leave out; artifacts as inputs."""
+"""The graph of a pipeline, and what `--only`, `--from` and `--until` build, take and leave out."""
 
 import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from rich.console import Console
-from support.planned_homes import House, running
-from support.tiny_stages import Home, stage_settings
+from support.planned_homes import SHARDS, House, running
 
-from ttrain import api
-from ttrain.config import Tracking
-from ttrain.engine.graph import Graph, Plan, Planned, Selection
-from ttrain.errors import TooFewRows, UsageError
-from ttrain.flows.engine import RunOptions, run_pipeline
+from ttrain.config.loading import load
+from ttrain.engine.graph import Selection
+from ttrain.errors import UsageError
 from ttrain.flows.full import full
-from ttrain.store import runs
-from ttrain.tasks import PRETRAIN, SHARDS_PRETRAIN, TOKENIZER
 
-SHARDS = {"shards-pretrain", "shards-sft", "shards-lora"}
+PREFERENCES = """
+source
+tokenizer <- source
+shards-pretrain <- tokenizer, source
+shards-sft <- tokenizer, source
+shards-dpo <- tokenizer, source
+shards-lora <- tokenizer, source
+pretrain <- tokenizer, shards-pretrain
+sft <- pretrain, shards-sft
+reference <- sft, shards-dpo
+dpo <- sft, shards-dpo, reference
+lora <- dpo, shards-lora
+evaluate <- pretrain, shards-pretrain, sft, shards-sft, dpo, shards-dpo, lora, shards-lora
+"""
+ONLY_CHATS = """
+tokenizer
+shards-sft <- tokenizer
+new-model <- tokenizer
+sft <- new-model, shards-sft
+evaluate <- new-model, sft, shards-sft
+"""
 BASE = {"tokenizer", "shards-pretrain", "pretrain"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "profiles", "expected"),
+    [
+        ([], ("preferences",), PREFERENCES),
+        (["sft.start_from=none", "data.sft=a.jsonl"], (), ONLY_CHATS),
+    ],
+)
+def test_each_stage_reads_its_sources(overrides: list[str], profiles: str, expected: str) -> None:
+    graph = full(load(overrides, profiles=profiles, environment={}).settings)
+    nodes = {name: ", ".join(map(str, node.sources.values())) for name, node in graph.items()}
+    lines = [f"{name} <- {sources}".removesuffix(" <- ") for name, sources in nodes.items()]
+    assert lines == expected.split("\n")[1:-1]
 
 
 def only(*names: str) -> Selection:
@@ -60,21 +86,16 @@ def test_inputs_that_are_missing_are_named_with_their_command(built: House) -> N
     assert running(built.plan(selection=only("lora"))) == {"lora"}
 
 
-@pytest.mark.parametrize(
-    ("selection", "force", "words"),
-    [
+def test_an_impossible_selection_is_refused(built: House) -> None:
+    for selection, force, words in (
         (only("sftt"), set(), "'sftt'; .*sft.*tokenizer"),
         (Selection(until="base-model"), set(), "base-model is"),
         (only("heldout"), set(), "heldout .*`ttrain pipeline run nightly`"),
         (Selection(since="sft", until="pretrain"), set(), "--from sft --until pretrain leaves"),
         (only("sft"), {"lora"}, "--force lora .*--only sft"),
-    ],
-)
-def test_an_impossible_selection_is_refused(
-    built: House, selection: Selection, force: set[str], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        built.plan(selection=selection, force=frozenset(force))
+    ):
+        with pytest.raises(UsageError, match=words):
+            built.plan(selection=selection, force=frozenset(force))
 
 
 def test_force_leaves_taken_stages_as_they_are(built: House) -> None:
@@ -82,42 +103,3 @@ def test_force_leaves_taken_stages_as_they_are(built: House) -> None:
     forced = {name for name, planned in stages.items() if planned.forced}
     assert forced == running(stages) == {"tokenizer"}
     assert stages["pretrain"].state == stages["sft"].state == "cached"
-    part = built.plan("sft.seed=2", selection=Selection(since="sft", until="lora"))
-    inputs = {name: part[stage].artifact for name, stage in part["sft"].sources.items()}
-    assert part["sft"].inputs == inputs and {*inputs} == {"base", "shards"}
-    assert part["lora"].sources == {"base": "sft", "shards": "shards-lora"}
-    assert not part["lora"].inputs
-
-
-def test_a_training_with_too_few_rows_is_refused_before_it_begins(tmp_path: Path) -> None:
-    home = Home.make(tmp_path)
-    settings = stage_settings(pretrain={"tokens_per_step": 256_000, "tokens": 512_000})
-    settings = settings.model_copy(update={"tracking": Tracking(enabled=False)})
-    why = "taken from the store: left out by --only"
-    tokenizer = Planned(TOKENIZER, "cached", (why,), home.tokenizer.key, home.tokenizer)
-    inputs = {"tokenizer": home.tokenizer}
-    counts = {"rows": 60, "tokens": 900}
-    result = {"train": counts, "heldout": counts, "rows": {}, "blocks": 1, "encoded_blocks": 1}
-    documents = replace(home.documents, manifest={**home.documents.manifest, "result": result})
-    of_shards = (SHARDS_PRETRAIN, "cached", (), documents.key, documents)
-    shards = Planned(*of_shards, inputs=inputs, sources=inputs)
-    sources = {"tokenizer": "tokenizer", "shards": "shards-pretrain"}
-    stages = [tokenizer, shards, Planned(PRETRAIN, "run", (), sources=sources)]
-    planned = Plan("full", settings, home.store, Graph(), stages)
-    with pytest.raises(TooFewRows, match=r"pretrain\.tokens_per_step.*256000"):
-        run_pipeline(planned, Console(quiet=True), RunOptions("none"))
-    assert not list(home.store.root.glob("work/pretrain/*")), "no process was started for it"
-    [record] = runs.history(home.store.root)
-    recorded = {stage["name"]: stage for stage in record["stages"]}
-    assert recorded["pretrain"]["outcome"] == "failed" and recorded["tokenizer"]["why"] == [why]
-
-
-def test_models_that_are_left_out_and_missing_are_not_evaluated(built: House) -> None:
-    def evaluation() -> tuple[object, str]:
-        names = "pretrain,sft,evaluate"
-        planned = api.plan("full", built.settings(), only=names, home=built.store.root)
-        return planned.graph["evaluate"].reads, planned["evaluate"].state
-
-    assert evaluation() == ({"pretrain", "sft", "lora", *SHARDS}, "cached")
-    shutil.rmtree(built.store.latest("lora").path)
-    assert evaluation() == ({"pretrain", "sft", "shards-pretrain", "shards-sft"}, "run")

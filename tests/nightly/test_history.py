@@ -1,63 +1,47 @@
-"""The last nights from their records, in a table."""
+"""The last nights from their records, in a table, and the best value of any champion."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.night_files import completed
+from support.night_files import completed, frozen
 
+from ttrain.evaluate.forgetting import BestFigure
 from ttrain.nightly import history
-from ttrain.nightly.records import Champion, InputSnapshot, Nights
+from ttrain.nightly.decision import best_figures
+from ttrain.nightly.records import Nights
 
+BITS = "bits_per_byte"
 KEPT = "it forgets night-000001: 2.00000 became 2.20000"
-LOCATIONS = ["/in/a.jsonl", "/in/<b>.jsonl"]
-FILES = {"pretrain": [{"location": name, "sha256": name} for name in LOCATIONS]}
 LEARNT = {"documents": 1200, "tokens": 340_000, "left_out": 3, "chats": 12}
 
 
-def text(name: str, champion: float, challenger: float, lost: bool = False) -> dict[str, Any]:
-    values = {"champion": champion, "challenger": challenger, "difference": champion - challenger}
-    return {"kind": "night", "name": name, "records": 40, "lost": lost, **values}
+def text(name: str, champion: float | None, challenger: float, **fields: Any) -> dict[str, Any]:
+    values = {"champion": champion, "challenger": challenger}
+    return {"kind": "night", "name": name, "records": 40, **values, **fields}
 
 
-@pytest.fixture
-def nights(known: Nights) -> Nights:
-    """A promoted night, one that forgot, one without news, and one that is running."""
-    inputs = InputSnapshot(FILES, {}, Champion("1", {}))
-    decision = {"metric": "bits_per_byte", "challenger": 2.0, "champion": None, "lost": []}
+def test_nights_are_listed_newest_first_with_losses(known: Nights) -> None:
+    decision = {"metric": BITS, "challenger": 2.0, "champion": None, "lost": []}
     notes = {"decision": decision, "learnt": LEARNT, "texts": []}
-    completed(known, InputSnapshot(FILES, {}), "promoted", "1", **notes)
-    second = known.begin(inputs, None)
+    completed(known, frozen("a", "<b>"), "promoted", "1", **notes)
+    second = known.begin(frozen("c", champion="1"), None)
     decision |= {"challenger": 1.9, "champion": 2.0, "lost": ["night-000001"]}
-    lost, better = text("night-000001", 2.0, 2.2, lost=True), text("night-000002", 3.0, 1.5)
-    worse = text("source <i>", 2.0, 2.02)
-    second.note(version="2", decision=decision, learnt=LEARNT, texts=[lost, better, worse])
+    lost = text("night-000001", 2.0, 2.2, difference=-0.2, lost=True)
+    second.note(version="2", decision=decision, learnt=LEARNT, texts=[lost])
     second.end_try("kept", KEPT, closed=True)
     known.add_empty("nothing-new", None, "nothing new")
-    known.begin(inputs, None)
-    return known
-
-
-@pytest.fixture
-def listed(nights: Nights) -> list[dict[str, Any]]:
-    return history.history(nights.directory.parents[1], None)[1]
-
-
-def test_nights_are_listed_newest_first_with_losses(listed: list[dict[str, Any]]) -> None:
+    known.begin(frozen("d", champion="1"), None)
+    listed = history.history(known.directory.parents[1], None)[1]
     assert [night["outcome"] for night in listed] == ["running", "nothing-new", "kept", "promoted"]
     running, _, kept, promoted = listed
-    assert promoted["learnt"]["documents"] == 1200 and promoted["files"] == LOCATIONS
+    assert promoted["files"] == ["/inbox/a.jsonl", "/inbox/<b>.jsonl"]
     expected = {"reason": KEPT, "lost": ["night-000001"], "champion": "1", "version": "2"}
-    assert expected.items() <= kept.items()
-    assert kept["texts"][0]["change"] == pytest.approx(0.1) and kept["texts"][0]["lost"] is True
+    assert expected.items() <= kept.items() and kept["texts"][0]["change"] == pytest.approx(0.1)
     assert (running["figure"], running["texts"], running["reason"]) == (None, [], "")
     row = dict(zip(history.HEADER, history.row(kept), strict=True))
     cells = {"new documents": "1,200", "chats": "12", "lost": "night-000001", "why": KEPT}
     assert cells.items() <= row.items()
-    assert history.row(promoted)[2] == "promoted as version 1"
-    summary = history.summary_line(listed)
-    assert summary.startswith("4 nights: 1 running, 1 nothing-new, 1 kept, 1 promoted; ")
-    assert summary.endswith(" 1,200 documents, 340,000 tokens")
 
 
 def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> None:
@@ -71,7 +55,37 @@ def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> 
     artifacts = {"shards-pretrain": shards, "pretrain": pretrain, "replay": replay}
     expected = {"documents": 90, "tokens": 800, "left_out": 7}
     expected |= {"read_tokens": 1000, "replayed_tokens": 50}
-    assert history.learnt_of(artifacts, None) == expected
     assert history.learnt_of(artifacts, chats) == expected | {"chats": 12}
-    kept_base = {"pretrain": pretrain}
-    assert history.learnt_of(kept_base, chats) == {"chats": 12}
+    assert history.learnt_of({"pretrain": pretrain}, chats) == {"chats": 12}, "it keeps the base"
+
+
+def add(
+    nights: Nights, outcome: str, champion: str | None, version: str, *texts: Any, by: str = BITS
+) -> None:
+    notes = {"decision": {"metric": by}, "texts": list(texts)}
+    completed(nights, frozen(champion=champion), outcome, version, **notes)
+
+
+def test_the_best_champion_on_a_text_of_a_completed_night_is_found(known: Nights) -> None:
+    value = 2.0
+    add(known, "promoted", None, "1", text("first", None, value))
+    for number in range(2, 11):  # each loses 2.9 % on the first text, and all but one are promoted
+        outcome = "kept" if number == 5 else "promoted"
+        champion = str(number - 2 if number == 6 else number - 1)
+        texts = (text("first", value, value * 1.029), text(f"new-{number}", 3.0, 1.0))
+        add(known, outcome, champion, str(number), *texts)
+        value *= 1.029 if outcome == "promoted" else 1.0
+    add(known, "unfinished", "1", "11", text("first", 1.0, 1.0))
+    best = best_figures(known.newest_first(), BITS)
+    assert best["first"] == BestFigure(2.0, "version 1", 40)
+    assert best["new-9"] == BestFigure(1.0, "version 9", 40), "nothing was promoted on it since"
+    assert best["new-5"] == BestFigure(3.0, "version 4", 40), "a kept challenger was no champion"
+
+
+def test_only_texts_of_nights_with_the_newest_records_and_the_metric_count(known: Nights) -> None:
+    add(known, "promoted", None, "10", text("first", None, 2.0))
+    others = [text("chat_loss_sft", 1.0, 1.0, kind="metric")]
+    add(known, "promoted", "10", "11", text("first", 2.5, 2.6, records=30), *others)
+    add(known, "promoted", "11", "12", text("first", 0.1, 0.1), by="bits_per_byte_sft")
+    best = best_figures(known.newest_first(), BITS)
+    assert best == {"first": BestFigure(2.5, "version 10", 30)}

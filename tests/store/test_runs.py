@@ -1,6 +1,8 @@
-"""The history of runs: newest first, also while they go on; crashed if the process is gone."""
+"""Records of runs: their history, their curves by every name they have, and their replicates."""
 
 import itertools
+import math
+import re
 import subprocess
 import time
 from datetime import datetime
@@ -9,11 +11,24 @@ from unittest.mock import Mock
 
 import pytest
 from store.test_store import full_disk
+from support.recorded_homes import BEGAN, TOKENS_PER_STEP, Made, falling, make_run
 
+from ttrain.errors import UsageError
 from ttrain.flows import deploy, serve
 from ttrain.nightly.records import InputSnapshot, Nights
 from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.registry import Registry
+from ttrain.store.replicates import values_by_seed
+from ttrain.store.run_views import read_run, read_runs
 from ttrain.store.runs import RunRecord, history
+
+FIRST = "full-20261121-100000-0001a"
+SECOND = "full-20261121-110000-0002b"
+CACHED = "full-20261122-090000-0003c"
+LOSSES = falling(8, gap=3)
+PRETRAIN = Made("pretrain", LOSSES)
+SFT = Made("sft", falling(6, 2.0))
 
 
 def record(home: Path, **notes: object) -> RunRecord:
@@ -32,11 +47,12 @@ def test_runs_are_listed_newest_first_and_broken_records_hide_no_others(tmp_path
 
 def test_a_run_is_on_record_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = record(tmp_path)
-    assert [stage["outcome"] for stage in history(tmp_path)[0]["stages"]] == ["pending", "pending"]
     made.stage("pretrain", outcome="running", key="k")
     (run,) = history(tmp_path)
     assert run["outcome"] == "running"
-    assert run["stages"][1] == {"name": "pretrain", "outcome": "running", "key": "k"}
+    pending, running = run["stages"]
+    assert pending == {"name": "tokenizer", "outcome": "pending"}
+    assert running == {"name": "pretrain", "outcome": "running", "key": "k"}
     yesterday = time.time() - 86400
     monkeypatch.setattr(time, "time", lambda: yesterday)
     made.finish("completed", {"eval/x": 1.0})
@@ -101,3 +117,77 @@ def test_the_run_that_a_cached_one_equals_is_the_newest_completed_with_these_art
         names.append(made.run)
     assert makers(tokenizer="a", pretrain="b")[0] == names[1]
     assert makers(tokenizer="a") == []
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, the second with a cached stage, and one that is wholly cached."""
+    home = tmp_path_factory.mktemp("a home #1 50%")
+    make_run(home, FIRST, [PRETRAIN, SFT], tracking={"run_id": "b2" * 16})
+    cached_sft = Made("sft", SFT.losses, outcome="cached")
+    retrained = Made("pretrain", falling(8, 2.5))
+    make_run(home, SECOND, [retrained, cached_sft], number=1)
+    cached = [Made("pretrain", LOSSES, outcome="cached", key=PRETRAIN.key), cached_sft]
+    webhook = {"notify": {"webhook": "https://hooks.example/T0/secret"}}
+    make_run(home, CACHED, cached, number=2, outcome="cached", equals=FIRST, settings=webhook)
+    return home
+
+
+def test_a_run_is_found_by_every_name_it_and_its_models_have(home: Path) -> None:
+    base = ArtifactStore(home).find("pretrain", PRETRAIN.key)
+    assert base is not None
+    Registry(home).register_model("mine-base", base, FIRST)
+    for text in (FIRST, FIRST[:16], FIRST[-5:], "b2" * 16, "mine-base/1", "models:/mine-base/1"):
+        assert read_run(home, text).name == FIRST
+    assert read_run(home, "latest").name == CACHED
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("full-2026", f"3 runs: {CACHED}, {SECOND}"),
+        *((text, f"there are {CACHED}") for text in ("nothing-like-it", "", "../runs")),
+        (FIRST.replace("full", "fill"), f"did you mean {FIRST}"),
+    ],
+)
+def test_an_unknown_or_ambiguous_name_lists_runs(home: Path, text: str, names: str) -> None:
+    with pytest.raises(UsageError, match=f"'{re.escape(text)}'.*{names}"):
+        read_run(home, text)
+
+
+def test_a_curve_has_every_step_once_and_nan_where_there_was_no_number(home: Path) -> None:
+    view = read_run(home, FIRST)
+    assert view.curves("pretrain") == ["grad_norm", "loss", "lr", "validation_loss"]
+    assert view.curve("pretrain", "nothing") == view.curve("no stage", "loss") == []
+    curve = view.curve("pretrain", "loss")
+    assert [point[:3] for point in curve] == [
+        (step, TOKENS_PER_STEP * step, BEGAN + 2.0 * step) for step in range(1, 9)
+    ]
+    assert math.isnan(curve.pop(2).value)
+    assert [point.value for point in curve] == [loss for loss in LOSSES if loss is not None]
+    assert [point.step for point in view.curve("pretrain", "validation_loss")] == [4, 8]
+
+
+def test_a_cached_stage_has_the_curves_of_the_run_that_made_it(home: Path) -> None:
+    first, second, cached = read_runs(home, [FIRST, SECOND, CACHED])
+    assert second.stages["sft"].made_by == FIRST
+    assert second.curve("sft", "loss") == first.curve("sft", "loss") != []
+    assert second.curve("pretrain", "loss") != first.curve("pretrain", "loss")
+    assert [stage.made_by for stage in cached.stages.values()] == [FIRST, FIRST]
+    assert cached.curve("pretrain", "loss")[0].value == LOSSES[0]
+    assert cached.params["notify.webhook"] == "***"
+
+
+def test_the_newest_replicate_of_each_seed_counts(tmp_path: Path) -> None:
+    """Of the newest shards and of one setting."""
+    trials = [(3, "before", 64), (1, "now", 64), (2, "now", 64), (1, "now", 64), (2, "now", 128)]
+    for number, (seed, shards, row_length) in enumerate(trials):
+        pretrain = {"seed": seed, "row_length": row_length}
+        settings = {"pretrain": pretrain, "runtime": {"threads": number + 1}}
+        made, metrics = [Made("shards-pretrain", key=shards)], {"eval/x": float(number)}
+        make_run(
+            tmp_path, f"full-{number}", made, number=number, settings=settings, metrics=metrics
+        )
+    values = [sorted(of.values()) for of in values_by_seed(tmp_path, "eval/x").values()]
+    assert sorted(values) == [[2.0, 3.0], [4.0]]
+    assert values_by_seed(tmp_path, "eval/nothing") == {}

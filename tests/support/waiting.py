@@ -5,31 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-# Nanoseconds on a core, nanoseconds in the queue for one
-SCHEDULED = Path("/proc/thread-self/schedstat")
 STILL_SECONDS = 0.02  # of computing: a process that took less in the time that it may wait hangs
 BUSY = 10  # times that many seconds of computing are too much, too
-
-
-def stopwatch() -> Callable[[], float]:
-    """Return a function that gives the seconds that this thread has waited since.
-
-    What it computed does not count, nor, where the system says it (Linux), the queue for a core.
-    """
-    began = time.monotonic() - _scheduled()
-    return lambda: time.monotonic() - _scheduled() - began
-
-
-def _scheduled() -> float:
-    try:
-        return sum(map(int, SCHEDULED.read_text().split()[:2])) / 1e9
-    except OSError:
-        return time.thread_time()
 
 
 def hanging(processes: Sequence[BaseProcess], seconds: float) -> list[BaseProcess]:

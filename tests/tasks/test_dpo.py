@@ -1,6 +1,5 @@
 """The stages `reference` and `dpo`: what they leave behind, also after they were killed."""
 
-import os
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -27,7 +26,6 @@ from ttrain.tasks import REFERENCE, dpo, new_model, reference, shards
 from ttrain.tasks.common.job import StageContext
 from ttrain.train import preference_tuning
 
-KILLS = int(os.environ.get("TTRAIN_SOAK_KILLS", "10"))
 WORDS = "the quick brown fox jumps over a lazy dog and returns nothing"
 ROWS = 48  # a quarter of them held out
 WEIGHTS = Path("model") / "model.safetensors"
@@ -59,8 +57,7 @@ def make_shards(root: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Path
     write_lines(source / "dpo_heldout.jsonl", rows[: len(rows) // 4])
     settings, inputs = settings_of(), {"tokenizer": tokenizer, "source": source}
     arguments = {"kind": "pairs", "dataset": "dpo"}
-    progress = ProgressWriter(None)
-    options = (arguments, root / "shards", settings.runtime, progress, lambda: False)
+    options = (arguments, root / "shards", settings.runtime, ProgressWriter(None), lambda: False)
     shards.build(settings, StageContext(inputs, {}, *options), Processes(1))
     return root / "shards"
 
@@ -96,8 +93,6 @@ def test_the_planted_preference_is_learnt(inputs: dict[str, Path], straight: Pat
         assert (scores["tokens"] > 0).all() and (scores["log_probabilities"] < 0).all()
     metrics = [line["metrics"] for line in curve(straight / "run" / "metrics.jsonl")]
     assert metrics[0]["validation_loss_quick"] == pytest.approx(np.log(2), abs=1e-6)
-    margins = [line["reward_margin"] for line in metrics if "reward_margin" in line]
-    assert margins[0] == pytest.approx(0, abs=1e-6) and margins[-1] > 0
     assert metrics[-1]["validation_reward_accuracy"] > 0.9 and metrics[-1]["validation_loss"] < 0.5
 
 
@@ -105,12 +100,11 @@ def test_an_adapter_is_kept_and_merged(inputs: dict[str, Path], tmp_path: Path) 
     run_stage(dpo, settings_of(adapter="lora", rank=4, alpha=8, epochs=0.3), tmp_path, inputs)
     base = inputs["base"] / "model"
     adapted = adapters.load(factory.load(base), tmp_path / "lora", weights_digest(base))
-    models = {"merged": factory.load(tmp_path / "model"), "base": factory.load(base)}
+    ids = torch.arange(20)[None]
     with torch.no_grad():
-        expected = adapted(torch.arange(20)[None]).logits
-        logits = {name: model(torch.arange(20)[None]).logits for name, model in models.items()}
-    error = {name: float((values - expected).abs().max()) for name, values in logits.items()}
-    assert error["merged"] < 1e-4 < error["base"]
+        expected = adapted(ids).logits
+        merged, before = (factory.load(path)(ids).logits for path in (tmp_path / "model", base))
+    assert (merged - expected).abs().max() < 1e-4 < (before - expected).abs().max()
 
 
 def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
@@ -122,18 +116,15 @@ def test_only_rows_and_precision_enter_the_key_of_the_reference() -> None:
     assert seen() != seen(row_length=64) and seen() != seen(precision="bf16")
 
 
-@pytest.mark.parametrize(
-    ("kills", "most"), [(1, 12), pytest.param(KILLS, 25, marks=pytest.mark.soak)]
-)
 def test_killed_stages_end_with_the_same_bytes(
-    inputs: Any, straight: Path, tmp_path: Path, monkeypatch: Any, kills: int, most: int
+    inputs: Any, straight: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Each kill comes before a random one of the first `most` calls."""
+    """Two kills, each before a random one of the first calls."""
     monkeypatch.setattr(reference, "BLOCK_ROWS", 4)
     dice = random.Random()
     for name, module in {"reference": reference, "dpo": dpo}.items():
         run = partial(run_stage, module, settings_of(), tmp_path / name, inputs)
-        died = [killed_at(dice.randint(1, most), CALLS, run) for _ in range(kills)]
+        died = [killed_at(dice.randint(1, 12), CALLS, run) for _ in range(2)]
         assert any(died), "no kill came before the end"
         run()
     for part in reference.PARTS:

@@ -19,12 +19,11 @@ from ttrain.tasks import evaluate, lora, sft
 from ttrain.tasks.shards import heldout_records, recipe_of
 from ttrain.train.distributed import Ranks
 
+HALF = Reading(heldout_fraction=0.5)
+
 
 def read_scores(directory: Path, metric: str) -> Any:
     return task_result.read_scores(directory / task_result.SCORES)[metric]
-
-
-HALF = Reading(heldout_fraction=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +61,10 @@ def test_the_preference_accuracy_has_an_interval_and_a_paired_test(evaluated: An
         assert metrics[name] == sum(recorded.sums) / len(pairs)
         low, high = evaluated.result["intervals"][name]
         assert low <= metrics[name] <= high
-    paired = evaluated.result["paired"]
-    test = paired["preference_accuracy/sft"]
+    test = evaluated.result["paired"]["preference_accuracy/sft"]
     difference = metrics["preference_accuracy/sft"] - metrics["preference_accuracy/base"]
     assert (test["against"], test["difference"]) == ("base", pytest.approx(difference))
-    assert paired["chat_loss_lora"]["against"] == "sft" and 0 <= paired["chat_loss_lora"]["p"] <= 1
-
-
-def test_the_evaluation_has_every_metric_of_each_model(evaluated: Any) -> None:
-    counts, metrics = evaluated.result["counts"], evaluated.result["metrics"]
-    assert {"bits_per_byte", "bits_per_byte_sft", "bits_per_byte_lora"} < metrics.keys()
-    for model in ("base", "sft", "lora"):
-        preference = {f"preference_accuracy/{model}", f"preference_margin/{model}"}
-        assert {*preference, f"chat_loss_{model}", f"domain_loss_{model}"} < metrics.keys()
-    assert all(math.isfinite(value) for value in metrics.values())
-    index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
-    assert counts["chat_tokens"] == index["live_tokens"]
-    assert metrics["chat_loss_sft"] == metrics["domain_loss_sft"], "they are the same chats here"
-    assert metrics["chat_loss_sft"] < metrics["chat_loss_base"], "it was trained on chats"
+    assert evaluated.result["paired"]["chat_loss_lora"]["against"] == "sft"
 
 
 def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
@@ -105,6 +90,8 @@ def test_bits_per_byte_are_those_of_the_held_out_text(evaluated: Any) -> None:
     assert metrics["bits_per_byte"] == pytest.approx(whole / size, rel=1e-6)
     assert counts["document_bytes"] == size
     assert counts["document_tokens"] == sum(len(ids) - 1 for ids in all_ids)
+    index = json.loads((evaluated.inputs["chats"] / "heldout" / "index.json").read_text())
+    assert counts["chat_tokens"] == index["live_tokens"]
     order0 = baselines.adaptive_bits("".join(texts).encode(), 0).mean()
     assert metrics["bits_per_byte_order0"] == order0
 

@@ -2,7 +2,6 @@
 and so is the best."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support.data_commands import Run, in_process, trains_here
 from support.shard_sets import write_lines
 from support.tiny_adapters import save_base
@@ -23,7 +22,7 @@ from ttrain.core.hashing import sha256_file
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import Conversation, TextDocument
-from ttrain.errors import ArtifactError, DataError, Interrupted, UsageError
+from ttrain.errors import ArtifactError
 from ttrain.inference import gate_files, gate_router
 from ttrain.lineage.lookup import resolve
 from ttrain.tasks import gate
@@ -89,7 +88,6 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return partial(in_process(capsys), "gate")
 
 
-ROWS = Gate(row_length=64, stride=32)
 SIZES = "buckets=512 embedding_size=8 hidden=8 ngram_characters=2"
 SMALL = f"{SIZES} epochs=8 row_length=64 stride=32 lr=0.03".split()
 
@@ -108,14 +106,11 @@ def test_a_gate_routes_to_the_planted_experts(run: Run, planted: Planted, tmp_pa
     assert metrics["loss_oracle"] <= metrics["loss_routed"] < metrics["loss_best_single"]
     assert metrics["gain"] > 0.9 and metrics["records"] == done.json["heldout_rows"]
     router = tmp_path / "gate" / "model.safetensors"
-    trained = {name.rpartition(".")[0] for name in load_file(router)}
-    assert trained == {"embedding", "layers.0", "layers.1", "layers.3"}  # and nothing of an expert
     opened = gate_router.GateSelector(tmp_path / "gate", device="cpu", dtype="fp32")
     assert [expert.reference for expert in opened.experts] == planted.names
     for text, expert in (("7 31. 95", 0), ("abba. cede.", 1)):
         number, probabilities = opened.route(text)
         assert number == expert and probabilities[expert] == max(probabilities)
-        assert opened(text)[0].name == planted.names[expert]
     digest, again = sha256_file(router), run(*words)
     assert again.code == 0 and "scoring" not in again.err, again.err
     assert sha256_file(router) == digest, "the same command makes the same gate"
@@ -129,8 +124,6 @@ def test_a_changed_expert_or_router_is_refused(planted: Planted, tmp_path: Path)
     changed = first.model_copy(update={"model": str(tmp_path / "expert")})
     with pytest.raises(ArtifactError, match=r"weights in .*expert"):
         gate_files.check(changed)
-    with pytest.raises(UsageError, match=str(tmp_path)):
-        gate_files.read(tmp_path)
     parts = {"experts": (first, other), "settings": Gate(), "figures": {}}
     contents = gate_files.GateFile(**parts, router_sha256="0" * 64)
     write_json(tmp_path / gate_files.GATE, contents.model_dump(mode="json"))
@@ -140,53 +133,27 @@ def test_a_changed_expert_or_router_is_refused(planted: Planted, tmp_path: Path)
         gate_router.GateSelector(tmp_path, device="cpu", dtype="fp32")
 
 
-def _job(output: Path, stop: Callable[[], bool] = lambda: False) -> StageContext:
-    return StageContext({}, {}, {}, output, Runtime(device="cpu"), ProgressWriter(None), stop)
-
-
 def test_losses_are_those_of_the_planted_models(planted: Planted, tmp_path: Path) -> None:
     turns = ("user", "cab?"), ("assistant", "10 20"), ("user", "more"), ("assistant", "ABBA")
     chats = Conversation(tuple(Message(*turn) for turn in turns))
     texts, encode, end = ("12 abc", "XYZ" * 60), planted.encoder.encode, planted.encoder.end_id
     records = [*map(TextDocument, texts), chats]
-    rows = Gate(row_length=32, stride=8)
-    nats_RE = gate.score(planted.experts, records, rows, _job(tmp_path), CPU)
+    runtime, progress = Runtime(device="cpu"), ProgressWriter(None)
+    job = StageContext({}, {}, {}, tmp_path, runtime, progress, lambda: False)
+    nats_RE = gate.score(planted.experts, records, Gate(row_length=32, stride=8), job, CPU)
     scored = [*encode(list(texts)), [*encode(["10 20"])[0], end, *encode(["ABBA"])[0], end]]
     for column, name in enumerate(ALPHABETS):
         expected = [-float(planted.log_probabilities(name)[ids].sum()) for ids in scored]
         assert nats_RE[:, column].tolist() == pytest.approx(expected, rel=1e-4)
     assert gate.bytes_of(chats) == 9 and gate.bytes_of(records[1]) == 180
     assert gate.text_of(chats) == "cab?" and gate.text_of(records[0]) == "12 abc"
-    with pytest.raises(Interrupted, match="0 of"):
-        gate.score(planted.experts, records, ROWS, _job(tmp_path, lambda: True), CPU)
-
-
-def test_records_are_distinct_of_any_kind_and_held_out_by_content(tmp_path: Path) -> None:
-    documents = [{"text": f"document {number}"} for number in range(60)]
-    answer = {"role": "assistant", "content": "a"}
-    chats = [{"messages": [{"role": "user", "content": f"ask {n}"}, answer]} for n in range(20)]
-    files = {"a": documents[:40], "b": documents[20:], "c": chats, "bad": [{}] * 5}
-    for name, rows in files.items():
-        write_lines(tmp_path / f"{name}.jsonl", rows)
-    paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
-    settings = Gate(heldout_fraction=0.3)
-    records = gate.read(paths, settings)
-    assert len(records) == 80 and records == gate.read(paths[::-1], settings)
-    fewer = gate.read(paths, Gate(limit=30))
-    assert len(fewer) == 30 and fewer == gate.read(paths[::-1], Gate(limit=30))
-    assert 0 < gate.heldout_flags(records, settings).sum() < 80
-    with pytest.raises(DataError, match=r"rejected_fraction=.*\(text_field\)"):
-        gate.read([str(tmp_path / "bad.jsonl")], settings)
-    with pytest.raises(DataError, match="held-out part"):
-        gate.heldout_flags(records[:1], settings)
 
 
 def test_figures_of_a_routing_worked_out_by_hand() -> None:
     nats_RE = np.array([[1.0, 2.0], [4.0, 2.0], [6.0, 3.0], [2.0, 9.0], [1.0, 8.0]])
     metrics = gate.routing_metrics(nats_RE * math.log(2), 10, np.array([0, 1, 0, 0, 1]))
-    assert metrics.pop("experts")[1] == pytest.approx(
-        {"loss": 2.4, "best_share": 0.4, "routed_share": 0.4}
-    )
+    second = {"loss": 2.4, "best_share": 0.4, "routed_share": 0.4}
+    assert metrics.pop("experts")[1] == pytest.approx(second)
     expected = {"records": 5, "accuracy": 3 / 5, "majority_accuracy": 3 / 5}
     losses = {"loss_routed": 1.9, "loss_oracle": 0.9, "loss_best_single": 1.4}
     gain = (14 - 19) / (14 - 9)

@@ -39,8 +39,6 @@ def test_the_artifact_keeps_the_state_before_the_decay(first: Any, tmp_path: Pat
     assert not same(dict(kept.weights), load_file(champion / "model" / "model.safetensors"))
     home.pretrain(stage_settings(2), tmp_path)
     assert not (tmp_path / PLATEAU).exists(), "of another schedule"
-    training.write_plateau(tmp_path, DECAY_BEGINS)
-    assert not (tmp_path / PLATEAU).exists(), "without its checkpoint"
 
 
 def test_a_night_continues_the_plateau(first: Any, tmp_path: Path) -> None:

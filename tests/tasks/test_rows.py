@@ -16,7 +16,7 @@ from ttrain.core.files import read_json, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.data.encoder import Encoder
 from ttrain.data.order import WeightedOrder
-from ttrain.data.packing import IGNORE, MixedRows, Rows
+from ttrain.data.packing import MixedRows, Rows
 from ttrain.data.pair_rows import PairRows
 from ttrain.data.record_rows import ChatRows, DocumentRows, SeparateDocumentRows
 from ttrain.data.shards import Column, write_index, write_shard
@@ -41,34 +41,52 @@ def documents(path: Path, encoder: Encoder, **more: Any) -> Path:
     return path
 
 
-def chats(path: Path, encoder: Encoder, answered: int, unanswered: int = 0, **more: Any) -> Path:
+def chats(path: Path, encoder: Encoder, answered: int = 9, unanswered: int = 0) -> Path:
     ids = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33, encoder.end_id]
     records = [(ids, [False] * 4 + [True] * 3)] * answered + [(ids, [False] * 7)] * unanswered
-    write_shards(path, records, kind="chats", tokenizer=encoder.digest, tokens_per_shard=35, **more)
+    write_shards(path, records, kind="chats", tokenizer=encoder.digest, tokens_per_shard=35)
     return path
 
 
+def write_set(path: Path, encoder: Encoder, column: Column, kind: str) -> Path:
+    path.mkdir(exist_ok=True)
+    entry = {**write_shard(path / "0.arrow", column, len(encoder)), "bytes": 1, "group": 0}
+    sizes = {"vocab_size": len(encoder), "tokenizer": encoder.digest}
+    write_index(path, kind=kind, shards=[entry], **sizes)
+    return path
+
+
+def pairs(path: Path, encoder: Encoder, sizes: Sequence[int] = (3, 4, 5)) -> Path:
+    """Pairs of a prompt of six tokens with answers of so many."""
+    prompt = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33]
+    ids = [[*prompt, *range(40, 40 + size), *range(60, 60 + size)] for size in sizes]
+    parts = np.concatenate([[0] * 6 + [1] * size + [2] * size for size in sizes])
+    offsets = np.cumsum([0, *map(len, ids)])
+    return write_set(path, encoder, Column(np.concatenate(ids), offsets, parts > 0, parts), "pairs")
+
+
 def test_rows_follow_the_kind_and_the_packing(tmp_path: Path, encoder: Encoder) -> None:
-    sets = documents(tmp_path / "documents", encoder), chats(tmp_path / "chats", encoder, 9)
+    sets = documents(tmp_path / "documents", encoder), chats(tmp_path / "chats", encoder)
     for packing in ("best-fit", "none"):
         kinds = [type(open_rows(path, encoder, settings(packing=packing))) for path in sets]
         assert kinds == [SeparateDocumentRows, ChatRows]
     assert type(open_rows(sets[0], encoder, settings(packing="stream"))) is DocumentRows
-    with pytest.raises(UsageError, match=r"packing=best-fit"):
-        open_rows(sets[1], encoder, settings(packing="stream"))
-    alone = open_rows(sets[1], encoder, settings(packing="none"))
-    assert (len(alone), alone.batch([0]).input_ids_BT.shape) == (9, (1, 8))
-    assert alone.pad_id == encoder.pad_id
+    answers = pairs(tmp_path / "pairs", encoder)
+    long_rows = settings(row_length=32, tokens_per_step=32)
+    assert type(open_rows(answers, encoder, long_rows)) is PairRows
+    for heldout in (False, True):
+        counts = open_rows(sets[0], encoder, settings(stride=4), heldout=heldout).counts()
+        assert (counts["target_multiplicity"] == 1) == heldout, "only training rows overlap"
 
 
-def test_a_stride_overlaps_training_documents_alone(tmp_path: Path, encoder: Encoder) -> None:
-    path = documents(tmp_path / "documents", encoder)
-    config = settings(stride=4)
-    assert open_rows(path, encoder, config).counts()["target_multiplicity"] > 1.5
-    assert open_rows(path, encoder, config, heldout=True).counts()["target_multiplicity"] == 1
-    config = Sft.model_validate({"row_length": 8, "tokens_per_step": 16, "stride": 4})
-    with pytest.raises(UsageError, match=r"sft\.stride"):
-        open_rows(chats(tmp_path / "chats", encoder, 9), encoder, config)
+def test_what_a_kind_does_not_have_is_refused(tmp_path: Path, encoder: Encoder) -> None:
+    paths = {"chats": chats(tmp_path / "chats", encoder), "pairs": pairs(tmp_path, encoder)}
+    for kind, name, value in (
+        *(("chats", "packing", "stream"), ("pairs", "packing", "stream")),
+        *(("chats", "stride", 4), ("pairs", "stride", 4), ("pairs", "mask_intervals", [[1, 4]])),
+    ):
+        with pytest.raises(UsageError, match=rf"training\.{name}"):
+            open_rows(paths[kind], encoder, settings(**{name: value}))
 
 
 def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) -> None:
@@ -78,14 +96,11 @@ def test_intervals_are_named_by_word_or_by_id(tmp_path: Path, encoder: Encoder) 
         rows = open_rows(path, encoder, settings(mask_intervals=[pair]))
         assert rows.masks == ((first, last),)  # type: ignore[attr-defined]
     rows = open_rows(path, encoder, settings(mask_intervals=[[25, 30]]))
-    labels = rows.batch(range(len(rows))).labels_BT
-    live = labels[labels != IGNORE].tolist()
-    assert not {*range(25, 31)} & {*live}
-    assert {24, 31} <= {*live}
-    with pytest.raises(UsageError, match=r"mask_intervals.*<nowhere>"):
-        open_rows(path, encoder, settings(mask_intervals=[["<nowhere>", 7]]))
-    with pytest.raises(UsageError, match=rf"names {len(encoder)}, .* to {len(encoder) - 1}"):
-        open_rows(path, encoder, settings(mask_intervals=[[5, len(encoder)]]))
+    labels = {*rows.batch(range(len(rows))).labels_BT.flatten().tolist()}
+    assert not {*range(25, 31)} & labels and {24, 31} <= labels
+    for marker in ("<nowhere>", len(encoder)):
+        with pytest.raises(UsageError, match=rf"mask_intervals.*{marker}"):
+            open_rows(path, encoder, settings(mask_intervals=[[marker, 7]]))
 
 
 def test_weights_mix_the_training_rows_alone(tmp_path: Path, encoder: Encoder) -> None:
@@ -101,13 +116,6 @@ def test_weights_mix_the_training_rows_alone(tmp_path: Path, encoder: Encoder) -
     config = settings(packing="none", order="length-grouped")
     with pytest.raises(UsageError, match=r"training\.order.*=shuffled"):
         order_of(config, open_rows(path, encoder, config))
-
-
-def write_set(path: Path, encoder: Encoder, column: Column, kind: str) -> Path:
-    entry = {**write_shard(path / "0.arrow", column, len(encoder)), "bytes": 1, "group": 0}
-    sizes = {"vocab_size": len(encoder), "tokenizer": encoder.digest}
-    write_index(path, kind=kind, shards=[entry], **sizes)
-    return path
 
 
 def weighted(path: Path, encoder: Encoder, weights: Sequence[float], kind: str) -> Path:
@@ -159,11 +167,15 @@ def test_a_budget_counts_packed_rows_in_full(tmp_path: Path, encoder: Encoder) -
     assert (order.steps, sum(map(order.step_tokens, range(order.steps)))) == (4, 48)
 
 
-def test_too_many_chats_without_an_answer_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
-    rows = open_rows(chats(tmp_path, encoder, 95, 5), encoder, settings())
-    with pytest.raises(DataError, match=r"training\.dropped_fraction 0\.01"):
-        order_of(settings(), rows)
-    order_of(settings(dropped_fraction=0.05), rows)
+def test_too_many_dropped_records_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
+    unanswered = chats(tmp_path / "chats", encoder, 95, 5), 8
+    too_long = pairs(tmp_path / "pairs", encoder, [3] * 95 + [20] * 5), 32
+    for path, row_length in (unanswered, too_long):
+        config = settings(row_length=row_length, tokens_per_step=32)
+        rows = open_rows(path, encoder, config)
+        with pytest.raises(DataError, match=r"5 of 100 .*training\.dropped_fraction 0\.01"):
+            order_of(config, rows)
+        order_of(config.model_copy(update={"dropped_fraction": 0.05}), rows)
 
 
 def test_less_data_than_one_step_is_refused(tmp_path: Path, encoder: Encoder) -> None:
@@ -174,22 +186,16 @@ def test_less_data_than_one_step_is_refused(tmp_path: Path, encoder: Encoder) ->
     assert order_of(settings(tokens_per_step=40), rows).steps == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch", "passes"),
-    [(10_000, 4096, 1), (320, 4096, 3), (100, 5 * 256, 3), (20, 256, 3), (9, 256, 7), (1, 256, 10)],
-)
-def test_few_rows_give_about_sixty_steps(rows: int, batch: int, passes: float) -> None:
-    section = Sft().resolved(rows)
-    assert (section.tokens_per_step, section.epochs) == (batch, passes)
-    assert Sft.model_validate(section.model_dump()) == section, "they are allowed"
-    assert rows < 6 or steps_of(section, rows)[0] >= 60
-
-
-def test_pretraining_reads_little_text_five_times_and_what_is_set_stays() -> None:
+def test_budgets_follow_from_the_rows_unless_they_are_set() -> None:
+    sizes = {10_000: (4096, 1), 320: (4096, 3), 100: (1280, 3), 20: (256, 3), 9: (256, 7)}
+    for rows, (batch, passes) in {**sizes, 1: (256, 10)}.items():
+        section = Sft().resolved(rows)
+        assert (section.tokens_per_step, section.epochs) == (batch, passes)
+        assert rows < 6 or steps_of(section, rows)[0] >= 60
+    assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=1280)
     for rows, tokens in ((43, 5 * 43 * 256), (1406, 5 * 1406 * 256), (1407, 1_800_000)):
         assert Pretrain().resolved(rows) == Pretrain(tokens=tokens)
     assert Pretrain(tokens=5_000_000).resolved(43) == Pretrain(tokens=5_000_000)
-    assert Sft(epochs=3).resolved(100) == Sft(epochs=3, tokens_per_step=5 * 256)
 
 
 @pytest.mark.parametrize("kind", ["documents", "chats"])
@@ -218,29 +224,3 @@ def test_validation_rows_come_from_the_whole_part(tmp_path: Path, encoder: Encod
         chosen = np.concatenate([batch.input_ids_BT for batch in batches])
         assert np.array_equal(chosen, rows.batch(numbers).input_ids_BT)
         assert max(len(batch.input_ids_BT) for batch in batches) <= 2
-
-
-def pairs(path: Path, encoder: Encoder, sizes: Sequence[int]) -> Path:
-    """Pairs of a prompt of six tokens with answers of so many."""
-    prompt = [encoder.bos_id, 30, 31, encoder.end_id, 32, 33]
-    ids = [[*prompt, *range(40, 40 + size), *range(60, 60 + size)] for size in sizes]
-    parts = np.concatenate([[0] * 6 + [1] * size + [2] * size for size in sizes])
-    offsets = np.cumsum([0, *map(len, ids)])
-    return write_set(path, encoder, Column(np.concatenate(ids), offsets, parts > 0, parts), "pairs")
-
-
-def test_pairs_have_rows_of_their_own(tmp_path: Path, encoder: Encoder) -> None:
-    path = pairs(tmp_path, encoder, [3, 4, 5])
-    assert type(open_rows(path, encoder, settings(row_length=32, tokens_per_step=32))) is PairRows
-    for name, value in {"packing": "stream", "stride": 4, "mask_intervals": [[1, 4]]}.items():
-        with pytest.raises(UsageError, match=name):
-            open_rows(path, encoder, settings(**{name: value}))
-
-
-def test_too_many_long_pairs_end_the_stage(tmp_path: Path, encoder: Encoder) -> None:
-    long_rows = partial(settings, row_length=32, tokens_per_step=32)
-    rows = open_rows(pairs(tmp_path, encoder, [3] * 99 + [20]), encoder, long_rows())
-    assert rows.counts()["too_long_dropped"] == 1
-    order_of(long_rows(dropped_fraction=0.01), rows)
-    with pytest.raises(DataError, match=r"row_length 32"):
-        order_of(long_rows(dropped_fraction=0.001), rows)
