@@ -42,6 +42,7 @@ def test_an_older_checkpoint_is_copied_and_the_old_work_kept(built: House) -> No
     assert (work / "output" / "run" / "metrics.jsonl").exists()
     assert steps_in(work.with_name(f"{work.name}.1") / "output") == [10, 20, 30]
     assert built.plan(SEED)["sft"].first_step == 20
+    assert resume.find_stage(built.store, work.name) == "sft", "a whole key is not ambiguous"
     aside = work.with_name(f"{work.name}.1")
     other = built.plan(SEED, "sft.optim.lr=0.0005", resume_key=aside.name)["sft"]
     restart(built.store, [other], 10)
