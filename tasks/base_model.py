@@ -29,7 +29,7 @@ log = logging.getLogger("ttrain")
 
 def run(settings: Settings, job: StageContext) -> Figures:
     """Write the model as `model/`, as training stages do; returns what was changed."""
-    files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
+    files = {role: list(map(Path, paths)) for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
 
