@@ -46,7 +46,7 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
         study.add_trials(earlier)
         change = Change.of(
             {
-                key: _value(space, key, drawn)
+                key: space.dimensions[key].value(drawn)
                 for key, drawn in study.ask(distributions).params.items()
             }
         )
@@ -66,12 +66,6 @@ def _distribution(dimension: Any) -> BaseDistribution:
     if isinstance(dimension, Interval):
         return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
     return CategoricalDistribution(range(len(dimension.values)))
-
-
-def _value(space: Space, key: str, drawn: Any) -> Any:
-    """The setting's value for what Optuna drew."""
-    dimension = space.dimensions[key]
-    return dimension.nearest(drawn) if isinstance(dimension, Interval) else dimension.values[drawn]
 
 
 def _drawn(space: Space, key: str, value: Any) -> Any:
