@@ -266,8 +266,7 @@ class Judgement:
 
     def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
         """The interval of the difference for other records, of metrics averaged over the seeds."""
-        first = self._average(own)
-        second = self._average(base)
+        first, second = self._average(own), self._average(base)
         if first is None or second is None or first.records != second.records:
             return None
         if not statistics.comparable(first, second):
