@@ -80,7 +80,11 @@ class Guard:
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
         is_get = request.scope.get("method", "GET") == "GET"
-        if not self._is_own(request):
+        # For this server, and from its own pages or from a program.
+        hosts = request.headers.getlist("host")
+        is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
+        origins = {origin.lower() for origin in request.headers.getlist("origin")}
+        if not is_for_us or origins - {f"http://{host}" for host in self._hosts}:
             return PlainTextResponse(HOST_REFUSED, 403)
         if is_get and request.scope["path"] == self._open_path:
             return None
@@ -94,15 +98,6 @@ class Guard:
         if not self._has_token(request):
             return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
         return None
-
-    def _is_own(self, request: HTTPConnection) -> bool:
-        # Whether a request is for this server, and comes from its own pages or from a program.
-        hosts = request.headers.getlist("host")
-        is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
-        own_origins = {f"http://{host}" for host in self._hosts}
-        return is_for_us and own_origins.issuperset(
-            origin.lower() for origin in request.headers.getlist("origin")
-        )
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._token)

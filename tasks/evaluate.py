@@ -180,7 +180,8 @@ def _paired(
     # {metric: how the model compares with the one before it on the same held-out records}.
     paired = {}
     for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
-        first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+        first = figures.get(metric.of(later))
+        second = figures.get(metric.of(earlier))
         if first and second and statistics.comparable(first, second):
             paired[first.name] = {
                 "against": earlier,

@@ -179,17 +179,16 @@ def score(
                 f"--data holds chats, but the tokenizer of the expert {expert.reference} has "
                 f"no chat template"
             )
-        sequences = [_sequence(model, record) for record in records]
+        # Trained on: all tokens of a document's text, the answers of a chat
+        sequences = [
+            perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
+            if isinstance(record, sources.TextDocument)
+            else chat.encode_chat(model.encoder, record.messages)
+            for record in records
+        ]
         scores = perplexity.score_items(settings, model, sequences, report_progress)
         nats_ER.append([score.nats for score in scores])
     return np.array(nats_ER, np.float64).T
-
-
-def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.Tokens:
-    # Trained on: all tokens of a document's text, the answers of a chat
-    if not isinstance(record, sources.TextDocument):
-        return chat.encode_chat(model.encoder, record.messages)
-    return perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
 
 
 # --- the figures ----------------------------------------------------------------------------------

@@ -115,6 +115,9 @@ class Request:
             else self.changes[:1]
         )
         of_changes = [self.settings(change) for change in changes]
+        data = []
+        for name in self.graph():
+            data.append([file_digests(STAGES[name], each, store) for each in of_changes])
         return digest_of(
             {
                 "settings": {
@@ -124,10 +127,7 @@ class Request:
                 "changes": [[change.name, dict(change.values)] for change in self.changes],
                 "measure": asdict(self.measure),
                 "rounds": self.options.rounds,
-                "data": [
-                    [file_digests(STAGES[name], each, store) for each in of_changes]
-                    for name in self.graph()
-                ],
+                "data": data,
                 "code": [code_digests(STAGES[name].module, store.cache) for name in self.graph()],
             }
         )

@@ -75,18 +75,14 @@ class Rounds:
                 math.fsum(self.values[change, seed] for seed in seeds) / self.seeds  # the mean
             ),
         )
-        if self.stops and self.changes > 2 and best:
-            self._decide(best, standing)
+        if self.stops and self.changes > 2 and best:  # fresh seeds alone decide the winner
+            first = FRESH * self.seeds + 1
+            fresh = list(range(first, first + self.seeds))
+            places = [(change, seed) for seed in fresh for change in (0, best)]
+            standing.wanted = [place for place in places if place not in self.values]
+            standing.winner = best
+            standing.seeds[best] = fresh
         return standing
-
-    def _decide(self, winner: int, standing: Standing) -> None:
-        """Decide the winner by fresh seeds alone."""
-        first = FRESH * self.seeds + 1
-        fresh = list(range(first, first + self.seeds))
-        places = [(change, seed) for seed in fresh for change in (0, winner)]
-        standing.wanted = [place for place in places if place not in self.values]
-        standing.winner = winner
-        standing.seeds[winner] = fresh
 
     def _behind(self, alive: Sequence[int], seeds: int) -> dict[int, bool]:
         """The changes behind the best by more than the noise; whether also behind the baseline."""

@@ -219,7 +219,17 @@ class Judgement:
         ]
         own = [self.trials[number, seed] for seed in seeds]
         base = [self.trials[0, seed] for seed in seeds]
-        over_records = self._over_records(own, base) if number and seeds else None
+        over_records = None
+        if number and seeds:  # of metrics averaged over the seeds, for other records
+            first = self._average(own)
+            second = self._average(base)
+            if (
+                first is not None
+                and second is not None
+                and first.records == second.records
+                and statistics.comparable(first, second)
+            ):
+                over_records = statistics.compare(first, second, Rule()).interval
         return Verdict(name, seeds, [*map(value_of, own)], [*map(value_of, base)], over_records)
 
     def _judged(self, number: int, row: Verdict, p: float) -> Verdict:
@@ -263,15 +273,6 @@ class Judgement:
                 row, verdict=UNDECIDED, why="(of so many settings one may differ so much by chance)"
             )
         return replace(row, verdict=UNDECIDED, why=_what_it_takes(row))
-
-    def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
-        """The interval of the difference for other records, of metrics averaged over the seeds."""
-        first, second = self._average(own), self._average(base)
-        if first is None or second is None or first.records != second.records:
-            return None
-        if not statistics.comparable(first, second):
-            return None
-        return statistics.compare(first, second, Rule()).interval
 
     def _average(self, trials: Sequence[Trial]) -> Metric | None:
         """A metric whose records have the means over the seeds.

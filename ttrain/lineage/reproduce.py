@@ -148,7 +148,16 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     """
     store = ArtifactStore(home)
     recipes = [(artifact, _settings_of(artifact)) for artifact in lineage.artifacts]
-    problems = [problem for recipe in recipes for problem in _data_problems(*recipe, store)]
+    problems: list[str] = []
+    for artifact, settings in recipes:
+        recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
+        try:
+            changes = differences(
+                recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)}
+            )
+        except TTrainError as error:
+            changes = [str(error)]
+        problems += [f"{artifact.stage}: {change}" for change in changes]
     store.cache.save()
     if problems:
         raise ArtifactError(
@@ -213,14 +222,3 @@ def _runtime(artifact: Artifact) -> Runtime:
             "device": training.device or kept.get("device", "auto"),
         }
     )
-
-
-def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
-    recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
-    try:
-        lines = differences(
-            recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)}
-        )
-    except TTrainError as error:
-        lines = [str(error)]
-    return [f"{artifact.stage}: {line}" for line in lines]

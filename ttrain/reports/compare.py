@@ -214,8 +214,14 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Di
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
     stage, _, metric = name.partition("/")
-    if not name.startswith(EVALUATED):
-        return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
+    if not name.startswith(EVALUATED):  # of the rows that a training held out
+        measured = [view for view in views if name in view.metrics]
+        inputs = [view.manifest(stage).get("inputs", {}) for view in measured]
+        if len({of_run.get("shards", {}).get("content") for of_run in inputs}) > 1:
+            return "other shards"
+        results = [view.manifest(f"shards-{stage}").get("result") for view in measured]
+        counts = [ShardsResult.of(result).heldout.rows for result in results if result]
+        return not_judged(min(counts)) if counts else ""
     scored = [
         of_run.get(metric)
         for of_run, view in zip(scores, views, strict=True)
@@ -229,17 +235,6 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
     if len({each.sizes for each in known}) > 1:
         return OTHER_TOKENIZERS
     return not_judged(len(known[0].records))
-
-
-def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
-    shards = {
-        view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views
-    }
-    if len(shards) > 1:
-        return "other shards"
-    results = [view.manifest(f"shards-{stage}").get("result") for view in views]
-    counts = [ShardsResult.of(result).heldout.rows for result in results if result]
-    return not_judged(min(counts)) if counts else ""
 
 
 # One run of each setting decides between two models, not between two settings.
@@ -306,7 +301,8 @@ def _difference_of_models(
         f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
     )
     name = metric.name.removeprefix(EVALUATED)
-    better, worse = scores[order[0]].get(name), scores[second].get(name)
+    better = scores[order[0]].get(name)
+    worse = scores[second].get(name)
     compared = advantage(better, worse, Promotion()) if better and worse else None
     if compared is None or compared.interval is None:
         return verdict, False

@@ -100,7 +100,7 @@ class Registry:
     def sets(self, name: str | None = None) -> list[ModelSet]:
         """The sets of one pipeline or of all, newest first."""
         state = self.read()
-        sets = list[ModelSet]()
+        sets: list[ModelSet] = []
         for each, of_name in state["sets"].items():
             if name in (None, each):
                 sets += [_set(state, each, version) for version in of_name["versions"]]
