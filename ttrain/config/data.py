@@ -87,7 +87,7 @@ class Data(Section):
                 f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them",
             )
             need(
-                not (ours and getattr(self, f"{name}_heldout", ())),
+                not ours or not getattr(self, f"{name}_heldout", ()),
                 f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part",
             )
 
