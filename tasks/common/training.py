@@ -190,12 +190,8 @@ def run(
     figures = train(learner, trained, loader, options, job, callbacks)
     is_overfit = "overfit" in figures["guard_warnings"]  # it did have an effect, and lost it
     if ranks.first and not is_overfit and is_without_effect(job.run_directory / METRICS):
-        log.warning(
-            "the loss on held-out rows hardly changed in all of this stage; %soptim.lr is %g: "
-            "try a larger one, or train longer",
-            config.prefix,
-            config.optim.lr,
-        )
+        fix = f"{config.prefix}optim.lr is {config.optim.lr:g}: try a larger one, or train longer"
+        log.warning("the loss on held-out rows hardly changed in all of this stage; %s", fix)
         figures["guard_warnings"]["no_effect"] = 1
     return {
         **figures,
