@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -110,9 +109,9 @@ def print_summary(execution: PipelineRun, outcome: str, console: Console) -> Non
         console.print()
         table(("evaluation", "value", ""), rows, console)
         console.print()
-    took, say = format_duration(execution.seconds), partial(print_plain, console)
+    took = format_duration(execution.seconds)
     if outcome == "completed":
-        say(f"done in {took}; run {execution.record.run}")
+        print_plain(console, f"done in {took}; run {execution.record.run}")
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
@@ -121,9 +120,10 @@ def print_summary(execution: PipelineRun, outcome: str, console: Console) -> Non
         next_step = ", and the command continues there once the mistake is fixed"
     if execution.plan.pipeline == NIGHTLY:  # which says its own
         next_step = ""
-    say(
+    print_plain(
+        console,
         f"{outcome} after {took}; finished stages are kept{next_step} "
-        f"(`ttrain pipeline status` shows the stages and their logs)"
+        f"(`ttrain pipeline status` shows the stages and their logs)",
     )
 
 

@@ -42,16 +42,18 @@ def full(settings: Settings) -> Graph:
     models: dict[str, str] = {}
     evaluated: dict[str, str | None] = {"base": base}
     for name in settings.trainings:
-        training, row = TRAINING_STAGES[name], config.TRAINING_STAGES[name]
-        inputs: dict[str, str | None] = (
-            {"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}
-        )
-        inputs |= {"base": models.get(settings.starts[name], base), "shards": shards[name]}
+        training = TRAINING_STAGES[name]
+        inputs: dict[str, str | None] = {
+            **({"tokenizer": tokenizer} if "tokenizer" in training.inputs else {}),
+            "base": models.get(settings.starts[name], base),
+            "shards": shards[name],
+        }
         if name == "dpo" and settings.dpo.has_reference:
             inputs[REFERENCE.name] = graph.add(
                 REFERENCE, base=inputs["base"], shards=inputs["shards"]
             )
         models[name] = graph.add(training, **inputs)
+        row = config.TRAINING_STAGES[name]
         evaluated |= {row.model: models[name], row.part: shards[name]}
     graph.add(EVALUATE, **evaluated)
     return graph

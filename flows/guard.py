@@ -46,7 +46,9 @@ class Guard:
     """
 
     def __init__(self, app: Any, port: int, token: str, *, open_path: str = "") -> None:
-        self._app, self._token, self._open_path = app, token.encode(), open_path
+        self._app = app
+        self._token = token.encode()
+        self._open_path = open_path
         self._hosts = (f"{HOST}:{port}", f"localhost:{port}")
         # Browsers differ in whether 'self' stands for a web socket, so that those are named
         policy = (
@@ -56,8 +58,9 @@ class Guard:
         self._policy = (b"content-security-policy", policy.encode())
         # Cookies go to all ports of a host: so each server has its own, useless to another one
         self._cookie_name = f"ttrain-{port}"
-        text = f"cookie {self._cookie_name}".encode()
-        self._cookie = hmac.new(self._token, text, hashlib.sha256).hexdigest()
+        self._cookie = hmac.new(
+            self._token, f"cookie {self._cookie_name}".encode(), hashlib.sha256
+        ).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_policy(message: Message) -> None:
@@ -77,7 +80,11 @@ class Guard:
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
         is_get = request.scope.get("method", "GET") == "GET"
-        if not self._is_own(request):
+        # For this server, and from its own pages or from a program.
+        hosts = request.headers.getlist("host")
+        is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
+        origins = {origin.lower() for origin in request.headers.getlist("origin")}
+        if not is_for_us or origins - {f"http://{host}" for host in self._hosts}:
             return PlainTextResponse(HOST_REFUSED, 403)
         if is_get and request.scope["path"] == self._open_path:
             return None
@@ -91,14 +98,6 @@ class Guard:
         if not self._has_token(request):
             return PlainTextResponse(TOKEN_REFUSED, 401, {"WWW-Authenticate": "Bearer"})
         return None
-
-    def _is_own(self, request: HTTPConnection) -> bool:
-        # Whether a request is for this server, and comes from its own pages or from a program.
-        hosts = request.headers.getlist("host")
-        own_origins = [f"http://{host}" for host in self._hosts]
-        is_for_us = len(hosts) == 1 and hosts[0].lower() in self._hosts
-        origins = request.headers.getlist("origin")
-        return is_for_us and all(origin.lower() in own_origins for origin in origins)
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._token)

@@ -81,10 +81,11 @@ def night_graph(inputs: NightInputs) -> Graph:
 
     Stages that read new data also get the shards and held-out sets of earlier nights.
     """
-    graph, earlier, kept = Graph(), inputs.earlier_heldout, inputs.kept_base
+    graph = Graph()
+    earlier = inputs.earlier_heldout
     replaced: dict[str, Source | None] = {**inputs.replacements}
-    if kept:
-        replaced |= {EXISTING_MODEL.name: kept, SHARDS_PRETRAIN.name: None}
+    if inputs.kept_base:
+        replaced |= {EXISTING_MODEL.name: inputs.kept_base, SHARDS_PRETRAIN.name: None}
     for node in full(inputs.settings).replacing(replaced).values():
         stage = node.stage
         sources: dict[str, Source | None] = {**node.sources}
@@ -102,8 +103,9 @@ def night_graph(inputs: NightInputs) -> Graph:
                     read |= {"tokenizer": sources["tokenizer"], EARLIER_HELDOUT: earlier}
                 sources["replay"] = graph.add(REPLAY, **read)
         elif stage is SFT and inputs.replayed_chats:
-            chats = _learnt_before(inputs.replayed_chats)
-            sources["replay"] = graph.add(REPLAY_SFT, documents=sources["shards"], **chats)
+            sources["replay"] = graph.add(
+                REPLAY_SFT, documents=sources["shards"], **_learnt_before(inputs.replayed_chats)
+            )
         elif stage is EVALUATE:
             if earlier and not inputs.settings.data.pretrain_heldout:
                 new = sources.get("documents")
@@ -143,9 +145,12 @@ def choose_inputs(
     """
     if night is None:
         return _new_inputs(settings, store, nights)
-    frozen, current = night.frozen, night.as_it_is_now()
-    now = {"outcome": current.outcome, "reason": current.data.get("reason") or "in another process"}
-    ended = night.ended or now
+    frozen = night.frozen
+    current = night.as_it_is_now()
+    ended = night.ended or {
+        "outcome": current.outcome,
+        "reason": current.data.get("reason") or "in another process",
+    }
     reason = f"{night.name} goes on ({ended['outcome']}: {ended['reason']})"
     present = settings.model_dump(mode="json")
     is_changed = night_inputs.with_unfrozen(frozen.settings, present) != present
@@ -187,7 +192,8 @@ def _new_inputs(
         night_inputs.watched_files(
             settings, store, may_be_gone=False
         )  # which raises where there are none
-    learnt, in_nights = night_inputs.learnt_by(champion, store), nights.learnt(champion)
+    learnt = night_inputs.learnt_by(champion, store)
+    in_nights = nights.learnt(champion)
     new = [file["location"] for file in present if file["sha256"] not in read | learnt]
     if not new:
         raise nothing
@@ -199,9 +205,6 @@ def _new_inputs(
         has_champion=champion is not None,
     )
     earlier = night_inputs.earlier_heldout(champion, nights.newest_first(), store, settings)
-    learnt_before = tuple(
-        sorted(learnt - in_nights)
-    )  # the next champion's own artifacts will not record them
     nightly = settings.nightly
     # Weighted sources are all read again, and have no new part
     are_new = {
@@ -219,7 +222,7 @@ def _new_inputs(
         settings.model_dump(mode="json"),
         champion,
         earlier.reference,
-        learnt_before,
+        tuple(sorted(learnt - in_nights)),  # the next champion's own artifacts do not record them
         documents,
         chats,
         heldout_nights=earlier.nights,

@@ -101,8 +101,9 @@ class NightRun:
             execution, inputs = self._train(night, frozen)
             decision = decide(night, inputs, execution, self.say)
             push_noted(self.store.root, execution.record.run)
-            left_out = night_inputs.describe_left_out(night.unread)
-            reason = "; ".join(filter(None, (decision.reason, left_out)))
+            reason = "; ".join(
+                filter(None, (decision.reason, night_inputs.describe_left_out(night.unread)))
+            )
             self.say(f"{decision.word}: {reason}")
             return self._end(night, decision.word, reason)
         except NothingNew as error:
@@ -138,7 +139,8 @@ class NightRun:
         # Raises what stopped the stages, which have saved their state, unless it was the deadline.
         if night is None or not night.is_open:
             raise stopped
-        deadline, reason = self.options.stop_at, str(stopped)
+        deadline = self.options.stop_at
+        reason = str(stopped)
         at_deadline = deadline is not None and time.time() >= deadline
         if at_deadline:  # a stage knows only of a signal
             reason = reason.replace(SIGNALLED, AT_DEADLINE)
@@ -152,7 +154,8 @@ class NightRun:
         # but damaged files, has trained nothing and is given up at once: the next one may have
         # more.
         if getattr(error, "is_usage_error", False):
-            outcome, gives_up = records.REFUSED, isinstance(error, TooFewRows)
+            outcome = records.REFUSED
+            gives_up = isinstance(error, TooFewRows)
             advice = "correct the settings, and the next night goes on"
             if gives_up:
                 advice = (
@@ -163,10 +166,8 @@ class NightRun:
         else:
             outcome = records.FAILED
             is_damage = isinstance(error, StageFailed) and bool(error.files)
-            failures, attempts = (
-                (night.failures if night else 0) + 1,
-                self.settings.nightly.attempts,
-            )
+            failures = (night.failures if night else 0) + 1
+            attempts = self.settings.nightly.attempts
             gives_up = is_damage or failures >= attempts
             tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
             advice = (
@@ -185,18 +186,18 @@ class NightRun:
             try:
                 return self._run_stages(night, frozen)
             except (NothingNew, StageFailed) as error:
-                goes_on, damaged = "the new chats are learnt", tuple[str, ...]()
-                if isinstance(error, StageFailed):
-                    damaged, goes_on = error.files, "the night goes on without it"
-                    if not damaged:
-                        raise
+                damaged = error.files if isinstance(error, StageFailed) else ()
+                if damaged:
                     night.leave_out(
                         night_inputs.entries_of(frozen, damaged), str(error), self.settings
                     )
+                elif isinstance(error, StageFailed):
+                    raise
                 smaller = night_inputs.smaller_snapshot(frozen, damaged, self.nights.read())
                 if smaller is None or len(night.left_out) > MOST_LEFT_OUT:
                     raise
                 frozen = smaller
+                goes_on = "the night goes on without it" if damaged else "the new chats are learnt"
                 self.say(f"{error}; {goes_on}")
                 night.note(inputs=frozen.to_json())
 
@@ -211,9 +212,13 @@ class NightRun:
             night.note_try(run=execution.record.run)
             execution.artifacts.update(inputs.replacements)
 
-        plan = night_plan.plan_of(inputs, self.store)
-        options = replace(self.options, night=night.name)
-        return run_pipeline(plan, self.console, options, on_begin), inputs
+        execution = run_pipeline(
+            night_plan.plan_of(inputs, self.store),
+            self.console,
+            replace(self.options, night=night.name),
+            on_begin,
+        )
+        return execution, inputs
 
     def say(self, text: str) -> None:
         """Print a message, with control characters escaped."""

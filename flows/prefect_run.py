@@ -99,9 +99,10 @@ def link_to_page(execution: PipelineRun, stage: str | None = None) -> None:
     """Link the task or flow run to its page in MLflow, if a server shows it."""
     with best_effort():
         if page := execution.page(stage):
-            key = f"mlflow-{stage}" if stage else "mlflow"
             create_link_artifact(
-                page, key=key, link_text=f"{stage or execution.record.run} in MLflow"
+                page,
+                key=f"mlflow-{stage}" if stage else "mlflow",
+                link_text=f"{stage or execution.record.run} in MLflow",
             )
 
 

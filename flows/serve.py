@@ -75,7 +75,8 @@ def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
     guard_streams()
     outlast_output()
     show_warnings()
-    home, schedule = usable_home(), f"{flow_run.flow_name}/{deployment.name}"
+    home = usable_home()
+    schedule = f"{flow_run.flow_name}/{deployment.name}"
     try:
         settings = settings_to_run(home, schedule, changes)
         state = (_run_night if flow_run.flow_name == "nightly" else _run_full)(home, settings)
@@ -85,8 +86,11 @@ def run_slot(changes: tuple[str, ...] = ()) -> State[Any] | None:
         state = state_of(error)
     ended = f"{state.name}, {state.message}" if state.message else str(state.name)
     print(timed_lines(escaped(f"{schedule}: {ended}")), flush=True)
-    slot = flow_run.scheduled_start_time.isoformat()
-    last = {"outcome": state.name, "slot": slot, "message": state.message}
+    last = {
+        "outcome": state.name,
+        "slot": flow_run.scheduled_start_time.isoformat(),
+        "message": state.message,
+    }
     with best_effort():
         write_json(deploy.last_run_file(home, schedule), last, PRIVATE_FILE)
     return state
@@ -111,7 +115,8 @@ def _run_full(home: Path, settings: Settings) -> State[Any]:
     from ttrain.engine.planner import plan
     from ttrain.flows.full import full as full_graph
 
-    store, graph = store_of(home, settings), full_graph(settings)
+    store = store_of(home, settings)
+    graph = full_graph(settings)
     planned = Plan("full", settings, store, graph, plan(graph, settings, store))
     engine.run_pipeline(planned, flow_run_console(), engine.RunOptions(in_flow=True))
     return Completed()
@@ -214,7 +219,8 @@ class ScheduleServer:
     """Makes deployments of the schedules of a home, and has Prefect's runner start what is due."""
 
     def __init__(self, home: Path, say: Callable[[str], None]) -> None:
-        self._home, self._say = home.resolve(), say
+        self._home = home.resolve()
+        self._say = say
         self._has_own_server = not os.environ.get("PREFECT_API_URL")
         self._environment = {"TTRAIN_HOME": str(self._home)}
         self._tags = [TAG, f"home:{self._home}"]  # where several homes share a server

@@ -126,11 +126,12 @@ def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
         try:
             for name in missing:
                 stop(home, name)  # remains of one that does not answer
-                port, mark = free_port(ports[name]), secrets.token_hex(8)
+                port = free_port(ports[name])
                 if port != ports[name]:
                     log.warning(
                         "port %d is taken; %s listens on %d instead", ports[name], name, port
                     )
+                mark = secrets.token_hex(8)
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
                 server = Server(name, process.pid, port, mark, owner)
@@ -217,25 +218,21 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
     """The arguments of `python` that serve an application factory."""
     name = f"{factory.__module__}:{factory.__name__}"
     directory = str(Path(__file__).parents[2])
-    command = ["uvicorn", "--factory", name, "--app-dir", directory, "--host", HOST]
     return [
-        *command,
-        "--port",
-        str(port),
-        "--log-level",
-        "warning",
-        "--timeout-graceful-shutdown",
-        "2",
+        *("uvicorn", "--factory", name, "--app-dir", directory),
+        *("--host", HOST, "--port", str(port), "--log-level", "warning"),
+        *("--timeout-graceful-shutdown", "2"),
     ]
 
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """(arguments of `python`, environment) of the MLflow server."""
     mlflow_mirror.prepare(home)  # the server would refuse a damaged one
-    no_jobs = {
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"
-    }  # eight processes more, for LLMs that judge
-    return uvicorn_command(tracker_app, port), {HOME: str(home), **no_jobs}
+    return uvicorn_command(tracker_app, port), {
+        HOME: str(home),
+        # eight processes more, for LLMs that judge
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
 
 
 def _wait(home: Path, name: str, port: int, process: subprocess.Popen[bytes]) -> None:

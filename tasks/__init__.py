@@ -62,30 +62,6 @@ EXACT_READING = tuple(
 EARLIER_HELDOUT = "earlier"  # among the inputs of stages: the held-out documents of earlier nights
 
 
-def _shards(dataset: str, kind: str) -> Stage:
-    return Stage(
-        name=f"shards-{dataset}",
-        module="ttrain.tasks.shards",
-        sees=("reading", "shards")
-        if kind == "documents"
-        else (*EXACT_READING, "shards", "sft.learn_reasoning"),
-        inputs={
-            "tokenizer": (),
-            "source": (f"{dataset}.jsonl", f"{dataset}_heldout.jsonl"),
-            **(
-                {EARLIER_HELDOUT: ("heldout",)} if dataset == "pretrain" else {}
-            ),  # and, in a night, what was learnt before
-        },
-        dataset=dataset,
-        arguments={"kind": kind, "dataset": dataset},
-        about=(
-            f"Tokenize the {kind} of data.{dataset} into Arrow files, and hold a part of them out"
-        ),
-        reuses_parts=True,
-        memory=("runtime.workers", "reading.max_line_bytes"),
-    )
-
-
 SOURCE = Stage(
     "source",
     "ttrain.tasks.source",
@@ -103,7 +79,31 @@ TOKENIZER = Stage(
     about="Train a byte-level BPE with a chat template, or take an existing tokenizer",
 )
 ROWS = config.TRAINING_STAGES.values()  # of the table in `ttrain/config/training.py`
-SHARDS: Mapping[str, Stage] = {row.name: _shards(row.name, row.rows) for row in ROWS}
+SHARDS: Mapping[str, Stage] = {
+    row.name: Stage(
+        name=f"shards-{row.name}",
+        module="ttrain.tasks.shards",
+        sees=("reading", "shards")
+        if row.rows == "documents"
+        else (*EXACT_READING, "shards", "sft.learn_reasoning"),
+        inputs={
+            "tokenizer": (),
+            "source": (f"{row.name}.jsonl", f"{row.name}_heldout.jsonl"),
+            **(
+                {EARLIER_HELDOUT: ("heldout",)} if row.name == "pretrain" else {}
+            ),  # and, in a night, what was learnt before
+        },
+        dataset=row.name,
+        arguments={"kind": row.rows, "dataset": row.name},
+        about=(
+            f"Tokenize the {row.rows} of data.{row.name} into Arrow files, and hold a part of "
+            "them out"
+        ),
+        reuses_parts=True,
+        memory=("runtime.workers", "reading.max_line_bytes"),
+    )
+    for row in ROWS
+}
 SHARDS_PRETRAIN = SHARDS["pretrain"]
 EXISTING_MODEL = Stage(
     "base-model",
@@ -140,8 +140,10 @@ OF_ROLE: Mapping[str, dict[str, tuple[str, ...]]] = {
 OF_ROWS: Mapping[str, dict[str, tuple[str, ...]]] = {"pairs": {REFERENCE.name: ()}}
 
 
-def _training(row: config.TrainingStage) -> Stage:
-    return Stage(
+# The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read
+# it, too.
+TRAINING_STAGES: Mapping[str, Stage] = {
+    row.name: Stage(
         row.name,
         f"ttrain.tasks.{row.name}",
         (row.name, "model") if row.name == "pretrain" else (row.name,),
@@ -154,11 +156,8 @@ def _training(row: config.TrainingStage) -> Stage:
         memory=("runtime.rows_per_device",),
         about=row.about,
     )
-
-
-# The table itself is in `ttrain/config/training.py`, since settings, tracking and evaluation read
-# it, too.
-TRAINING_STAGES: Mapping[str, Stage] = {row.name: _training(row) for row in ROWS}
+    for row in ROWS
+}
 PRETRAIN, SFT, LORA = (TRAINING_STAGES[name] for name in ("pretrain", "sft", "lora"))
 # before an adapter's name, among the inputs of the evaluation: its base, if that is not tonight's
 # model

@@ -29,7 +29,7 @@ log = logging.getLogger("ttrain")
 
 def run(settings: Settings, job: StageContext) -> Figures:
     """Write the model as `model/`, as training stages do; returns what was changed."""
-    files = {role: [Path(path) for path in paths] for role, paths in job.files.items()}
+    files = {role: list(map(Path, paths)) for role, paths in job.files.items()}
     return prepare_base_model(files, job.inputs["tokenizer"], job.output / new_model.DIRECTORY)
 
 
@@ -91,10 +91,10 @@ def _pieces(encoder: Encoder, new: Mapping[str, int], unseen: set[int]) -> dict[
     # By new token the known tokens of its text: <|user|> to those of "user".
     tokens = sorted((number, token) for token, number in new.items() if number in unseen)
     spelled = encoder.encode([" ".join(WORDS.findall(token)) for _, token in tokens])
-    return {
-        number: [piece for piece in ids if piece not in unseen]
-        for (number, _), ids in zip(tokens, spelled, strict=True)
-    }
+    pieces = {}
+    for (number, _), ids in zip(tokens, spelled, strict=True):
+        pieces[number] = [piece for piece in ids if piece not in unseen]
+    return pieces
 
 
 def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def run(config: Settings, job: StageContext) -> Figures:
     Writes `evaluation.json`, `scores.json` (sums of each record) and, with suites, `items.jsonl`.
     Several ranks share the held-out rows, with the same scores; the first does the rest.
     """
-    settings, ranks = config.evaluate, join_ranks(job.runtime)
+    settings = config.evaluate
+    ranks = join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
     shared = _shared_results(held_out, job, ranks) if ranks.world > 1 else {}
     if not ranks.first:
@@ -62,8 +63,10 @@ def run(config: Settings, job: StageContext) -> Figures:
         else []
     )
     suite_items = _suite_items(settings, job)
-    recorded, counts = dict[str, Metric](), {part: 0 for part in PARTS if part != "pairs"}
-    samples_by_model, outcomes = dict[str, Any](), list[TaskResult]()
+    recorded: dict[str, Metric] = {}
+    counts = {part: 0 for part in PARTS if part != "pairs"}
+    samples_by_model: dict[str, Any] = {}
+    outcomes: list[TaskResult] = []
     for name in _models(job):
         subject = _load(name, job, ranks.device)
         for result in shared.get(name) or running.ask(held_out, subject, _progress(job, name, 0)):
@@ -87,8 +90,9 @@ def run(config: Settings, job: StageContext) -> Figures:
     }
     if outcomes:
         evaluation["suites"] = results.to_json()
-        lines = (orjson.dumps(row) + b"\n" for row in results.rows())
-        (job.output / "items.jsonl").write_bytes(b"".join(lines))
+        (job.output / "items.jsonl").write_bytes(
+            b"".join(orjson.dumps(row) + b"\n" for row in results.rows())
+        )
     write_json(job.output / "evaluation.json", evaluation)
     write_scores(job.output, recorded.values())
     return evaluation
@@ -115,8 +119,9 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
         ):  # of a set of several nights, each brought its share
             records = scored_documents(records, settings.max_bytes)
         if records:
-            windows = settings.model_dump(include={"row_length", "stride"})
-            spec = SPECS[row.rows].model_validate({**windows, **own})
+            spec = SPECS[row.rows].model_validate(
+                {**settings.model_dump(include={"row_length", "stride"}), **own}
+            )
             tasks.append(
                 running.functions_of(spec)[0](part, spec, SuiteFiles(Path(), {part: records}))
             )
@@ -125,10 +130,11 @@ def heldout_items(inputs: Inputs, settings: Evaluate) -> list[Items[Any]]:
 
 def _names(result: TaskResult, model: str) -> dict[str, str]:
     # The metrics of a part that are recorded, by their names in its result.
-    names = {result.primary.name: METRICS[result.task].of(model)}
-    return names | (
-        {"margin": f"preference_margin/{model}"} if result.items.spec.kind == "pairs" else {}
-    )
+    margin = {"margin": f"preference_margin/{model}"}
+    return {
+        result.primary.name: METRICS[result.task].of(model),
+        **(margin if result.items.spec.kind == "pairs" else {}),
+    }
 
 
 def _counts(result: TaskResult) -> dict[str, int]:
@@ -174,7 +180,8 @@ def _paired(
     # {metric: how the model compares with the one before it on the same held-out records}.
     paired = {}
     for metric, (earlier, later) in product(METRICS.values(), pairwise(models)):
-        first, second = figures.get(metric.of(later)), figures.get(metric.of(earlier))
+        first = figures.get(metric.of(later))
+        second = figures.get(metric.of(earlier))
         if first and second and statistics.comparable(first, second):
             paired[first.name] = {
                 "against": earlier,
@@ -201,7 +208,7 @@ def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[
         for line in notes_on(read):
             log.warning("%s", line)  # not among the results: they name paths of this machine
     return {
-        name: [items for suite in settings.suites.of(name) for items in by_suite[suite]]
+        name: list(chain.from_iterable(map(by_suite.__getitem__, settings.suites.of(name))))
         for name in _models(job)
     }
 
@@ -243,8 +250,10 @@ def _load(
 
 def join_ranks(runtime: Runtime) -> Ranks:
     """Join the other ranks on this machine, and share its cores with them."""
-    device = precision.resolve_device(runtime.device, share_cores(runtime.threads))
-    return Ranks.join(device, runtime.rank_timeout_seconds)
+    return Ranks.join(
+        precision.resolve_device(runtime.device, share_cores(runtime.threads)),
+        runtime.rank_timeout_seconds,
+    )
 
 
 def _shared_results(

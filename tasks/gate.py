@@ -41,7 +41,8 @@ def run(config: GateJob, job: StageContext) -> Figures:
     device = precision.resolve_device(job.runtime.device, share_cores(job.runtime.threads))
     records = read(config.data, settings)
     nats_RE = score(config.experts, records, settings, job, device)
-    texts, heldout_R = [text_of(record) for record in records], heldout_flags(records, settings)
+    texts = [text_of(record) for record in records]
+    heldout_R = heldout_flags(records, settings)
     router = train(settings, [*itertools.compress(texts, ~heldout_R)], nats_RE[~heldout_R])
     chosen_R = router.probabilities([*itertools.compress(texts, heldout_R)]).argmax(-1).numpy()
     heldout_bytes = sum(bytes_of(record) for record in itertools.compress(records, heldout_R))
@@ -96,11 +97,13 @@ def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
 
     Raises DataError if too many rows are bad or none is left.
     """
-    tally, by_content = json_rows.Tally(), dict[bytes, sources.Record]()
+    tally = json_rows.Tally()
+    by_content: dict[bytes, sources.Record] = {}
     for location in locations:
-        is_chats = first_rows.kind_of_file(location, Reading()) == "chats"
         parse = (
-            sources.parse_conversation if is_chats else sources.document_parser(settings.text_field)
+            sources.parse_conversation
+            if first_rows.kind_of_file(location, Reading()) == "chats"
+            else sources.document_parser(settings.text_field)
         )
         for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
             by_content[sources.content_hash(record)] = record
@@ -176,17 +179,16 @@ def score(
                 f"--data holds chats, but the tokenizer of the expert {expert.reference} has "
                 f"no chat template"
             )
-        sequences = [_sequence(model, record) for record in records]
+        # Trained on: all tokens of a document's text, the answers of a chat
+        sequences = [
+            perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
+            if isinstance(record, sources.TextDocument)
+            else chat.encode_chat(model.encoder, record.messages)
+            for record in records
+        ]
         scores = perplexity.score_items(settings, model, sequences, report_progress)
         nats_ER.append([score.nats for score in scores])
     return np.array(nats_ER, np.float64).T
-
-
-def _sequence(model: loading.LoadedModel, record: sources.Record) -> perplexity.Tokens:
-    # Trained on: all tokens of a document's text, the answers of a chat
-    if not isinstance(record, sources.TextDocument):
-        return chat.encode_chat(model.encoder, record.messages)
-    return perplexity.text_tokens(model, model.encoder.encode([record.text])[0])
 
 
 # --- the figures ----------------------------------------------------------------------------------
@@ -206,12 +208,12 @@ def routing_metrics(
     experts            of each: its loss, the share it is best at, the share routed to it
     """
     records, experts = nats_RE.shape
-    best_R, rows = nats_RE.argmin(axis=1), np.arange(records)
+    best_R = nats_RE.argmin(axis=1)
     bits_RE = nats_RE / (heldout_bytes * math.log(2))
     losses_E = bits_RE.sum(axis=0)
-    routed, oracle = float(bits_RE[rows, chosen_R].sum()), float(bits_RE[rows, best_R].sum())
+    routed = float(bits_RE[np.arange(records), chosen_R].sum())
+    oracle = float(bits_RE.min(axis=1).sum())
     best_often_E = np.bincount(best_R, minlength=experts)
-    chosen_often_E = np.bincount(chosen_R, minlength=experts)
     single = float(losses_E.min())
     return {
         "records": records,
@@ -225,8 +227,8 @@ def routing_metrics(
             {
                 "loss": float(loss),
                 "best_share": float(often / records),
-                "routed_share": float(chosen / records),
+                "routed_share": float((chosen_R == expert).mean()),
             }
-            for loss, often, chosen in zip(losses_E, best_often_E, chosen_often_E, strict=True)
+            for expert, (loss, often) in enumerate(zip(losses_E, best_often_E, strict=True))
         ],
     }

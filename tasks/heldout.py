@@ -68,12 +68,12 @@ def run(settings: Settings, job: StageContext) -> Figures:
         "group": 0,
     }
     shards.write_index(directory, kind="documents", vocab_size=0, tokenizer="", shards=[entry])
-    counts = {
+    return {
         "records": len(lines),
         "new": len(nights[-1]),
         "unscored": len(brought) - len(nights[-1]),
+        "nights": [len(night) for night in nights],
     }
-    return {**counts, "nights": [len(night) for night in nights]}
 
 
 def read_nights(directory: Path) -> list[list[str]]:

@@ -28,13 +28,8 @@ def with_adapter(base: Path, config: Lora) -> training.TrainableModel:
     held_in = None if config.quantize == "none" else config.quantize
     # the name for people, which reveals no path; what binds the adapter to its base is the digest
     start = config.start_from
-    name = (
-        f"ttrain-{start}"
-        if start in TRAININGS
-        else "ttrain-new-model"
-        if start == NONE
-        else "ttrain-base-model"
-    )
+    made_by = "new-model" if start == NONE else "base-model"
+    name = f"ttrain-{start if start in TRAININGS else made_by}"
     own_files = adapters.files(model, base=name, base_digest=weights_digest(base), held_in=held_in)
     return training.TrainableModel(
         model,

@@ -35,9 +35,12 @@ def special_ids(encoder: Encoder) -> dict[str, int]:
 
 def new(config: Model, encoder: Encoder, seed: int) -> PreTrainedModel:
     """A freshly initialised model for this tokenizer."""
-    stops = [encoder.eos_id, encoder.end_id]
     model = factory.build(
-        config, vocab_size=len(encoder), ids=special_ids(encoder), stop_ids=stops, seed=seed
+        config,
+        vocab_size=len(encoder),
+        ids=special_ids(encoder),
+        stop_ids=[encoder.eos_id, encoder.end_id],
+        seed=seed,
     )
     if config.multi_token is not None:
         multi_token.attach(model, config.multi_token, seed)

@@ -29,7 +29,9 @@ from ttrain.train.preference_tuning import score_answers
 
 PARTS = ("train", "heldout")
 BLOCK_ROWS = 64  # rows per block file; a killed pass keeps its finished block files
-LOG_PROBABILITIES, TOKENS, ANSWERS = "log_probabilities", "tokens", "answers"
+LOG_PROBABILITIES = "log_probabilities"
+TOKENS = "tokens"
+ANSWERS = "answers"
 
 Scores = dict[str, npt.NDArray[Any]]
 
@@ -40,12 +42,13 @@ def run(settings: Settings, job: StageContext) -> Figures:
     Blocks of rows are dealt to the ranks in turn. Each block is written to its own file, so that a
     killed pass continues after its finished blocks; the files are joined at the end.
     """
-    ranks, runtime, config = start(job.runtime), job.runtime, settings.dpo
+    runtime = job.runtime
+    ranks = start(runtime)
     base = job.inputs["base"] / new_model.DIRECTORY
     encoder = Encoder(base, fast=False)  # its ids are asked for, no text is encoded
     model = NextTokenLoss(new_model.load(base), runtime.loss_chunk_tokens, runtime.attention)
-    leakage_check.check(model, config, branches=True)
-    computed_in = precision.resolve_precision(config.precision, ranks.device)
+    leakage_check.check(model, settings.dpo, branches=True)
+    computed_in = precision.resolve_precision(settings.dpo.precision, ranks.device)
     model.to(ranks.device).eval()
 
     def scored(rows: Rows, block: range) -> Scores:
@@ -66,7 +69,9 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
     blocks = job.output / "blocks"
     for part in PARTS:
-        rows = open_rows(job.inputs["shards"] / part, encoder, config, heldout=part == "heldout")
+        rows = open_rows(
+            job.inputs["shards"] / part, encoder, settings.dpo, heldout=part == "heldout"
+        )
         (blocks / part).mkdir(parents=True, exist_ok=True)
         for number, first in enumerate(range(0, len(rows), BLOCK_ROWS)):
             job.progress.update(first, len(rows), "rows")
@@ -93,7 +98,8 @@ def _join(job: StageContext, part: str) -> tuple[int, float | None]:
     answers = 2 * int(
         ShardSet(job.inputs["shards"] / part).index["rows"]
     )  # each record has up to two answers
-    log_probs_A, tokens_A = np.full(answers, np.nan), np.zeros(answers, np.int64)
+    log_probs_A = np.full(answers, np.nan)
+    tokens_A = np.zeros(answers, np.int64)
     for block in sorted((job.output / "blocks" / part).glob("[0-9]*.safetensors")):
         scores = load_file(block)
         log_probs_A[scores[ANSWERS]] = scores[LOG_PROBABILITIES]

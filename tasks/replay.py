@@ -40,7 +40,8 @@ def run(settings: Settings, job: StageContext) -> Figures:
     training: Pretrain | Sft = settings.pretrain if of_documents else settings.sft
     # A masked region may begin in one window and end in another.
     row_length = training.row_length if of_documents and not training.mask_intervals else None
-    tokenizer, share = new.index["tokenizer"], settings.nightly.replay
+    tokenizer = new.index["tokenizer"]
+    share = settings.nightly.replay
     names = sorted(name for name in job.inputs if name.startswith(LEARNT_BEFORE))
     learnt = {
         name: list(_sources(ShardSet(job.inputs[name] / "train", tokenizer))) for name in names
@@ -54,9 +55,10 @@ def run(settings: Settings, job: StageContext) -> Figures:
     total = sum(source.tokens for sources in learnt.values() for source in sources)
     sampled_share = min(1.0, share * read / max(1, total))
     held_out = {
-        digest
+        _digest(column, record)
         for name in ("documents", *names)
-        for digest in _digests(ShardSet(job.inputs[name] / "heldout"))
+        for column in ShardSet(job.inputs[name] / "heldout").columns()
+        for record in range(len(column))
     }
     if EARLIER_HELDOUT in job.inputs:  # as text, which gets the tokens of tonight's tokenizer
         encoder = encoder_of(str(job.inputs["tokenizer"]))
@@ -70,10 +72,14 @@ def run(settings: Settings, job: StageContext) -> Figures:
             column = sample(
                 source, sampled_share, training.seed, nights_since, held_out, row_length
             )
-            entry = write_shard(
-                directory / f"{len(entries):06}.arrow", column, new.index["vocab_size"]
+            path = directory / f"{len(entries):06}.arrow"
+            entries.append(
+                {
+                    **write_shard(path, column, new.index["vocab_size"]),
+                    "bytes": 0,  # of text, which is not there
+                    "group": 0,
+                }
             )
-            entries.append({**entry, "bytes": 0, "group": 0})  # of text, which is not there
     index = write_index(
         directory,
         kind=new.index["kind"],
@@ -113,8 +119,7 @@ def sample(
     begins in that order.
     """
     records, begins, lengths = _parts(source, row_length)
-    sha256s = [entry["sha256"] for entry in source.entries]
-    own_seed = int(digest_of([seed, sha256s])[:8], 16)
+    own_seed = int(digest_of([seed, [entry["sha256"] for entry in source.entries]])[:8], 16)
     order = permute(np.arange(len(records)), len(records), own_seed, 0) if len(records) else records
     order = np.roll(order, -int(nights_since * GOLDEN % 1 * len(order)))
     earlier_tokens = lengths[order].cumsum() - lengths[order]
@@ -139,11 +144,6 @@ def _parts(source: ShardSet, row_length: int | None) -> tuple[Array, Array, Arra
         return np.arange(len(source)), np.zeros(len(source), np.int64), source.lengths
     _, records, begins = document_windows(source.lengths, row_length, row_length)
     return records, begins, np.minimum(row_length + 1, source.lengths[records] - begins)
-
-
-def _digests(shards: ShardSet) -> Iterator[bytes]:
-    for column in shards.columns():
-        yield from (_digest(column, record) for record in range(len(column)))
 
 
 def _digest(column: Column, record: int) -> bytes:

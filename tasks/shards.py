@@ -45,8 +45,11 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
     # The items of the evaluations that `shards.decontaminate` names; a task has the name of its
     # file.
     left_out = Counter[str]()
-    files = job.files.get(AGAINST, ())
-    items = [item for file in files for item in contamination.read_items(file, left_out)]
+    items = [
+        item
+        for file in job.files.get(AGAINST, ())
+        for item in contamination.read_items(file, left_out)
+    ]
     against = contamination.OverlapCheck(items, settings.shards.overlapping == "remove", left_out)
     return sharding.build(
         _work(settings, job, pool),
@@ -60,15 +63,18 @@ def build(settings: Settings, job: StageContext, pool: Pool) -> ShardSetResult:
 
 
 def _work(settings: Settings, job: StageContext, pool: Pool) -> Work:
-    files, kind, reading = files_of(job), job.arguments["kind"], settings.reading
+    files = files_of(job)
+    kind = job.arguments["kind"]
+    reading = settings.reading
     if not job.files.keys() - {AGAINST}:
         reading = reading.model_copy(update={"text_field": TEXT})  # the quickstart's
     if "heldout" in files:  # held-out files that are named leave nothing to choose
         reading = reading.model_copy(update={"heldout_fraction": 0.0})
     else:
-        parser = records.parser_of(kind, reading.text_field)
         reading = records.with_heldout_share(
-            reading, [file.location for file in files["train"]], parser
+            reading,
+            [file.location for file in files["train"]],
+            records.parser_of(kind, reading.text_field),
         )
     recipe = replace(
         recipe_of(reading, job.inputs["tokenizer"], kind, job.home),
@@ -129,12 +135,11 @@ def _code(home: Path | None) -> str:
 
 def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None:
     """Raise DataError if too many rows are bad or none is left; NothingNew if all are known."""
-    expected_fields, near = (
-        records.expected_fields(kind, reading.text_field),
-        built.near_duplicates or {},
-    )
-    train, is_empty = built.tallies["train"], not built.parts["train"]["rows"]
+    expected_fields = records.expected_fields(kind, reading.text_field)
+    train = built.tallies["train"]
     train.check(name, reading.rejected_fraction, expected_fields, may_be_empty=True)
+    near = built.near_duplicates or {}
+    is_empty = not built.parts["train"]["rows"]
     if is_empty and (near.get("of_earlier_sets") or built.of_earlier_heldout):
         raise NothingNew(
             f"{name}: of {train.rows} rows {near.get('dropped', 0)} are near-duplicates, most "
@@ -151,10 +156,10 @@ def check(built: ShardSetResult, reading: Reading, name: str, kind: str) -> None
                 expected_fields,
             )
     if is_empty:
-        reason = "went to the held-out part" + (
-            " or hold items of an evaluation" if built.contamination else ""
+        or_overlap = " or hold items of an evaluation" if built.contamination else ""
+        raise DataError(
+            f"{name}: all {train.kept} rows went to the held-out part{or_overlap}; bring more rows"
         )
-        raise DataError(f"{name}: all {train.kept} rows {reason}; bring more rows")
 
 
 def heldout_records(directory: Path) -> Iterator[JsonDict]:

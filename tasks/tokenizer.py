@@ -11,10 +11,8 @@ from ttrain.data.encoder import Encoder
 from ttrain.errors import DataError
 from ttrain.tasks.common.job import Figures, StageContext
 
-MEASURED_DOCUMENTS, MEASURED_BYTES = (
-    200,
-    1_000_000,
-)  # of each file, to say how well the tokenizer fits it
+MEASURED_DOCUMENTS = 200  # of each file, to say how well the tokenizer fits it
+MEASURED_BYTES = 1_000_000
 SETTING = "data.pretrain (or data.tokenizer, where that is set)"
 
 
@@ -22,7 +20,8 @@ def run(settings: Settings, job: StageContext) -> Figures:
     """Write a Hugging Face tokenizer directory; returns vocabulary size, text read, and bytes per
     token.
     """
-    reading, paths = settings.reading, job.files.get("train")
+    reading = settings.reading
+    paths = job.files.get("train")
     if paths is None and "source" in job.inputs:  # it has set its held-out part aside already
         reading = reading.model_copy(update={"text_field": "text", "heldout_fraction": 0.0})
         paths = [str(job.inputs["source"] / "pretrain.jsonl")]
@@ -49,7 +48,8 @@ def train_directory(
 
     The files only measure an existing tokenizer. Raises DataError and UsageError.
     """
-    tally, figures = json_rows.Tally(), dict[str, int]()
+    tally = json_rows.Tally()
+    figures: dict[str, int] = {}
     if config.existing:
         existing.install(
             existing_files or existing.tokenizer_files(config.existing), output, config.template
@@ -58,10 +58,9 @@ def train_directory(
         share = records.with_heldout_share(
             reading, paths, records.document_parser(reading.text_field)
         ).heldout_fraction
-        split = records.split(_documents(paths, reading, tally), float(share))
         training = (
             record.text
-            for heldout, record in split
+            for heldout, record in records.split(_documents(paths, reading, tally), float(share))
             if not heldout and isinstance(record, records.TextDocument)
         )
         texts, figures = tokenizers.sample(training, config, progress)
@@ -107,14 +106,18 @@ def train_directory(
 def _documents(
     paths: Sequence[str], reading: Reading, tally: json_rows.Tally
 ) -> Iterator[records.Record]:
-    parse = records.document_parser(reading.text_field)
-    return records.read(paths, parse, tally, reading.max_line_bytes, reading.text_field)
+    return records.read(
+        paths,
+        records.document_parser(reading.text_field),
+        tally,
+        reading.max_line_bytes,
+        reading.text_field,
+    )
 
 
 def _beginning(documents: Iterator[records.Record]) -> list[str]:
-    texts, size = list[str](), 0
+    texts: list[str] = []
     for record in itertools.islice(documents, MEASURED_DOCUMENTS):
-        if isinstance(record, records.TextDocument) and size < MEASURED_BYTES:
+        if isinstance(record, records.TextDocument) and sum(map(len, texts)) < MEASURED_BYTES:
             texts.append(record.text)
-            size += len(record.text)
     return texts

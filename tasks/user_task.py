@@ -149,7 +149,8 @@ class Batches:
     """A map-style data set, read as batches."""
 
     def __init__(self, rows: MapStyle, collate: Callable[[list[Any]], Any]) -> None:
-        self._rows, self._collate = rows, collate
+        self._rows = rows
+        self._collate = collate
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -170,7 +171,8 @@ class Adapted:
     """A user's task as the trainer calls it, with its model built once."""
 
     def __init__(self, task: UserTask, model: nn.Module) -> None:
-        self._task, self._model = task, model
+        self._task = task
+        self._model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -198,11 +200,12 @@ class Adapted:
             )
         if batch.counts:
             return loss
-        nothing = [
-            {name: value * 0 for name, value in tensors.items()}
-            for tensors in (loss.parts, loss.sums)
-        ]
-        return LossSum(loss.total * 0.0, 0, *nothing)
+        return LossSum(
+            loss.total * 0.0,
+            0,
+            {name: value * 0 for name, value in loss.parts.items()},
+            {name: value * 0 for name, value in loss.sums.items()},
+        )
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -42,7 +42,8 @@ from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
 from ttrain.train.trainer import QUICK
 from ttrain.train.training_options import TrainerOptions
 
-METRICS, GUARDS = "metrics.jsonl", "guards.jsonl"  # under run/
+METRICS = "metrics.jsonl"  # under run/, as the next one
+GUARDS = "guards.jsonl"
 
 SAMPLE_TOKENS = 48
 LEAST_CHANGE = 0.001  # nats per target
@@ -64,7 +65,8 @@ def training_callbacks(
 
     `flops_per_token`: 0 if unknown; then MFU is not logged. Raises UsageError for a missing logger.
     """
-    directory, order, ranks = job.run_directory, loader.order, options.ranks
+    order = loader.order
+    ranks = options.ranks
     callbacks: list[Callback] = [
         PerformanceMonitor(
             device=ranks.device,
@@ -72,17 +74,17 @@ def training_callbacks(
             flops_per_token=flops_per_token,
             peak_flops=peak_flops(options.precision) * ranks.world if flops_per_token else 0.0,
         ),
-        MetricsFile(directory / METRICS),
+        MetricsFile(job.run_directory / METRICS),
         ProgressBar(
             job.progress,
             round(order.tokens_per_row * order.rows_per_step),
             "tokens" if isinstance(config, Training) else "rows",
         ),
         LogLines(),
+        *make_loggers(job.runtime.loggers, job.run_directory, description(config, job.labels)),
     ]
-    callbacks += make_loggers(job.runtime.loggers, directory, description(config, job.labels))
     if job.runtime.guards == "warn":
-        callbacks += default_guards(directory / GUARDS, order)
+        callbacks += default_guards(job.run_directory / GUARDS, order)
     if ranks.first:
         callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks
@@ -97,7 +99,8 @@ def make_loggers(names: Iterable[str], directory: Path, description: Figures) ->
 
 def description(config: Training | TaskConfig, labels: Mapping[str, str]) -> Figures:
     """A training for loggers: project, group, kind, name and settings without secrets."""
-    stage, run_name = labels.get("stage", "training"), labels.get("run", "")
+    stage = labels.get("stage", "training")
+    run_name = labels.get("run", "")
     return {
         "project": labels.get("experiment", "ttrain"),
         "group": run_name or None,
@@ -152,9 +155,13 @@ def language_model_callbacks(
         )
     if runtime.eval_every_steps:
         writers = [callback for callback in callbacks if callback.keeps_metrics]
-        measure = measure_of(config, job, model, encoder, options.ranks)
         callbacks.append(
-            PeriodicEvaluation(model, measure, writers, every=runtime.eval_every_steps)
+            PeriodicEvaluation(
+                model,
+                measure_of(config, job, model, encoder, options.ranks),
+                writers,
+                every=runtime.eval_every_steps,
+            )
         )
     return callbacks
 

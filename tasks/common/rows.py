@@ -42,10 +42,10 @@ def open_rows(
             f"make them again"
         )
     if shards.weights and not heldout:
-        groups = [
-            _rows(shards.group(number), encoder, config) for number in range(len(shards.weights))
-        ]
-        return MixedRows(groups, shards.weights)
+        numbers = range(len(shards.weights))
+        return MixedRows(
+            [_rows(shards.group(number), encoder, config) for number in numbers], shards.weights
+        )
     return _rows(shards, encoder, config, overlap=not heldout)
 
 
@@ -54,9 +54,10 @@ def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training)
     share of all tokens.
     """
     shards = ShardSet(directory, encoder.digest)
-    replayed, share = _rows(shards, encoder, config), float(shards.index[SHARE])
+    replayed = _rows(shards, encoder, config)
     if not len(replayed):
         return rows
+    share = float(shards.index[SHARE])
     groups, weights = (
         (rows.groups, rows.weights) if isinstance(rows, MixedRows) else ((rows,), (1.0,))
     )
@@ -65,11 +66,8 @@ def with_replay(rows: Rows, directory: Path, encoder: Encoder, config: Training)
 
 
 def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool = True) -> Rows:
-    masks, packed, kind = (
-        _intervals(config, encoder),
-        config.packing != "none",
-        shards.index["kind"],
-    )
+    masks = _intervals(config, encoder)
+    kind = shards.index["kind"]
     if config.packing == "stream" and (kind != "documents" or shards.row_weights is not None):
         what = (
             f"{kind} are not one stream"
@@ -88,7 +86,12 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
                 shards, config.row_length, encoder.pad_id, stride=stride, masks=masks
             )
         return SeparateDocumentRows(
-            shards, config.row_length, encoder.pad_id, packed=packed, stride=stride, masks=masks
+            shards,
+            config.row_length,
+            encoder.pad_id,
+            packed=config.packing != "none",
+            stride=stride,
+            masks=masks,
         )
     if config.stride is not None:
         raise UsageError(
@@ -100,7 +103,9 @@ def _rows(shards: ShardSet, encoder: Encoder, config: Training, *, overlap: bool
             f"{config.section}.mask_intervals is set, but an answer of a pair counts as a "
             f"whole; leave it out"
         )
-    return answer_rows(shards, config.row_length, encoder, packed=packed, masks=masks)
+    return answer_rows(
+        shards, config.row_length, encoder, packed=config.packing != "none", masks=masks
+    )
 
 
 def _intervals(config: Training, encoder: Encoder) -> Intervals:
@@ -128,7 +133,7 @@ def order_of(config: Training, rows: Rows) -> Order:
     budget is a number of steps. Rows of one record are short: they count by their length, and a
     budget in tokens ends with the step in which it has been read.
     """
-    limit, counts = f"{config.section}.dropped_fraction {config.dropped_fraction}", rows.counts()
+    counts = rows.counts()
     too_long = (
         f"pairs are longer than {config.section}.row_length {config.row_length}, prompt and "
         f"both answers together"
@@ -143,7 +148,8 @@ def order_of(config: Training, rows: Rows) -> Order:
     ):
         if counts.get(reason, 0) > config.dropped_fraction * counts["records"]:
             raise DataError(
-                f"{counts[reason]} of {counts['records']} {what}. That is more than {limit}; "
+                f"{counts[reason]} of {counts['records']} {what}. That is more than "
+                f"{config.section}.dropped_fraction {config.dropped_fraction}; "
                 f"{fix}, or raise the fraction"
             )
     if not len(rows):
@@ -156,7 +162,8 @@ def order_of(config: Training, rows: Rows) -> Order:
             fixes,
         )
     if len(rows) < config.rows_per_step:
-        name, most = f"{config.section}.tokens_per_step", len(rows) * config.row_length
+        name = f"{config.section}.tokens_per_step"
+        most = len(rows) * config.row_length
         raise TooFewRows(
             f"{name} is {config.tokens_per_step}, {config.rows_per_step} rows of "
             f"{config.row_length} tokens, "
@@ -175,16 +182,16 @@ def order_of(config: Training, rows: Rows) -> Order:
 
 
 def _order(config: Training, rows: Rows) -> Order:
-    size, (_, total) = config.rows_per_step, steps_of(config, rows.epoch)
-    draws_of_groups, is_exact = rows.draws(), isinstance(rows, MixedRows) and rows.is_exact
-    if isinstance(rows, MixedRows) or len(draws_of_groups) > 1:
+    _, total = steps_of(config, rows.epoch)
+    counts, weights = zip(*rows.draws(), strict=True)
+    is_exact = isinstance(rows, MixedRows) and rows.is_exact
+    if isinstance(rows, MixedRows) or len(weights) > 1:
         if config.order != "shuffled":
-            cure = "nightly.replay=0" if is_exact else "leave the weights out"
             raise UsageError(
                 f"{config.section}.order is {config.order}, but the data is mixed by weight; "
-                f"set {config.section}.order=shuffled, or {cure}"
+                f"set {config.section}.order=shuffled, or "
+                f"{'nightly.replay=0' if is_exact else 'leave the weights out'}"
             )
-        counts, weights = zip(*draws_of_groups, strict=True)
         draws = DRAWS_PER_CYCLE
         if not isinstance(rows, MixedRows) or len(weights) > len(
             rows.groups
@@ -199,10 +206,10 @@ def _order(config: Training, rows: Rows) -> Order:
             draws = max(draws, math.ceil(1 / least))
         if is_exact:
             draws = max(min(rows.epoch, total, MOST_DRAWS), math.ceil(1 / min(weights)))
-        return WeightedOrder(counts, weights, size, total, config.seed, draws=draws)
+        return WeightedOrder(counts, weights, config.rows_per_step, total, config.seed, draws=draws)
     if config.order == "length-grouped":
-        return LengthGroupedOrder(rows.lengths(), size, total, config.seed)
-    return ShuffledOrder(len(rows), size, total, config.seed)
+        return LengthGroupedOrder(rows.lengths(), config.rows_per_step, total, config.seed)
+    return ShuffledOrder(len(rows), config.rows_per_step, total, config.seed)
 
 
 def validation_batches(rows: BatchSource, limit: int, rows_per_batch: int) -> list[Any]:

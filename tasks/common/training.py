@@ -126,10 +126,8 @@ def run(
     by_rule = {name: getattr(config, name) for name in automatic}
     if by_rule:
         log.info("by the %d rows: %s", rows.epoch, by_rule)
-    order, computed_in = (
-        order_of(config, rows),
-        precision.resolve_precision(config.precision, ranks.device),
-    )
+    order = order_of(config, rows)
+    computed_in = precision.resolve_precision(config.precision, ranks.device)
     learner = task(config, trained.model, job.runtime)
     leakage_check.check(
         learner.build_model(), config, branches=TRAINING_STAGES[config.section].rows == "pairs"
@@ -175,14 +173,15 @@ def run(
         **trained.identity,
         **dict(flatten(config.model_dump(mode="json", exclude={"start_from"}))),
     }
-    earlier = (
-        read_plateau(job.inputs["plateau"], trained.weights_file)
+    origin = Origin(
+        plateau=read_plateau(job.inputs["plateau"], trained.weights_file)
         if "plateau" in job.inputs
-        else None
+        else None,
+        identity=identity,
+        # --extend begins with checkpoints of a smaller budget, --continue names work of another
+        # rate; all else has another key
+        allow=BUDGET | RATES,
     )
-    # --extend begins with checkpoints of a smaller budget, --continue names work of another rate;
-    # all else has another key
-    origin = Origin(plateau=earlier, identity=identity, allow=BUDGET | RATES)
     options = TrainerOptions(trained, ranks, computed_in, validation=validation, origin=origin)
     callbacks = [
         *early_stopping(config, validation.batches),
@@ -242,7 +241,9 @@ def train(
 
     `options`: without those of the runtime settings.
     """
-    config, order, runtime = task.config, loader.order, job.runtime
+    config = task.config
+    order = loader.order
+    runtime = job.runtime
     checkpoints = checkpoint.Checkpoints(
         job.output / "checkpoints",
         files=lambda: trained.files,
@@ -253,7 +254,6 @@ def train(
         permanent=frozenset({decay_start(config.schedule, order.steps)}),
     )
     limit = limit_bytes(runtime)
-    device = options.ranks.device
     options = replace(
         options,
         checkpoints=checkpoints,
@@ -265,9 +265,14 @@ def train(
             validate_steps=order.epoch_ends(config.validate_every_epochs),
             quick_validations=runtime.quick_validations,
         ),
-        speed=Speed(compiles(runtime, device, loader.rows, order.steps), runtime.parallel),
+        speed=Speed(
+            compiles(runtime, options.ranks.device, loader.rows, order.steps), runtime.parallel
+        ),
         night=NightThrottle(
-            runtime.night, device, rows_per_device=runtime.rows_per_device, memory_limit=limit
+            runtime.night,
+            options.ranks.device,
+            rows_per_device=runtime.rows_per_device,
+            memory_limit=limit,
         )
         if runtime.night
         else None,
@@ -299,8 +304,10 @@ def train(
             f"or look at the rows that the log names"
         )
     _write(trainer, trained, job)
-    warned = guards.counts(job.run_directory / GUARDS)
-    return {**_figures(trainer, result, runtime, trained.model), "guard_warnings": warned}
+    return {
+        **_figures(trainer, result, runtime, trained.model),
+        "guard_warnings": guards.counts(job.run_directory / GUARDS),
+    }
 
 
 def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None:
@@ -318,9 +325,12 @@ def _write(trainer: Trainer, trained: TrainableModel, job: StageContext) -> None
             raise TTrainError(
                 f"{str(error).partition(', so that')[0]}; {_remedy(config)}"
             ) from None
-        directory = job.output / trained.directory
         checkpoint_format.write_model(
-            directory, trained.files, weights, trained.weights_file, trained.left_out
+            job.output / trained.directory,
+            trained.files,
+            weights,
+            trained.weights_file,
+            trained.left_out,
         )
         step = plateau_end(config.schedule, trainer.loader.order.steps)
         if step is not None:
@@ -337,12 +347,12 @@ def _remedy(config: Loop) -> str:
 
 
 def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Module) -> Figures:
-    order, ranks, read = trainer.loader.order, trainer.ranks, dict[str, float]()
+    order = trainer.loader.order
+    read: dict[str, float] = {}
     if isinstance(trainer.task.config, Training):  # the rows of a user's task have no tokens
-        new_tokens = result.tokens - trainer.first_tokens
         read = {
             "tokens": result.tokens,
-            "tokens_per_second": new_tokens / max(result.seconds, 1e-9),
+            "tokens_per_second": (result.tokens - trainer.first_tokens) / max(result.seconds, 1e-9),
         }
     return {
         "steps": result.step,
@@ -365,8 +375,8 @@ def _figures(trainer: Trainer, result: FitResult, runtime: Runtime, model: nn.Mo
         "precision": trainer.precision.word,
         "compiled": trainer.model.compiled,
         "deterministic": runtime.deterministic,
-        "device": ranks.device.type,
-        "ranks": ranks.world,
+        "device": trainer.ranks.device.type,
+        "ranks": trainer.ranks.world,
         "threads": torch.get_num_threads(),
         "parameters": factory.count_parameters(model),
         "trainable_parameters": factory.count_parameters(model, trained=True),

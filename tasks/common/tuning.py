@@ -66,19 +66,23 @@ def tuned(
             "set runtime.deterministic=false runtime.parallel=ddp"
         )
         return runtime
-    model, device = task.build_model(), ranks.device
-    measured_on = [  # another machine, shape, version or setting is measured again
-        processor(),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        ranks.world,
-        versions(),
-        precision.word,
-        type(model.causal).__name__,
-        [count_parameters(model), count_parameters(model, trained=True)],
-        [rows.row_length, order.rows_per_step],
-        runtime.model_dump(mode="json", include=SETTINGS),
-    ]
-    key = digest_of(measured_on)
+    model = task.build_model()
+    # Another machine, shape, version or setting is measured again.
+    key = digest_of(
+        [
+            processor(),
+            torch.cuda.get_device_name(ranks.device)
+            if ranks.device.type == "cuda"
+            else ranks.device.type,
+            ranks.world,
+            versions(),
+            precision.word,
+            type(model.causal).__name__,
+            [count_parameters(model), count_parameters(model, trained=True)],
+            [rows.row_length, order.rows_per_step],
+            runtime.model_dump(mode="json", include=SETTINGS),
+        ]
+    )
     path = job.home / FILE if job.home and ranks.first else None
     remembered = read_object(path) if path else {}
     rows_per_device = int(ranks.sum([float(remembered.get(key, 0))])[0])
@@ -99,7 +103,7 @@ def fastest(measure: Callable[[int], float], order: Order, ranks: Ranks) -> int:
     The same on all ranks, which measure together; 1 where nothing could be measured.
     """
     most = -(-order.rows_per_step // ranks.world)
-    best, least = 1, math.inf
+    totals: dict[int, float] = {}  # by size
     for size in sorted({most, *(1 << power for power in range(most.bit_length()))}):
         try:
             with cap_at_available_memory(ranks.device, ranks.world):
@@ -108,11 +112,10 @@ def fastest(measure: Callable[[int], float], order: Order, ranks: Ranks) -> int:
             seconds = math.inf
         total = ranks.sum([seconds])[0]
         log.info("tuning: rows_per_device=%d: %.3g s a step", size, total / ranks.world)
-        if total == math.inf or total > SLOWER * least:
+        if total == math.inf or total > SLOWER * min(totals.values(), default=math.inf):
             break
-        if total < least:
-            best, least = size, total
-    return best
+        totals[size] = total
+    return min(totals, key=totals.__getitem__, default=1)
 
 
 def step_seconds(

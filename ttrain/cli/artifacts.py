@@ -162,8 +162,11 @@ def artifacts_verify(
     total = f"{count} artifacts, {format_size(sum(sizes))}"
     if not damaged:
         return Output(value, [f"{total}: none damaged"])
-    moved = "moved to replaced: the next run rebuilds them"
-    advice = moved if set_aside else "--set-aside lets the next run rebuild them"
+    advice = (
+        "moved to replaced: the next run rebuilds them"
+        if set_aside
+        else "--set-aside lets the next run rebuild them"
+    )
     rows = [(path.parent.name, short_digest(path.name), why) for path, why, _ in damaged]
     table = Table(("stage", "key", "damage"), rows)
     return Output(value, [table, f"{total}: {len(damaged)} damaged; {advice}"], code=1)

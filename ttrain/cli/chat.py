@@ -142,9 +142,10 @@ def chat(
         identities = {reference.text: _identity(reference) for reference in references}
         chat_screen.talk_in_pipe(chats, identities, as_json=as_json)
         return
-    greeting = f"{settings}\n/help lists the commands"
     chat_screen.talk_in_terminal(
-        chats, [reference.text for reference in references] or [str(gate)], greeting
+        chats,
+        [reference.text for reference in references] or [str(gate)],
+        f"{settings}\n/help lists the commands",
     )
 
 

@@ -49,7 +49,7 @@ def talk_in_pipe(
 
     `identities`: JSON fields about each model.
     """
-    for line in _piped_lines():
+    for line in piped_lines():
         if line.rstrip() == "/reset":
             print(run_command(line, chats), file=sys.stderr)
             continue
@@ -95,7 +95,8 @@ def typed_lines() -> Iterator[str]:
             yield line
 
 
-def _piped_lines() -> Iterator[str]:
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input that are not empty. Raises DataError where it is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")

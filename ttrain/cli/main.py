@@ -117,8 +117,9 @@ def stage_run(
     outlast_output()
     layout.usable_home()
     settings = settings_options.load().settings
-    forced = [stage] if force else []
-    planned = restart.plan("full", settings, only_of=stage, force=forced, extend=extend)
+    planned = restart.plan(
+        "full", settings, only_of=stage, force=[stage] if force else [], extend=extend
+    )
     execution = run_pipeline(alone(stage, planned), console(stderr=as_json), RunOptions("none"))
     artifact = planned.store.complete(execution.artifacts[stage])
     value = {

@@ -59,8 +59,10 @@ OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl
 # The quickstart's SFT model is better after three passes over the chats than after one (README has
 # the verdict), and not at another learning rate: 2e-4 made it 20 % worse, 4e-3 made no difference
 # that 220 chats show.
-BETTER_EPOCHS, MOST_EPOCHS = 3, 10
-FULL, NIGHTLY = "full", "nightly"
+BETTER_EPOCHS = 3
+MOST_EPOCHS = 10
+FULL = "full"
+NIGHTLY = "nightly"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -95,7 +97,8 @@ def pipeline_run(
     """Run a pipeline; stages with unchanged inputs, settings and code come from the store."""
     outlast_output()
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
-    labels, loaded = options.labels(), settings_options.load()
+    labels = options.labels()
+    loaded = settings_options.load()
     if pipeline == NIGHTLY:
         _refuse_for_nights(stages != SelectionOptions() or bool(restart))
         _run_night(loaded, options.engine, labels)

@@ -162,10 +162,9 @@ def _opening(wanted: Request, name: str) -> str:
     from ttrain.experiments.measure import changes_heldout
 
     settings = counted(wanted.draws or len(wanted.changes) - 1, "setting")
-    seeds, measure = counted(wanted.options.seeds, "seed"), wanted.measure
     lines = [
-        f"{name}: {settings} against the baseline, {seeds}, "
-        f"to {measure.direction} {measure.metric}",
+        f"{name}: {settings} against the baseline, {counted(wanted.options.seeds, 'seed')}, "
+        f"to {wanted.measure.direction} {wanted.measure.metric}",
         _stages(wanted),
     ]
     if heldout := changes_heldout(sorted(wanted.varied), wanted.graph()):
@@ -185,7 +184,7 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
     """What would run, and how many seeds a difference needs."""
     from ttrain.engine.estimate import estimate
 
-    noise, names = wanted.noise(store), ("once", "for_each_seed", "in_each_trial")
+    noise = wanted.noise(store)
     seconds = estimate(
         wanted.plan(wanted.changes[-1], 0, store)
     ).seconds  # no trial has seed 0, so nothing is cached
@@ -196,7 +195,7 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
         "settings": [asdict(change) for change in wanted.changes],
         "drawn_later": wanted.draws,
         "seeds": wanted.options.seeds,
-        **dict(zip(names, wanted.stages(), strict=True)),
+        **dict(zip(("once", "for_each_seed", "in_each_trial"), wanted.stages(), strict=True)),
         "seconds_of_a_trial": seconds,
         "noise": noise and asdict(noise),
         "seeds_for_difference": needs,

@@ -86,9 +86,8 @@ class Data(Section):
                 not ours or len(paths) == 1,
                 f"data.{name} mixes {PYTHON_DOCS} with files; choose one of them",
             )
-            own_part = getattr(self, f"{name}_heldout", ())
             need(
-                not (ours and own_part),
+                not ours or not getattr(self, f"{name}_heldout", ()),
                 f"data.{name}_heldout is set, but {PYTHON_DOCS} brings its own held-out part",
             )
 

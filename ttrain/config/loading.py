@@ -267,7 +267,8 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
     present = [name for name in TRAINING_STAGES if sources[name]]
     starts = {}
     for name, row in TRAINING_STAGES.items():
-        key, usual = f"{name}.start_from", row.settings.model_fields["start_from"].default
+        key = f"{name}.start_from"
+        usual = row.settings.model_fields["start_from"].default
         starts[name] = str(values.get(key, usual))
         nearest = next(
             (start for start in row.starts if start in present),
@@ -281,15 +282,18 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
         return
     start = f"{first}.start_from"
     _refuse_sizes_of_new_models(overrides, model, start)
-    of_base = next((item.value for item in base if item.key == start), None)
-    if model != of_base:  # else the base has its own values of both
+    # A base with the same start has its own values of both.
+    if model != next((item.value for item in base if item.key == start), None):
         yield Override(f"{start}{IS_SET}", "tokenizer.existing", model)
         yield Override(f"{start}{IS_SET}", "tokenizer.template", "auto")
 
 
 def _sources(value: Any) -> list[Any]:
-    entries = [*value] if isinstance(value, (list, tuple)) else [value]
-    return [entry for entry in entries if entry not in (None, "", NONE)]
+    return [
+        entry
+        for entry in (value if isinstance(value, list | tuple) else [value])
+        if entry not in (None, "", NONE)
+    ]
 
 
 def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
@@ -330,14 +334,18 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
     given: dict[str, Override] = {}
     keys = known_keys(root)
     for item in overrides:
-        section, name = f"{item.key}.", item.key.rpartition(".")[2]
+        section = f"{item.key}."
         if item.value in (None, {}) and any(key.startswith(section) for key in keys):
             continue  # a section in which nothing is set
         given = {key: earlier for key, earlier in given.items() if not key.startswith(section)}
         given[item.key] = item
+        name = item.key.rpartition(".")[2]
         other = f"{item.key.removesuffix(name)}{BUDGETS.get(name)}"
-        is_budget = item.value is not None and other in keys
-        if is_budget and (other not in given or given[other].origin != item.origin):
+        if (
+            item.value is not None
+            and other in keys
+            and (other not in given or given[other].origin != item.origin)
+        ):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
     # A section's other fields keep the stage's own defaults.
     tree = _defaults(root)
@@ -365,10 +373,14 @@ def _wrong_settings(
 ) -> dict[str, str]:
     lines: dict[str, str] = {}
     names = [*types_by_name(root)]
-    is_long = len(names) > SHOWN_KEYS
-    known = "`ttrain config show` lists them all" if is_long else f"there are {', '.join(names)}"
+    known = (
+        f"there are {', '.join(names)}"
+        if len(names) <= SHOWN_KEYS
+        else "`ttrain config show` lists them all"
+    )
     for item in error.errors(include_url=False):
-        name, rule = _name_in(tree, item["loc"]), rule_of(item)
+        name = _name_in(tree, item["loc"])
+        rule = rule_of(item)
         below = [key for key in sources if f"{key}.".startswith(f"{name}.")]
         is_known = item["type"] != "extra_forbidden" and (
             name in sources or item["type"] == "missing"

@@ -18,13 +18,14 @@ MOST_NAMES = 8  # more settings of a name are not told
 @functools.cache
 def names() -> Mapping[str, Mapping[str, Any]]:
     """The tables of the file: settings by word in `names`, a note by word in `notes`."""
-    text = (yaml_text.configs_directory() / "other_names.yaml").read_text(encoding="utf-8")
-    tables = yaml_text.parse(text)
-    by_word = {
-        table: {word: meaning for meaning, words in tables[table].items() for word in words.split()}
-        for table in ("names", "notes")
-    }
-    return {**tables, **by_word}
+    tables: dict[str, Any] = yaml_text.parse(
+        (yaml_text.configs_directory() / "other_names.yaml").read_text(encoding="utf-8")
+    )
+    for table in ("names", "notes"):
+        tables[table] = {
+            word: meaning for meaning, words in tables[table].items() for word in words.split()
+        }
+    return tables
 
 
 def suggestion(key: str, valid_keys: Sequence[str]) -> str:

@@ -21,7 +21,8 @@ TOKENS_PER_PARAMETER = (
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
 OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
-BETAS, USUAL_BETAS = (0.5, 0.95), (0.9, 0.95)  # AdamW next to Muon; AdamW alone
+BETAS = (0.5, 0.95)  # of AdamW next to Muon
+USUAL_BETAS = (0.9, 0.95)  # of AdamW alone
 LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
@@ -38,7 +39,9 @@ FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 # and 17.6 passes.
 TOKENS, USEFUL_PASSES = 1_800_000, 5
 
-TIED, BATCH_KEY, OPTIM = "model.tie_embeddings", "pretrain.tokens_per_step", "pretrain.optim."
+TIED = "model.tie_embeddings"
+BATCH_KEY = "pretrain.tokens_per_step"
+OPTIM = "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
 OF_EXISTING = {
@@ -46,7 +49,8 @@ OF_EXISTING = {
     BETAS_KEY: USUAL_BETAS,
 }
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
-START, NEW = "pretrain.start_from", "none"
+START = "pretrain.start_from"
+NEW = "none"
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,10 @@ def budget(tokens_per_pass: float) -> int:
 
 def layer_parameters(sizes: Mapping[str, Any]) -> int:
     """Parameters of the matrices of all layers of a dense gated model; its `SIZES`."""
-    hidden, heads = sizes["hidden_size"], sizes["heads"]
+    hidden = sizes["hidden_size"]
     inner = sizes["intermediate_size"] or usual_intermediate_size(hidden)
-    attention = 2 * hidden * (hidden + hidden // heads * (sizes["kv_heads"] or heads))
+    key_width = hidden // sizes["heads"] * (sizes["kv_heads"] or sizes["heads"])
+    attention = 2 * hidden * (hidden + key_width)
     return int(sizes["layers"] * (attention + 3 * hidden * inner))
 
 

@@ -127,11 +127,10 @@ class Settings(Section):
         return self.lora.virtual_tokens if self.lora.kind == "prefix" and "lora" in stages else 0
 
     def check_values(self) -> None:
-        names = ", ".join(f"data.{name}" for name in TRAININGS)
         need(
             bool(self.present),
-            f"{names} are none, but a pipeline trains on one of them; set one, such as "
-            f"data.{TRAININGS[0]}=FILE",
+            f"{', '.join(f'data.{name}' for name in TRAININGS)} are none, but a pipeline trains "
+            f"on one of them; set one, such as data.{TRAININGS[0]}=FILE",
         )
         for name in self.trainings:
             later = next((key for key in self.trainings if self.starts[key] == name), name)
@@ -162,7 +161,8 @@ class Settings(Section):
         )
         # The plan checks an existing model's length.
         for name in (*self.present, "evaluate") if model is None else ():
-            length, virtual = getattr(self, name).row_length, self.virtual_tokens(name)
+            length = getattr(self, name).row_length
+            virtual = self.virtual_tokens(name)
             after = f", after lora.virtual_tokens {virtual}," if virtual else ""
             need(
                 length + virtual <= self.model.max_length,

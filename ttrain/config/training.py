@@ -56,9 +56,8 @@ class Training(Loop):
 
     def resolved(self, rows: int) -> Self:
         """The settings with numbers for `auto`, for a training with this many rows."""
-        batch = self.by_rows.batch(rows, self.row_length)
         settings = (
-            self.replaced({"tokens_per_step": batch})
+            self.replaced({"tokens_per_step": self.by_rows.batch(rows, self.row_length)})
             if self.tokens_per_step == rules.AUTO
             else self
         )
@@ -93,12 +92,11 @@ class Training(Loop):
             f"set the other to null",
         )
         if self.tokens_per_step != rules.AUTO:
-            good = max(1, round(self.step_tokens / self.row_length)) * self.row_length
             need(
                 self.step_tokens % self.row_length == 0,
                 f"tokens_per_step is {self.tokens_per_step} but must be a multiple of "
                 f"row_length {self.row_length}; "
-                f"try {good}",
+                f"try {max(1, round(self.step_tokens / self.row_length)) * self.row_length}",
             )
         need(
             self.stride is None or self.stride <= self.row_length,
@@ -404,8 +402,11 @@ class TrainingStage:
     @property
     def starts(self) -> list[str]:
         """The stages that it may start from, the nearest first."""
-        earlier = TRAININGS[: TRAININGS.index(self.name)]
-        return [name for name in reversed(earlier) if TRAINING_STAGES[name].role != "adapter"]
+        return [
+            name
+            for name in reversed(TRAININGS[: TRAININGS.index(self.name)])
+            if TRAINING_STAGES[name].role != "adapter"
+        ]
 
 
 # In the order in which one goes on from another.

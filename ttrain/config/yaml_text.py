@@ -21,7 +21,8 @@ from ttrain.core.text import truncated
 MESSAGE_CHARACTERS = 300
 VALUE_CHARACTERS = 80
 SAFE: Any = yaml.CSafeLoader
-INTEGER, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+INTEGER = "tag:yaml.org,2002:int"
+FLOAT = "tag:yaml.org,2002:float"
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 NOTHING = ("", "~", "null", "none")
 
@@ -76,8 +77,7 @@ def parse(text: str, loader: Any = Loader) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise InvalidYaml(one_line(f"{place}{problem}")) from None
+        raise InvalidYaml(one_line(f"{place}{getattr(error, 'problem', None) or error}")) from None
 
 
 def read(text: str, kind: Any) -> Any:

@@ -48,7 +48,8 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         f"order {order}; a context and the byte after it have to fit into 32 bits"
     )
     byte = np.frombuffer(data, np.uint8).astype(np.uint32)
-    context, chance = np.zeros(len(byte), np.uint32), np.full(len(byte), 1 / 256)
+    context = np.zeros(len(byte), np.uint32)
+    chance = np.full(len(byte), 1 / 256)
     for length in range(min(order, len(byte) - 1) + 1):
         if length:
             context[length:] |= byte[:-length] << np.uint32(8 * (length - 1))

@@ -77,8 +77,10 @@ def parse_passage(record: JsonDict) -> ChoiceQuestion:
 
 def read(task: str, spec: ChoicesTask | LastWordTask, files: SuiteFiles) -> Items[ChoicePrompt]:
     """Read the questions or passages of a file. Raises UsageError or DataError if it has none."""
-    parse = parse_choice if spec.kind == "choices" else parse_passage
-    parser = parse, ROW_FORMATS[spec.kind]
+    parser = (
+        parse_choice if spec.kind == "choices" else parse_passage,
+        ROW_FORMATS[spec.kind],
+    )
     template, delimiter = (
         (spec.template, spec.delimiter) if isinstance(spec, ChoicesTask) else ("{question}", None)
     )

@@ -154,8 +154,15 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
         rows = rows[: max(1, sum(size <= spec.max_bytes for size in sizes))]
     values = tuple(value for value, _ in rows)
     drawn = [row for _, row in rows]
-    digests = tuple(record_name(parsers.identity(value)) for value in values)
-    return Items(task, spec, values, digests, drawn, left_out, groups(drawn, spec.by))
+    return Items(
+        task,
+        spec,
+        values,
+        tuple(record_name(parsers.identity(value)) for value in values),
+        drawn,
+        left_out,
+        groups(drawn, spec.by),
+    )
 
 
 def accepted(record: Any, kind: type[T]) -> T:

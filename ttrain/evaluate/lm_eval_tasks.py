@@ -111,11 +111,10 @@ def run(items: Items[HarnessItem], subject: LoadedModel, progress: ProgressCallb
             place = places[name, sample["doc_id"]]
             arguments = list(map(list, sample["arguments"]))
             digests[place] = record_name([name, arguments, str(sample["target"])])
-            responses = [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]]
             rows[place] |= {
                 "task": name,
                 "prompt": str(arguments[0][0])[-ROW_CHARACTERS:],
-                "responses": responses,
+                "responses": [str(response)[-ROW_CHARACTERS:] for response, *_ in sample["resps"]],
                 **{metric: str(sample[metric]) for metric in sample["metrics"]},
             }
             for label, fields[label], amount, size in _values(tasks[name], sample):

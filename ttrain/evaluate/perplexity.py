@@ -86,13 +86,11 @@ def score_each(
         if live[window.first : window.end].any()
     ]
     numbered_windows.sort(key=lambda item: -item[1].inputs)
-    enough = (
-        512 if device.type == "cpu" else 8192
-    )  # for full speed: on a CPU they take as long each as of 2048
     batches = batch_slices(
         [window.inputs for _, window in numbered_windows],
         batch_tokens or most_batch_tokens(device),
-        enough,
+        # Enough for full speed: on a CPU they take as long each as of 2048
+        512 if device.type == "cpu" else 8192,
     )
     mine = batches if ranks is None else batches[ranks.rank :: ranks.world]
     nats = np.zeros(len(numbered_windows))
@@ -146,7 +144,8 @@ def batch_slices(lengths: Sequence[int], most: int, enough: int) -> list[slice]:
 def padded(rows: Sequence[tuple[Array, Flags, ScoringWindow]]) -> tuple[Tensor, Tensor]:
     """Inputs and labels of windows, padded on the right, where a causal model cannot see it."""
     shape = (len(rows), max(window.inputs for _, _, window in rows))
-    inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    inputs_BT = np.zeros(shape, np.int64)
+    labels_BT = np.full(shape, IGNORE, np.int64)
     for row, (ids, live, (start, first, end)) in enumerate(rows):
         inputs_BT[row, : end - start - 1] = ids[start : end - 1]
         labels_BT[row, first - start - 1 : end - start - 1] = np.where(

@@ -318,7 +318,8 @@ def _of_other_models(
     for name in (row.metric.name for row in TRAINING_STAGES.values()):
         if name in OF_DOCUMENTS or name == rules.metric:
             continue
-        ours, theirs = challenger.metrics.get(name), champion.metrics.get(name)
+        ours = challenger.metrics.get(name)
+        theirs = champion.metrics.get(name)
         if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):
             yield figure
 

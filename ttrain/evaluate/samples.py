@@ -118,11 +118,10 @@ def continuations(
         answers = [""] * len(ids)
     samples: list[dict[str, str]] = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        shown = answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer
         samples.append(
             {
                 "prompt": prompt.text,
-                "answer": shown,
+                "answer": answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer,
                 **({"reference": prompt.reference} if prompt.reference else {}),
             }
         )

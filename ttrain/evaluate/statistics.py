@@ -113,8 +113,14 @@ def compare(first: Metric, second: Metric, rule: Rule, *, among: int = 1) -> Pai
     ends = (
         _interval_of_difference(first, ours, theirs, sizes, rule) if count >= FEWEST_ITEMS else None
     )
-    needed = smallest(first, second, level=(1 - rule.confidence) / among)
-    return PairedComparison(difference, better, ends, p, needed, count)
+    return PairedComparison(
+        difference,
+        better,
+        ends,
+        p,
+        smallest(first, second, level=(1 - rule.confidence) / among),
+        count,
+    )
 
 
 def smallest(first: Metric, second: Metric | None = None, *, level: float = 0.05) -> float | None:
@@ -150,7 +156,8 @@ def _interval_of_difference(
     # https://aclanthology.org/W04-3250.
     if _is_share(ours, sizes) and _is_share(theirs, sizes):
         count = len(sizes) + 2
-        wins, losses = (ours > theirs).sum() + 0.5, (theirs > ours).sum() + 0.5
+        wins = (ours > theirs).sum() + 0.5
+        losses = (theirs > ours).sum() + 0.5
         middle = float(wins - losses) / count
         error = math.sqrt(wins + losses - (wins - losses) ** 2 / count) / count
         reach = NORMAL.inv_cdf((1 + rule.confidence) / 2) * error
@@ -198,7 +205,8 @@ def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | 
     count = len(differences)
     if count < 2:
         return None
-    mean, error = np.mean(differences), np.std(differences, ddof=1) / math.sqrt(count)
+    mean = np.mean(differences)
+    error = np.std(differences, ddof=1) / math.sqrt(count)
     reach = student_quantile(1 - level / 2, count - 1) * error
     return float(mean - reach), float(mean + reach)
 
@@ -213,7 +221,8 @@ def t_test(differences: Sequence[float]) -> float:
     count = len(differences)
     if count < 2:
         return math.nan
-    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
+    mean = float(np.mean(differences))
+    error = float(np.std(differences, ddof=1)) / math.sqrt(count)
     return 2 * float(special.stdtr(count - 1, -abs(mean) / error)) if error else math.nan
 
 
@@ -261,8 +270,8 @@ def _wilson(share: float, count: float, confidence: float) -> Interval:
 
 def _counting(figure: Metric) -> tuple[Floats, Floats]:
     # (sums, sizes) of the items with a size above 0.
-    sums, sizes = np.array(figure.sums, np.float64), np.array(figure.sizes, np.float64)
-    return sums[sizes > 0], sizes[sizes > 0]
+    sizes = np.array(figure.sizes, np.float64)
+    return np.array(figure.sums, np.float64)[sizes > 0], sizes[sizes > 0]
 
 
 def _are_counts(sums: Floats, sizes: Floats) -> bool:

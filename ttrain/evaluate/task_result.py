@@ -185,8 +185,8 @@ def read_scores(file: Path) -> dict[str, Metric]:
     """The metrics of the file, by name."""
     metrics: dict[str, Metric] = {}
     for entry in json.loads(file.read_bytes()):
-        lists = {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
-        metrics[entry["name"]] = Metric(**{**entry, **lists})
+        entry |= {name: tuple(entry[name]) for name in ("sums", "sizes", "records")}
+        metrics[entry["name"]] = Metric(**entry)
     return metrics
 
 
@@ -218,5 +218,8 @@ class Evaluation:
     def sources(self, metric: str) -> dict[str, tuple[str, ...]]:
         """Digests of the records of each source that the evaluation has groups of."""
         prefix = f"{metric}/source:"
-        names = [name for name in self.metrics if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.metrics[name].records for name in names}
+        return {
+            name.removeprefix(prefix): of_source.records
+            for name, of_source in self.metrics.items()
+            if name.startswith(prefix)
+        }

@@ -74,7 +74,8 @@ class TokenLosses:
             decoder, head = self.parts
             states = decoder(**inputs).last_hidden_state.flatten(0, 1)
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
-        rows_N, labels_N = live_N.to(states.device), labels_BT.flatten()[live_N].to(states.device)
+        rows_N = live_N.to(states.device)
+        labels_N = labels_BT.flatten()[live_N].to(states.device)
         chunk = default_chunk_tokens(states.device)
         for rows_C, labels_C in zip(
             torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True

@@ -107,7 +107,7 @@ def affected_by(stages: Collection[str], graph: Graph) -> frozenset[str]:
 
 def directly_affected(keys: Collection[str], graph: Graph) -> frozenset[str]:
     """The stages that read one of the settings themselves."""
-    return frozenset(name for name in graph if any(_is_affected(STAGES[name], key) for key in keys))
+    return frozenset(name for name in graph for key in keys if _is_affected(STAGES[name], key))
 
 
 def changes_heldout(keys: Collection[str], graph: Graph) -> list[str]:
@@ -136,10 +136,9 @@ def _default_metric(settings: Settings, keys: Collection[str], shaped: frozenset
             f"{', '.join(keys)} changes the tokenizer, so that losses per token cannot be "
             "compared; name another --metric"
         )
-    varied_trainings = [
-        name for name in settings.trainings if any(key.startswith(f"{name}.") for key in keys)
-    ]
     affected = [name for name in settings.trainings if name in shaped]
     if not affected:
         raise UsageError(f"{', '.join(keys)} shapes no training; name a metric: --metric eval/NAME")
-    return PRIMARY_METRICS[(varied_trainings or affected[:1])[-1]].of_run
+    sections = {key.partition(".")[0] for key in keys}
+    varied = [name for name in settings.trainings if name in sections]
+    return PRIMARY_METRICS[(varied or affected[:1])[-1]].of_run

@@ -115,6 +115,9 @@ class Request:
             else self.changes[:1]
         )
         of_changes = [self.settings(change) for change in changes]
+        data = []
+        for name in self.graph():
+            data.append([file_digests(STAGES[name], each, store) for each in of_changes])
         return digest_of(
             {
                 "settings": {
@@ -124,10 +127,7 @@ class Request:
                 "changes": [[change.name, dict(change.values)] for change in self.changes],
                 "measure": asdict(self.measure),
                 "rounds": self.options.rounds,
-                "data": [
-                    [file_digests(STAGES[name], each, store) for each in of_changes]
-                    for name in self.graph()
-                ],
+                "data": data,
                 "code": [code_digests(STAGES[name].module, store.cache) for name in self.graph()],
             }
         )
@@ -185,7 +185,8 @@ def request_of(
             f"{', '.join(space.FORMS.values())}, for example "
             f"sft.optim.lr=1e-3,2e-3, or a file of named changes; --sampler tpe needs ranges"
         )
-    size, learns = varying.size, options.sampler == "tpe"
+    size = varying.size
+    learns = options.sampler == "tpe"
     count = min(options.trials or size or MANY, size or sys.maxsize)
     drawn = varying.spread(min(STARTUP, count)) if learns else varying.combinations(count)
     listed = [Change(BASELINE), *named, *map(Change.of, drawn if varying.dimensions else ())]
@@ -197,20 +198,23 @@ def request_of(
             "the changes are the present settings, so there is nothing to compare; "
             "give other values"
         )
-    runtime, varied = request.baseline.runtime, request.varied
+    runtime = request.baseline.runtime
     if runtime.nodes > 1 or runtime.sharding == "dask":
         raise UsageError(
             f"runtime.nodes is {runtime.nodes} and runtime.sharding is {runtime.sharding}, "
             "but a trial runs on one machine; "
             f"set runtime.nodes=1 runtime.sharding=processes"
         )
-    if seeds := sorted(varied.intersection(SEEDS)):
+    if seeds := sorted(request.varied.intersection(SEEDS)):
         raise UsageError(
             f"{seeds[0]} varies, but all changes get the same seeds; remove it, and set --seeds"
         )
-    graph = pipeline(request.baseline)
     chosen = measure.choose(
-        request.baseline, sorted(varied), graph, metric=options.metric, maximize=options.maximize
+        request.baseline,
+        sorted(request.varied),
+        pipeline(request.baseline),
+        metric=options.metric,
+        maximize=options.maximize,
     )
     return replace(request, measure=chosen)
 

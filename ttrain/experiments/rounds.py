@@ -55,7 +55,8 @@ class Rounds:
         """What has been decided, and what the next decision needs."""
         alive = [change for change in range(self.changes) if change not in self.lost]
         standing = Standing({change: [] for change in alive}, [])
-        for seed in range(1, self.seeds + 1):
+        seeds = range(1, self.seeds + 1)
+        for seed in seeds:
             if len(alive) < 2 or alive[0]:  # nothing to compare, or nothing to compare with
                 return standing
             standing.wanted = [
@@ -68,27 +69,25 @@ class Rounds:
             if self.stops:
                 standing.stopped |= self._behind(alive, seed)
                 alive = [change for change in alive if change not in standing.stopped]
-        best = min(alive, key=lambda change: self._mean(change, self.seeds))
-        if self.stops and self.changes > 2 and best:
-            self._decide(best, standing)
+        best = min(
+            alive,
+            key=lambda change: (
+                math.fsum(self.values[change, seed] for seed in seeds) / self.seeds  # the mean
+            ),
+        )
+        if self.stops and self.changes > 2 and best:  # fresh seeds alone decide the winner
+            first = FRESH * self.seeds + 1
+            fresh = list(range(first, first + self.seeds))
+            places = [(change, seed) for seed in fresh for change in (0, best)]
+            standing.wanted = [place for place in places if place not in self.values]
+            standing.winner = best
+            standing.seeds[best] = fresh
         return standing
-
-    def _decide(self, winner: int, standing: Standing) -> None:
-        """Decide the winner by fresh seeds alone."""
-        first = FRESH * self.seeds + 1
-        fresh = list(range(first, first + self.seeds))
-        places = [(change, seed) for seed in fresh for change in (0, winner)]
-        standing.wanted = [place for place in places if place not in self.values]
-        standing.winner, standing.seeds[winner] = winner, fresh
-
-    def _mean(self, change: int, seeds: int) -> float:
-        return math.fsum(self.values[change, seed] for seed in range(1, seeds + 1)) / seeds
 
     def _behind(self, alive: Sequence[int], seeds: int) -> dict[int, bool]:
         """The changes behind the best by more than the noise; whether also behind the baseline."""
-        table = np.array(
-            [[self.values[change, seed] for seed in range(1, seeds + 1)] for change in alive]
-        )
+        values = [self.values[change, seed] for change in alive for seed in range(1, seeds + 1)]
+        table = np.array(values).reshape(len(alive), seeds)
         noise = Noise.of_table(table) if seeds > 1 else self.noise
         if noise is None or not noise.spread or (seeds == 1 and noise.freedom < FEWEST_FREEDOM):
             return {}

@@ -26,17 +26,18 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
     """
     number = len(changes)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    distributions = {key: _distribution(dimension) for key, dimension in space.dimensions.items()}
-    earlier = [
-        optuna.trial.create_trial(
-            params={
-                key: _drawn(space, key, value) for key, value in changes[change].values.items()
-            },
-            distributions=distributions,
-            value=value,
+    distributions: dict[str, BaseDistribution] = {
+        key: FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+        if isinstance(dimension, Interval)
+        else CategoricalDistribution(range(len(dimension.values)))
+        for key, dimension in space.dimensions.items()
+    }
+    earlier = []
+    for tried, metric in values.items():
+        drawn = {key: _drawn(space, key, value) for key, value in changes[tried].values.items()}
+        earlier.append(
+            optuna.trial.create_trial(params=drawn, distributions=distributions, value=metric)
         )
-        for change, value in values.items()
-    ]
     names = {each.name for each in changes}
     for attempt in range(DRAWS):
         sampler = optuna.samplers.TPESampler(
@@ -46,8 +47,8 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
         study.add_trials(earlier)
         change = Change.of(
             {
-                key: _value(space, key, drawn)
-                for key, drawn in study.ask(distributions).params.items()
+                key: space.dimensions[key].value(raw)
+                for key, raw in study.ask(distributions).params.items()
             }
         )
         if change.name not in names:
@@ -60,18 +61,6 @@ def draw(space: Space, changes: Sequence[Change], values: Mapping[int, float]) -
         f"{', '.join(space.dimensions)} have no values left for change {number}; "
         "vary them more widely"
     )
-
-
-def _distribution(dimension: Any) -> BaseDistribution:
-    if isinstance(dimension, Interval):
-        return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
-    return CategoricalDistribution(range(len(dimension.values)))
-
-
-def _value(space: Space, key: str, drawn: Any) -> Any:
-    """The setting's value for what Optuna drew."""
-    dimension = space.dimensions[key]
-    return dimension.nearest(drawn) if isinstance(dimension, Interval) else dimension.values[drawn]
 
 
 def _drawn(space: Space, key: str, value: Any) -> Any:

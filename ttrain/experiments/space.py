@@ -41,10 +41,10 @@ class Interval:
     def at(self, share: float) -> float:
         """The value at a share of the range, from 0 to 1."""
         evenly = self.low + (self.high - self.low) * share
-        return self.nearest(self.low * (self.high / self.low) ** share if self.log else evenly)
+        return self.value(self.low * (self.high / self.low) ** share if self.log else evenly)
 
-    def nearest(self, drawn: float) -> float:
-        """A drawn number, rounded to DIGITS, within the ends."""
+    def value(self, drawn: float) -> float:
+        """The value of a drawn number: rounded to DIGITS, within the ends."""
         return min(self.high, max(self.low, float(f"{drawn:.{DIGITS}g}")))
 
 
@@ -56,7 +56,11 @@ class ValueList:
 
     def at(self, share: float) -> Any:
         """The value at a share of the list, from 0 to 1."""
-        return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        return self.value(min(int(share * len(self.values)), len(self.values) - 1))
+
+    def value(self, index: int) -> Any:
+        """The value of a drawn index."""
+        return self.values[index]
 
 
 Dimension = Interval | ValueList
@@ -89,13 +93,11 @@ class Space:
         Source: McKay, Beckman and Conover 1979, doi.org/10.1080/00401706.1979.10489755.
         """
         random = np.random.default_rng(1)
-        parts = {key: random.permutation(count) for key in self.dimensions}
-        shares = (
-            {key: float(parts[key][row] + 0.5) / count for key in parts} for row in range(count)
-        )
-        return [
-            {key: self.dimensions[key].at(share) for key, share in row.items()} for row in shares
+        columns = [
+            map(dimension.at, ((random.permutation(count) + 0.5) / count).tolist())
+            for dimension in self.dimensions.values()
         ]
+        return [dict(zip(self.dimensions, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def parse_space(overrides: Sequence[Override]) -> Space:
@@ -139,11 +141,11 @@ def parse(key: str, text: str) -> Dimension:
             "must not be; put them where the library that opens the URL finds them, such as its "
             "environment variables"
         )
-    is_range = bool(RANGE.match(text))
     kind, _, inside = (
-        text.strip().removesuffix(")").partition("(") if is_range else ("list", "", text)
+        text.strip().removesuffix(")").partition("(") if RANGE.match(text) else ("list", "", text)
     )
-    kind, has_ends = kind.strip(), kind.strip() in ("log", "uniform")
+    kind = kind.strip()
+    has_ends = kind in ("log", "uniform")
     try:
         values = read_list(f"[{inside}]", float if has_ends else type_of(Settings, key))
     except InvalidYaml:

@@ -60,24 +60,22 @@ class Worker:
     def __init__(
         self, request: Request, experiment: Experiment, store: ArtifactStore, display: StageDisplay
     ) -> None:
-        self.request, self.experiment, self.store, self.display = (
-            request,
-            experiment,
-            store,
-            display,
-        )
+        self.request = request
+        self.experiment = experiment
+        self.store = store
+        self.display = display
         once, by_seed, _ = request.stages()
         self.shared = [*once, *by_seed]  # stages of several trials
-        self._tracking = request.baseline.tracking
 
     @contextlib.contextmanager
     def tracked(self) -> Iterator[None]:
         """Show the experiment in trackers meanwhile, if the settings say so."""
-        if not self._tracking.enabled:
+        tracking = self.request.baseline.tracking
+        if not tracking.enabled:
             yield
             return
         pusher = Pusher(self.store.root, self.experiment.name, self.experiment.note)
-        self.experiment.note(experiment=self._tracking.experiment, **self.judged())
+        self.experiment.note(experiment=tracking.experiment, **self.judged())
         pusher.start()
         try:
             yield
@@ -121,7 +119,8 @@ class Worker:
 
     def _run(self, trial: Trial) -> None:
         """Run a trial, from where it was stopped, and record how it ended."""
-        change, began = Change(**self.experiment["changes"][trial.change]), time.monotonic()
+        began = time.monotonic()
+        change = Change(**self.experiment["changes"][trial.change])
         name = f"{change.name}, seed {trial.seed}"
         self._say(f"{name}{' goes on' if trial.run else ''}")
         # Again with each trial: of several processes another may have been interrupted.
@@ -130,34 +129,32 @@ class Worker:
         try:
             plan = self.request.plan(change, trial.seed, self.store)
             earlier = runs.read(self.store.root, trial.run) if trial.run else None
-            part = {
-                "name": self.experiment.name,
-                "change": trial.change,
-                "setting": change.name,
-                "seed": trial.seed,
-            }
             facts = {
-                "sweep": part,
-                **({"continues": id_of(earlier)} if earlier else {}),
-            }  # an interrupted one
+                "sweep": {
+                    "name": self.experiment.name,
+                    "change": trial.change,
+                    "setting": change.name,
+                    "seed": trial.seed,
+                },
+                **({"continues": id_of(earlier)} if earlier else {}),  # an interrupted one
+            }
             execution = PipelineRun(plan, partial(self._show, name), facts=facts, registers=False)
             # before its stages begin, so that a trial which is killed in one continues this run
             trial = self.experiment.put(replace(trial, run=execution.record.run))
             track(execution)
             with execution.catching_signals(), execution.recorded():
                 execution.run_stages()
-            ended = trial
         except Interrupted:
             self.experiment.put(self._measured(trial, execution, began))
             raise
         except Exception as error:
-            ended = self._failed(trial, execution, error)
-        ended = self._measured(ended, execution, began)
-        self.experiment.put(ended)
+            trial = self._failed(trial, execution, error)
+        trial = self._measured(trial, execution, began)
+        self.experiment.put(trial)
         judged = self.judged()
         self.experiment.note(**judged)
-        result = f"{ended.outcome} {ended.reason}" if ended.value is None else f"{ended.value:.4f}"
-        self._say(f"{name}: {result} in {format_duration(ended.seconds)}; {judged['verdict']}")
+        result = f"{trial.outcome} {trial.reason}" if trial.value is None else f"{trial.value:.4f}"
+        self._say(f"{name}: {result} in {format_duration(trial.seconds)}; {judged['verdict']}")
 
     def _measured(self, trial: Trial, execution: PipelineRun | None, began: float) -> Trial:
         """The trial with its time and, where the metric's stage has ended, its metric.
@@ -165,17 +162,17 @@ class Worker:
         Raises TTrainError where the stage has no such metric.
         """
         trial = replace(trial, seconds=round(trial.seconds + time.monotonic() - began, 2))
-        artifacts, measure = execution.artifacts if execution else {}, self.request.measure
-        if measure.stage not in artifacts or execution is None:
+        measure = self.request.measure
+        if execution is None or measure.stage not in execution.artifacts:
             return trial
-        value = measure.of({name: artifact.result for name, artifact in artifacts.items()})
+        value = measure.of({name: made.result for name, made in execution.artifacts.items()})
         if value is None:
             raise TTrainError(
                 f"the trials have no {measure.metric}; their metrics are: "
                 f"{', '.join(execution.metrics()) or 'none'}; "
                 "name one of them with --metric, or hold out more records"
             )
-        if evaluation := artifacts.get(EVALUATE.name):
+        if evaluation := execution.artifacts.get(EVALUATE.name):
             metric = scores_of(evaluation.path, measure.metric)
             chooses = (
                 self.request.options.rounds and len(self.request.changes) + self.request.draws > 2

@@ -145,11 +145,15 @@ class Judgement:
     @cached_property
     def standing(self) -> Standing:
         """How far the experiment is."""
-        experiment, known = self.experiment, self.experiment["noise"]
-        values = {place: self.sign * value_of(trial) for place, trial in self.trials.items()}
-        noise = Noise(**known) if known else None
-        rounds = Rounds(len(self.changes), experiment["seeds"], values, frozenset(self.lost), noise)
-        return replace(rounds, stops=experiment["rounds"]).standing()
+        recorded = self.experiment["noise"]
+        return Rounds(
+            len(self.changes),
+            self.experiment["seeds"],
+            {place: self.sign * value_of(trial) for place, trial in self.trials.items()},
+            frozenset(self.lost),
+            Noise(**recorded) if recorded else None,
+            stops=self.experiment["rounds"],
+        ).standing()
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -173,7 +177,8 @@ class Judgement:
     @property
     def sentence(self) -> str:
         """The result of the experiment in one sentence."""
-        metric, winner = self.measure.metric, self.standing.winner
+        metric = self.measure.metric
+        winner = self.standing.winner
         if wanted := self.standing.wanted:
             ended = counted(len(self.trials), "trial")
             return f"{ended} ended, {len(wanted)} more are needed for the next decision"
@@ -190,7 +195,6 @@ class Judgement:
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""
         experiment = self.experiment
-        settings = zip(self.verdicts, self.changes, strict=True)
         return {
             "sweep": experiment.name,
             "outcome": experiment.outcome,
@@ -200,7 +204,8 @@ class Judgement:
             },
             "verdict": self.sentence,
             "settings": [
-                {**row.to_json(), "changes": dict(change.values)} for row, change in settings
+                {**row.to_json(), "changes": dict(change.values)}
+                for row, change in zip(self.verdicts, self.changes, strict=True)
             ],
             "trials": [asdict(trial) for trial in experiment.trials],
         }
@@ -212,13 +217,24 @@ class Judgement:
             for seed in self.standing.seeds.get(number, ())
             if {(number, seed), (0, seed)} <= self.trials.keys()
         ]
-        own, base = ([self.trials[change, seed] for seed in seeds] for change in (number, 0))
-        over_records = self._over_records(own, base) if number and seeds else None
+        own = [self.trials[number, seed] for seed in seeds]
+        base = [self.trials[0, seed] for seed in seeds]
+        over_records = None
+        if number and seeds:  # of metrics averaged over the seeds, for other records
+            first = self._average(own)
+            second = self._average(base)
+            if (
+                first is not None
+                and second is not None
+                and first.records == second.records
+                and statistics.comparable(first, second)
+            ):
+                over_records = statistics.compare(first, second, Rule()).interval
         return Verdict(name, seeds, [*map(value_of, own)], [*map(value_of, base)], over_records)
 
     def _judged(self, number: int, row: Verdict, p: float) -> Verdict:
         """A measured change with its verdict. `p`: corrected for the number of changes."""
-        standing, experiment = self.standing, self.experiment
+        standing = self.standing
         is_winner = number == standing.winner
         if number in self.lost:
             return replace(row, verdict=self.lost[number].outcome, why=self.lost[number].reason)
@@ -233,14 +249,14 @@ class Judgement:
                 verdict=UNDECIDED,
                 why="(the seeds change nothing here, so they are no replicates)",
             )
-        level = LEVEL / 2 ** experiment["looks"]
+        level = LEVEL / 2 ** self.experiment["looks"]
         if number in standing.stopped:
             is_worse = standing.stopped[number] or (p < level and direction == WORSE)
             why = (
                 f"(behind the best by more than the noise after {counted(len(row.seeds), 'seed')})"
             )
             return replace(row, verdict=WORSE if is_worse else STOPPED, why=why)
-        if standing.wanted and (is_winner or len(row.seeds) < experiment["seeds"]):
+        if standing.wanted and (is_winner or len(row.seeds) < self.experiment["seeds"]):
             return row
         if is_winner and len(row.seeds) > 1:
             return replace(
@@ -257,15 +273,6 @@ class Judgement:
                 row, verdict=UNDECIDED, why="(of so many settings one may differ so much by chance)"
             )
         return replace(row, verdict=UNDECIDED, why=_what_it_takes(row))
-
-    def _over_records(self, own: Sequence[Trial], base: Sequence[Trial]) -> Interval | None:
-        """The interval of the difference for other records, of metrics averaged over the seeds."""
-        first, second = self._average(own), self._average(base)
-        if first is None or second is None or first.records != second.records:
-            return None
-        if not statistics.comparable(first, second):
-            return None
-        return statistics.compare(first, second, Rule()).interval
 
     def _average(self, trials: Sequence[Trial]) -> Metric | None:
         """A metric whose records have the means over the seeds.

@@ -117,16 +117,6 @@ def write_answers(
     # Rows are collected in `path`.DIGEST.partial, by the digest of the header, which identifies
     # their inputs: the same command continues an interrupted one, any other has a file of its own.
     partial = path.with_name(f"{path.name}.{digest_of(header)[:12]}{PARTIAL}")
-    done = _complete_rows(partial)
-    with partial.open("ab") as file:
-        for window in make(done):
-            file.writelines(line_of(row) + b"\n" for row in window)
-            file.flush()
-    partial.replace(path)
-    return done
-
-
-def _complete_rows(partial: Path) -> int:
     # A cut last row is removed. One by one, since the file may be larger than memory.
     partial.touch()
     with partial.open("r+b") as file:
@@ -135,6 +125,11 @@ def _complete_rows(partial: Path) -> int:
             done = done + 1
             end = file.tell()
         file.truncate(end)
+    with partial.open("ab") as file:
+        for window in make(done):
+            file.writelines(line_of(row) + b"\n" for row in window)
+            file.flush()
+    partial.replace(path)
     return done
 
 

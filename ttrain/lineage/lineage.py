@@ -16,7 +16,8 @@ from ttrain.store.results import ShardsResult
 from ttrain.tracking import datasets
 from ttrain.tracking.artifact_source import MlflowArtifacts
 
-STORE, TRACKER = "store", "mlflow"  # where a manifest was found
+STORE = "store"  # where a manifest was found
+TRACKER = "mlflow"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def lineage_of(home: Path, text: str) -> Lineage:
 
 def facts_of(artifact: Artifact) -> JsonDict:
     """How an artifact was made. What is not recorded is None."""
-    manifest, provenance = artifact.manifest, artifact.provenance
+    manifest = artifact.manifest
+    provenance = artifact.provenance
     settings = manifest["ingredients"].get("settings", {})
-    changed = sorted(changed_settings(settings).items())
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
     section = "pretrain" if artifact.stage == "new-model" else artifact.stage
     return {
@@ -83,7 +84,9 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "code": digest_of(manifest["ingredients"].get("code", {})),  # that shaped it
         "commit": provenance.get("commit"),
         "seed": settings.get(f"{section}.seed", settings.get("reading.seed")),
-        "settings": {name: value for name, (value, _) in changed},
+        "settings": {
+            name: value for name, (value, _) in sorted(changed_settings(settings).items())
+        },
         "inputs": {
             name: {"stage": stage, "key": key} for name, (stage, key) in inputs_of(artifact).items()
         },
@@ -104,10 +107,13 @@ def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
     for role in artifact.manifest["ingredients"].get("files", {}):
         for file in datasets.files_of(artifact, role):
             counts = counted.get((role, file["name"]), {})
-            entry = {name: file.get(name) for name in ("name", "sha256", "location")}
-            entry |= {name: counts.get(name) for name in ("tokens", "bytes")}
             entries.append(
-                {"part": role, **entry, "documents": counts.get("kept", counts.get("documents"))}
+                {
+                    "part": role,
+                    **{name: file.get(name) for name in ("name", "sha256", "location")},
+                    **{name: counts.get(name) for name in ("tokens", "bytes")},
+                    "documents": counts.get("kept", counts.get("documents")),
+                }
             )
     return entries
 

@@ -48,7 +48,8 @@ from ttrain.tracking.registered import take_over_champions
 
 log = logging.getLogger("ttrain")
 
-MODEL_DIRECTORY, ADAPTER_DIRECTORY = "model", "adapter"  # of an artifact
+MODEL_DIRECTORY = "model"  # of an artifact
+ADAPTER_DIRECTORY = "adapter"
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
 # Stages whose model is the default: the one that chats, since an adapter only knows its domain
@@ -84,7 +85,8 @@ def find(
             return _of_run(run, text)
         artifact = store.latest(text)
         return Named("stage", f"{text}/{artifact.key}", ((text, artifact.key),))
-    names, is_path = runs.names(home), name_syntax.is_path(text)
+    names = runs.names(home)
+    is_path = name_syntax.is_path(text)
     directory = name_syntax.directory(text) if text not in names else None
     model = None if is_path else name_syntax.registered(text)
     if model and (directory is None or str(model) in Registry(home).versions()):
@@ -116,7 +118,8 @@ def _models_in(store: ArtifactStore) -> str:
 
 
 def _of_run(record: runs.RecordedRun, stage: str) -> Named:
-    name, entries = record["run"], record["stages"]
+    name = record["run"]
+    entries = record["stages"]
     if stage:
         name_syntax.need_stage(stage, (entry["name"] for entry in entries), f"the run {name}")
         entries = [entry for entry in entries if entry["name"] == stage]
@@ -134,8 +137,12 @@ def _registered(home: Path, model: name_syntax.Registered) -> Named:
     version = Registry(home).resolve(model)
     models = version.models if isinstance(version, ModelSet) else [version]
     kind = "set" if isinstance(version, ModelSet) else "model"
-    artifacts = tuple((one.stage, one.key) for one in models)
-    return Named(kind, str(version), artifacts, runs.read(home, version.run))
+    return Named(
+        kind,
+        str(version),
+        tuple((one.stage, one.key) for one in models),
+        runs.read(home, version.run),
+    )
 
 
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
@@ -266,8 +273,7 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
         return next(filter(None, map(store.read, directory.parents)), None), directory
     if named.kind in ("set", "model"):  # those that the store lacks may be in a shared MLflow
         store = ArtifactStore(store.root, MlflowArtifacts(store.root))
-    candidates = named.artifacts[-1:] if named.kind == "set" else named.artifacts[::-1]
-    for stage, key in candidates:
+    for stage, key in named.artifacts[-1:] if named.kind == "set" else named.artifacts[::-1]:
         artifact = store.find(stage, key)
         if artifact and store.elsewhere:
             base = store.input_of(artifact, "base")
@@ -280,7 +286,8 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
 
 
 def _base_of(store: ArtifactStore, adapter: Path) -> Path:
-    digest, beside = base_digest_of(adapter), adapter / "base"
+    digest = base_digest_of(adapter)
+    beside = adapter / "base"
     named_base = str(read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path"))
     artifacts = store.artifacts() if digest else ()
     same = (made for made in artifacts if digest == _stored_digest(made) and not store.damage(made))
@@ -300,8 +307,7 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
 
 def model_directory(directory: Path) -> Path | None:
     """The directory of an artifact's adapter or model."""
-    markers = {ADAPTER_DIRECTORY: ADAPTER_CONFIG, MODEL_DIRECTORY: "config.json"}
-    for name, marker in markers.items():
+    for name, marker in (ADAPTER_DIRECTORY, ADAPTER_CONFIG), (MODEL_DIRECTORY, "config.json"):
         if (directory / name / marker).is_file():
             return directory / name
     return None
@@ -320,7 +326,8 @@ def _stored_digest(artifact: Artifact) -> str | None:
 
 def with_models(home: Path) -> list[str]:
     """Names of the home's models, for a list: stages, aliases, stages of the newest runs."""
-    store, made = ArtifactStore(home), list[tuple[str, str]]()
+    store = ArtifactStore(home)
+    made: list[tuple[str, str]] = []
     for run in itertools.islice(runs.newest_first(home), name_syntax.LISTED):
         for stage, key in runs.keys_of(run).items():
             artifact = store.find(stage, key) if key else None
@@ -341,10 +348,9 @@ def newest_with(home: Path, stage: str) -> JsonDict:
     for run in runs.newest_first(home):
         if runs.is_own(run) and stage in runs.keys_of(run):
             return run
-    pipeline = runs.NIGHTLY if stage in OF_NIGHTS else "full"
     raise UsageError(
         f"no run has a stage {stage} yet whose settings could be taken; "
-        f"try `ttrain pipeline run {pipeline}`"
+        f"try `ttrain pipeline run {runs.NIGHTLY if stage in OF_NIGHTS else 'full'}`"
     )
 
 
@@ -377,8 +383,10 @@ def base_of(run: runs.RecordedRun) -> list[Override]:
 def to_json(reference: Reference) -> JsonDict:
     """`name` of the pipeline, `run` (RUN:STAGE), `key` of the artifact, `digest` of the weights."""
     adapter = reference.adapter
-    digest = weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest
-    return {**_identity(reference), "digest": digest}
+    return {
+        **_identity(reference),
+        "digest": weights_digest(adapter, name=ADAPTER) if adapter else reference.base_digest,
+    }
 
 
 def line_of(reference: Reference) -> str:

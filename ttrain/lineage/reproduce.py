@@ -62,23 +62,32 @@ def reproduce(
         if directory
         else temporary_directory("reproduce")
     )
-    effect = "the stage saves its state" if directory else "without --home, nothing is kept"
-    stop = StopRequest(lambda text: screen("", "message", {"text": text}), effect)
-    built, stages = dict[str, Artifact](), list[JsonDict]()
+    stop = StopRequest(
+        lambda text: screen("", "message", {"text": text}),
+        "the stage saves its state" if directory else "without --home, nothing is kept",
+    )
+    built: dict[str, Artifact] = {}
+    stages: list[JsonDict] = []
     with place as home, stop.catching_signals():
         store = ArtifactStore(home)
         for recorded, settings in recipes:
             stop.raise_if_signalled()
             inputs = {name: built[key] for name, (_, key) in inputs_of(recorded).items()}
             planned = plan_stage(STAGES[recorded.stage], settings, store, inputs)
-            report = functools.partial(_show, screen, recorded.stage)
-            outcome = launch.build(planned, settings, store, report, stop)
+            outcome = launch.build(
+                planned, settings, store, functools.partial(_show, screen, recorded.stage), stop
+            )
             built[recorded.key] = outcome.artifact
             compared = _compared(recorded, outcome.artifact)
             stages.append({**compared, "seconds": round(outcome.seconds, 2)})
-            state = "equal" if compared["equal"] else "different"
             screen(
-                recorded.stage, "ended", {"state": state, "seconds": outcome.seconds, "figures": ""}
+                recorded.stage,
+                "ended",
+                {
+                    "state": "equal" if compared["equal"] else "different",
+                    "seconds": outcome.seconds,
+                    "figures": "",
+                },
             )
             if not compared["equal"]:
                 break
@@ -110,7 +119,8 @@ def _compared(recorded: Artifact, rebuilt: Artifact) -> JsonDict:
     new = {name: rebuilt.manifest["files"][name]["sha256"] for name in rebuilt.files_of(())}
     changed = differences(recorded.manifest["ingredients"], rebuilt.manifest["ingredients"])
     remarks = [*library_changes(recorded.manifest, libraries.versions()), *notes_of(recorded)]
-    then, now = recorded.provenance.get("machine") or {}, provenance.machine()
+    then = recorded.provenance.get("machine") or {}
+    now = provenance.machine()
     machine = [
         f"{name}: {then[name]} → {now.get(name)}" for name in then if then[name] != now.get(name)
     ]
@@ -138,7 +148,16 @@ def recipes_of(lineage: Lineage, home: Path) -> list[Recipe]:
     """
     store = ArtifactStore(home)
     recipes = [(artifact, _settings_of(artifact)) for artifact in lineage.artifacts]
-    problems = [problem for recipe in recipes for problem in _data_problems(*recipe, store)]
+    problems: list[str] = []
+    for artifact, settings in recipes:
+        recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
+        try:
+            changes = differences(
+                recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)}
+            )
+        except TTrainError as error:
+            changes = [str(error)]
+        problems += [f"{artifact.stage}: {change}" for change in changes]
     store.cache.save()
     if problems:
         raise ArtifactError(
@@ -160,8 +179,13 @@ def _settings_of(artifact: Artifact) -> Settings:
     # Settings that only a nightly run has, such as the fraction of replayed data
     of_night = {name: own[name] for name in own if name.partition(".")[0] in SHAPE_NO_RESULT}
     values = {**dict(flatten(of_run)), **of_night, **_pinned(of_run.get("data", {}), artifact)}
-    source = f"the manifest of {artifact.stage}"
-    settings, _ = merge(Settings, [Override(source, key, value) for key, value in values.items()])
+    settings, _ = merge(
+        Settings,
+        [
+            Override(f"the manifest of {artifact.stage}", key, value)
+            for key, value in values.items()
+        ],
+    )
     return settings.model_copy(update={"runtime": _runtime(artifact)})
 
 
@@ -169,10 +193,12 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
     # Name exactly the files that the stage read: a folder may hold more by now, the Hub another
     # commit. Sources with weights stay as written, since a weight belongs to a source and not to
     # its files; so do URLs with secrets, which the record of the files does not have.
-    dataset, pinned = STAGES[artifact.stage].dataset, dict[str, list[str]]()
+    dataset = STAGES[artifact.stage].dataset
+    pinned: dict[str, list[str]] = {}
     name = dataset_read(dataset, data.get("tokenizer")) if dataset else ""
     for role, setting in ((TRAIN, name), (HELDOUT, f"{name}_heldout")):
-        written, locations = data.get(setting) or (), artifact.provenance.get("files", {}).get(role)
+        written = data.get(setting) or ()
+        locations = artifact.provenance.get("files", {}).get(role)
         is_by_name = any(isinstance(entry, dict) or redact.url(entry) != entry for entry in written)
         if locations and written and not is_by_name:
             pinned[f"data.{setting}"] = list(locations)
@@ -180,7 +206,8 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
 
 
 def _runtime(artifact: Artifact) -> Runtime:
-    recorded, training = artifact.provenance.get("runtime", {}), TrainingResult.of(artifact.result)
+    recorded = artifact.provenance.get("runtime", {})
+    training = TrainingResult.of(artifact.result)
     kept = {
         name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED
     }
@@ -195,14 +222,3 @@ def _runtime(artifact: Artifact) -> Runtime:
             "device": training.device or kept.get("device", "auto"),
         }
     )
-
-
-def _data_problems(artifact: Artifact, settings: Settings, store: ArtifactStore) -> list[str]:
-    recorded = {"files": artifact.manifest["ingredients"].get("files", {})}
-    try:
-        lines = differences(
-            recorded, {"files": file_digests(STAGES[artifact.stage], settings, store)}
-        )
-    except TTrainError as error:
-        lines = [str(error)]
-    return [f"{artifact.stage}: {line}" for line in lines]

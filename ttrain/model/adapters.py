@@ -57,7 +57,16 @@ def attach(model: PreTrainedModel, config: Lora) -> PeftModel:
         with without_warnings_of_peft():
             return adapter_layers.attach(model, config)
     targets = find_targets(model, config.targets)
-    _check_parameters(targets, config)
+    weight_names = ", ".join(
+        sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters})
+    )
+    for key, value in (("kind", config.kind), ("dropout", config.dropout)):
+        if targets.parameters and value not in ("lora", 0):
+            raise UsageError(
+                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of "
+                f"experts ({weight_names}); set lora.{key}={'lora' if key == 'kind' else 0}, or "
+                "lora.targets=attention"
+            )
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -87,19 +96,6 @@ def without_warnings_of_peft() -> Iterator[None]:
             "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
         )
         yield
-
-
-def _check_parameters(targets: AdapterTargets, config: Lora) -> None:
-    weight_names = ", ".join(
-        sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets.parameters})
-    )
-    for key, value in (("kind", config.kind), ("dropout", config.dropout)):
-        if targets.parameters and value not in ("lora", 0):
-            raise UsageError(
-                f"lora.{key} is {value}, which PEFT does not offer for the layers of a mixture of "
-                f"experts ({weight_names}); set lora.{key}={'lora' if key == 'kind' else 0}, or "
-                "lora.targets=attention"
-            )
 
 
 def state(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -135,7 +131,17 @@ def load(base: PreTrainedModel, directory: Path, base_digest: str) -> PeftModel:
 
     Raises ArtifactError if it was trained on another base, or its weights do not fit.
     """
-    _check_base(directory, base_digest)
+    if (expected_digest := base_digest_of(directory)) is None:
+        log.warning(
+            "the adapter %s does not say on which base it was trained; only names and shapes are "
+            "checked",
+            directory,
+        )
+    elif expected_digest != base_digest:
+        raise ArtifactError(
+            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on "
+            f"{base_digest[:12]}"
+        )
     try:
         settings = PeftConfig.from_pretrained(str(directory))
         weights = load_file(directory / ADAPTER)
@@ -168,20 +174,6 @@ def merge(model: PeftModel) -> PreTrainedModel:
         )
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     return merged
-
-
-def _check_base(directory: Path, base_digest: str) -> None:
-    if (expected_digest := base_digest_of(directory)) is None:
-        log.warning(
-            "the adapter %s does not say on which base it was trained; only names and shapes are "
-            "checked",
-            directory,
-        )
-    elif expected_digest != base_digest:
-        raise ArtifactError(
-            f"the adapter {directory} was trained on the base {expected_digest[:12]}, not on "
-            f"{base_digest[:12]}"
-        )
 
 
 ALL_LINEAR, ATTENTION = PRESETS

@@ -20,7 +20,8 @@ MINUTE = 60
 
 TITLES = {name: row.label for name, row in TRAINING_STAGES.items()}
 QUICK = "_quick"  # at the end of the name of a metric on a few held-out rows
-PER_TARGET, PER_PAIR = "nats per target", "per pair or rated answer"
+PER_TARGET = "nats per target"
+PER_PAIR = "per pair or rated answer"
 
 # Title, unit and metrics of a chart, by pattern; a page shows the first MAIN at once, and folds the
 # others.
@@ -74,11 +75,13 @@ def charts_of(views: Sequence[RunView], stage: str) -> tuple[list[Chart], list[C
             curves = groups.setdefault((position, title if is_alone else name, unit), [])
             label, colour = (name, len(curves)) if is_alone else (facts.letter(number), number)
             curves.append((label, colour, points))
-    drawn = [
-        group for group in sorted(groups) if max(len(points) for _, _, points in groups[group]) > 1
-    ]
-    main = [draw(*group[1:], groups[group]) for group in drawn if group[0] < MAIN]
-    return main, [draw(*group[1:], groups[group]) for group in drawn if group[0] >= MAIN]
+    main: list[Chart] = []
+    folded: list[Chart] = []
+    for position, title, unit in sorted(groups):
+        curves = groups[position, title, unit]
+        if any(len(points) > 1 for _, _, points in curves):
+            (main if position < MAIN else folded).append(draw(title, unit, curves))
+    return main, folded
 
 
 def draw(title: str, unit: str, curves: Sequence[Curve]) -> Chart:
@@ -116,15 +119,13 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[float], tuple[float, float] | N
     across = _scale(columns[0], columns[-1], ROWS_LEFT, RIGHT_OF_ROWS)
     drawn: list[JsonDict] = []
     for number, (label, points, interval) in enumerate(rows):
-        ends = [across(end) for end in interval or ()]
-        mean = across(math.fsum(points) / len(points)) if points else None
         drawn.append(
             {
                 "y": ROW_HEIGHT * (number + 0.5),
                 "label": label,
                 "points": [across(value) for value in points],
-                "mean": mean,
-                "ends": ends,
+                "mean": across(math.fsum(points) / len(points)) if points else None,
+                "ends": [across(end) for end in interval or ()],
             }
         )
     return {

@@ -38,7 +38,8 @@ DECIDING_METRICS = (
 
 EVALUATION = "evaluate"
 # Why no run is the best by a metric.
-OTHER_RECORDS, OTHER_TOKENIZERS = ("other held-out records", "other tokenizers")
+OTHER_RECORDS = "other held-out records"
+OTHER_TOKENIZERS = "other tokenizers"
 WARNINGS = {
     OTHER_TOKENIZERS: "the tokenizers differ: losses are of different tokens and cannot be "
     "compared, bits per byte can",
@@ -66,7 +67,8 @@ class Difference:
     @property
     def texts(self) -> list[str]:
         """The value of each run; metrics with the change from the first run."""
-        base, texts = None, list[str]()
+        base: float | None = None
+        texts: list[str] = []
         for value in self.values:
             if value is None or is_number(value):
                 change = "" if self.not_judged else facts.change(value, base)
@@ -113,8 +115,8 @@ def compare(views: Sequence[RunView]) -> RunComparison:
     aside = [row for row in settings if row.name.partition(".")[0] in SECTIONS_WITHOUT_RESULT]
     shaping = [row for row in settings if row not in aside]
     scores = [_scores(view) for view in views]
-    names = {name for view in views for name in view.metrics}
-    metrics = [_metric(name, views, scores) for name in sorted(names, key=facts.rank)]
+    names = sorted({name for view in views for name in view.metrics}, key=facts.rank)
+    metrics = [_metric(name, views, scores) for name in names]
     metric, verdict, is_certain = _verdict(metrics, scores)
     reasons = {metric.not_judged for metric in metrics}
     remarks = [text for reason, text in WARNINGS.items() if reason in reasons]
@@ -158,9 +160,12 @@ def run_rows(views: Sequence[RunView]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _differences(tables: Sequence[Mapping[str, str]]) -> list[Difference]:
-    names = sorted({name for table in tables for name in table})
-    rows = [Difference(name, tuple(table.get(name, ABSENT) for table in tables)) for name in names]
-    return [row for row in rows if len({*row.values}) > 1]
+    rows: list[Difference] = []
+    for name in sorted({name for table in tables for name in table}):
+        values = tuple(table.get(name, ABSENT) for table in tables)
+        if len({*values}) > 1:
+            rows.append(Difference(name, values))
+    return rows
 
 
 def _data(view: RunView) -> dict[str, str]:
@@ -192,9 +197,11 @@ def _code(view: RunView) -> dict[str, str]:
 
 
 def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Difference:
-    values = [view.metrics.get(name) for view in views]
     # Values that differ only in the eighth digit are equal
-    values = [None if value is None else rounded(value) for value in values]
+    values = [
+        rounded(view.metrics[name]) if view.metrics.get(name) is not None else None
+        for view in views
+    ]
     better = facts.better(name)
     is_held_out = name.startswith(EVALUATED) or name.partition("/")[2].startswith("validation_")
     if not is_held_out or not better or len({*values}) < 2:
@@ -207,8 +214,14 @@ def _metric(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> Di
 
 def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -> str:
     stage, _, metric = name.partition("/")
-    if not name.startswith(EVALUATED):
-        return _not_judged_on_rows(stage, [view for view in views if name in view.metrics])
+    if not name.startswith(EVALUATED):  # of the rows that a training held out
+        measured = [view for view in views if name in view.metrics]
+        inputs = [view.manifest(stage).get("inputs", {}) for view in measured]
+        if len({of_run.get("shards", {}).get("content") for of_run in inputs}) > 1:
+            return "other shards"
+        results = [view.manifest(f"shards-{stage}").get("result") for view in measured]
+        counts = [ShardsResult.of(result).heldout.rows for result in results if result]
+        return not_judged(min(counts)) if counts else ""
     scored = [
         of_run.get(metric)
         for of_run, view in zip(scores, views, strict=True)
@@ -224,17 +237,6 @@ def _not_judged(name: str, views: Sequence[RunView], scores: Sequence[Scores]) -
     return not_judged(len(known[0].records))
 
 
-def _not_judged_on_rows(stage: str, views: Sequence[RunView]) -> str:
-    shards = {
-        view.manifest(stage).get("inputs", {}).get("shards", {}).get("content") for view in views
-    }
-    if len(shards) > 1:
-        return "other shards"
-    results = [view.manifest(f"shards-{stage}").get("result") for view in views]
-    counts = [ShardsResult.of(result).heldout.rows for result in results if result]
-    return not_judged(min(counts)) if counts else ""
-
-
 # One run of each setting decides between two models, not between two settings.
 def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metric: str) -> str:
     unasked = {*SEEDS, *facts.set_by_rule(views[-1].params)}
@@ -243,8 +245,13 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
     ]
     if not changed:
         return ONLY_SEEDS
-    noises = (noise_of(views[0].store.root, metric, view.record["settings"]) for view in views)
-    noise = next(filter(None, noises), None)
+    noise = next(
+        filter(
+            None,
+            (noise_of(views[0].store.root, metric, view.record["settings"]) for view in views),
+        ),
+        None,
+    )
     spread = f"± {noise.spread:.2g}" if noise else "how much is not known"
     changes = shlex.join(
         f"{row.name}={row.values[-1]}" for row in changed if row.values[-1] != ABSENT
@@ -265,7 +272,8 @@ def _about_setting(views: Sequence[RunView], shaping: Sequence[Difference], metr
 def _verdict(metrics: Sequence[Difference], scores: Sequence[Scores]) -> tuple[str, str, bool]:
     """(metric, best run by the first metric that differs and its lead, whether it is certain)."""
     by_name = {metric.name: metric for metric in metrics}
-    name, verdict = "", "the runs share no metric that decides which is better"
+    name = ""
+    verdict = "the runs share no metric that decides which is better"
     for metric in filter(None, map(by_name.get, DECIDING_METRICS)):
         order = facts.ranked(metric.values, metric.better)
         if len(order) < 2:
@@ -293,7 +301,8 @@ def _difference_of_models(
         f"{format_number(next_best)} of {facts.letter(second)} ({facts.change(best, next_best)})"
     )
     name = metric.name.removeprefix(EVALUATED)
-    better, worse = scores[order[0]].get(name), scores[second].get(name)
+    better = scores[order[0]].get(name)
+    worse = scores[second].get(name)
     compared = advantage(better, worse, Promotion()) if better and worse else None
     if compared is None or compared.interval is None:
         return verdict, False
@@ -311,12 +320,11 @@ def _samples(views: Sequence[RunView]) -> Iterator[JsonDict]:
     prompts = dict.fromkeys(chain.from_iterable(by_run))
     for model, prompt in sorted(prompts, key=lambda key: model_order(key[0])):
         samples = [of_run.get((model, prompt), {}) for of_run in by_run]
-        references = (sample["reference"] for sample in samples if sample.get("reference"))
         yield {
             "model": model,
             "prompt": prompt,
             "answers": [sample.get("answer", ABSENT) for sample in samples],
-            "reference": next(references, ""),
+            "reference": next(filter(None, (sample.get("reference") for sample in samples)), ""),
         }
 
 

@@ -56,7 +56,8 @@ FIRST = (
 def changed_settings(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{dotted name: (value, default)} of settings that are neither default nor by rule."""
     defaults = dict(flatten(Settings().model_dump(mode="json")))
-    automatic, changed = _automatic(settings), dict[str, tuple[Any, Any]]()
+    automatic = _automatic(settings)
+    changed: dict[str, tuple[Any, Any]] = {}
     for name, value in settings.items():
         usual = defaults.get(name, ABSENT)
         if value == usual:
@@ -83,8 +84,7 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Values of rules are left out.
     """
-    by_rule = set_by_rule(settings)
-    shown = {*changed_settings(settings), *MAIN_SETTINGS} - by_rule.keys()
+    shown = {*changed_settings(settings), *MAIN_SETTINGS} - set_by_rule(settings).keys()
     return {name: value for name, value in settings.items() if name in shown}
 
 
@@ -120,8 +120,11 @@ def versions_of(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
 def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
     """{(model, prompt): sample} of an evaluation's manifest, in the order of models."""
     by_model = EvaluationResult.of(evaluation.get("result", {})).samples
-    models = sorted(by_model, key=model_order)
-    return {(model, sample["prompt"]): sample for model in models for sample in by_model[model]}
+    return {
+        (model, sample["prompt"]): sample
+        for model in sorted(by_model, key=model_order)
+        for sample in by_model[model]
+    }
 
 
 def better(name: str) -> int:

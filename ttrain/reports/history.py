@@ -16,7 +16,8 @@ def inputs_first(
     `read`: an artifact by stage and key; None if gone. Each is visited once, without recursion:
     paths double with every night.
     """
-    artifacts, ordered = dict[Name, Artifact | None](), list[Artifact]()
+    artifacts: dict[Name, Artifact | None] = {}
+    ordered: list[Artifact] = []
     waiting = [(name, False) for name in sorted(roots, key=_place, reverse=True)]
     while waiting:
         name, has_inputs = waiting.pop()

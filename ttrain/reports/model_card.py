@@ -57,12 +57,15 @@ class History:
         artifacts = inputs_first(
             [root], lambda *name: model if name == root else store.read(store.path(*name))
         )
-        locations, starts = dict[str, tuple[str, ...]](), list[str]()
+        locations: dict[str, tuple[str, ...]] = {}
+        starts: list[str] = []
         for made in artifacts:
             settings = made.provenance.get("settings", {})
             if dataset := made.stage.partition("shards-")[2]:
-                sources = settings.get("data", {}).get(dataset) or ()
-                paths = (entry["path"] if isinstance(entry, dict) else entry for entry in sources)
+                paths = (
+                    entry["path"] if isinstance(entry, dict) else entry
+                    for entry in settings.get("data", {}).get(dataset) or ()
+                )
                 locations[dataset] = tuple(
                     path for path in paths if "://" in path and not path.startswith("file:")
                 )
@@ -85,15 +88,14 @@ def card(exported: Exported, history: History) -> str:
     settings: dict[str, Any] = {}
     for artifact in history.artifacts:
         settings |= artifact.manifest["ingredients"].get("settings", {})
-    metadata = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
-        license=exported.licence,
-        base_model=history.base,
-        tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
-    )
     filled = ModelCard.from_template(
-        metadata,
+        ModelCardData(
+            library_name="peft" if is_adapter else "transformers",
+            pipeline_tag="text-generation",
+            license=exported.licence,
+            base_model=history.base,
+            tags=["ttrain", "adapter"] if is_adapter else ["ttrain"],
+        ),
         template_path=str(TEMPLATE),
         exported=exported,
         is_adapter=is_adapter,
@@ -115,8 +117,10 @@ def _digests(history: History, shards: Artifact) -> dict[Any, str]:
     key = shards.manifest["inputs"].get("source", {}).get("key")
     sources = [made for made in history.artifacts if made.stage == "source" and made.key == key]
     written = sources[0].manifest["files"] if sources else {}
-    read = {(role, name): digest for role, name, digest in facts.files_of(shards.manifest)}
-    return {**read, **{name: short_digest(entry["sha256"]) for name, entry in written.items()}}
+    return {
+        **{(role, name): digest for role, name, digest in facts.files_of(shards.manifest)},
+        **{name: short_digest(entry["sha256"]) for name, entry in written.items()},
+    }
 
 
 def _evaluation_rows(history: History) -> list[summary.EvaluationRow]:

@@ -57,9 +57,6 @@ FILTERS: Mapping[str, Callable[..., object]] = {
 
 
 def report_of(view: RunView) -> str:
-    results = {
-        stage: view.manifest(stage).get("result", {}) for stage in ("evaluate", "evaluate-champion")
-    }
     samples: dict[str, dict[str, summary.Result]] = {}
     for (model, prompt), sample in facts.samples_of(view.manifest("evaluate")).items():
         samples.setdefault(prompt, {})[model] = sample
@@ -71,7 +68,13 @@ def report_of(view: RunView) -> str:
         },
         problems=[*find_problems(view)],
         curves={stage: charts.charts_of([view], stage) for stage in view.stages},
-        evaluation=summary.rows(view.metrics, results),
+        evaluation=summary.rows(
+            view.metrics,
+            {
+                stage: view.manifest(stage).get("result", {})
+                for stage in ("evaluate", "evaluate-champion")
+            },
+        ),
         samples=samples,
         training_samples={
             stage: texts for stage in TRAININGS if (texts := _training_samples(view, stage))
@@ -92,10 +95,16 @@ def comparison_page(views: Sequence[RunView], compared: compare.RunComparison | 
 
 def sweep_page(sweep: JsonObject) -> str:
     """The page of a sweep as HTML, from the value of `sweep show --json`."""
-    rows = [
-        (row["setting"], row["differences"], row["over_seeds"]) for row in sweep["settings"][1:]
-    ]
-    return _rendered("sweep.html", sweep=sweep, chart=charts.draw_rows(rows))
+    return _rendered(
+        "sweep.html",
+        sweep=sweep,
+        chart=charts.draw_rows(
+            [
+                (row["setting"], row["differences"], row["over_seeds"])
+                for row in sweep["settings"][1:]
+            ]
+        ),
+    )
 
 
 def _rendered(template: str, **context: object) -> str:
@@ -183,9 +192,8 @@ def _of_artifact(manifest: Manifest) -> Iterator[tuple[str, bool]]:
         if lost := summary.lost_rows(tally, "rejected"):
             yield f"bad rows of the {role} data left out: {lost}", True
         for key, rows in tally.get("unread_keys", {}).items():
-            unread = text.counted(rows, "row")
             yield (
-                f"{unread} of the {role} data with text of an answer under '{key}', which "
-                "is not read",
+                f"{text.counted(rows, 'row')} of the {role} data with text of an answer under "
+                f"'{key}', which is not read",
                 False,
             )

@@ -150,8 +150,8 @@ def key_figures(stage: str, result: Result, directory: Path = Path()) -> str:
     if warned := training.guard_warnings:
         fixes = [GUARD_FIXES[name].format(stage=stage) for name in warned if name in GUARD_FIXES]
         guards = ", ".join(name.replace("_", " ") for name in warned)
-        log = f"{directory}/run/guards.jsonl"
-        figures.append(f"the guards warned of {'; '.join([guards, *fixes, log])}")
+        hints = "; ".join([guards, *fixes, f"{directory}/run/guards.jsonl"])
+        figures.append(f"the guards warned of {hints}")
     return ", ".join(figures)
 
 
@@ -180,11 +180,9 @@ def _about_shards(result: Result) -> Iterator[str]:
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[object]) -> str:
-    lines = [
-        header,
-        ["---"] * len(header),
-        *([escaped(str(cell)).replace("|", "\\|") for cell in row] for row in rows),
-    ]
+    lines: list[Sequence[object]] = [header, ["---"] * len(header)]
+    for row in rows:
+        lines.append([escaped(str(cell)).replace("|", "\\|") for cell in row])
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
@@ -223,11 +221,10 @@ def status_row(stage: Result) -> tuple[str, str, str, str, str]:
     log = os.path.relpath(stage["log"]) if stage.get("log") else ""
     if stage.get("key"):  # a shell's glob finds the rest of the key
         log = log.replace(stage["key"], f"{short_digest(stage['key'])}*")
-    time = format_duration(stage.get("seconds"))
     return (
         stage["name"],
         stage["outcome"],
-        time,
+        format_duration(stage.get("seconds")),
         stage.get("error") or stage.get("metric") or "",
         log,
     )
@@ -256,8 +253,13 @@ def rows(metrics: Mapping[str, float], results: Mapping[str, Result]) -> list[Ev
         if of_champion is not None and records:
             difference = metrics.get(f"eval/{name}", of_champion) - of_champion
             remark = not_judged(records) or f"the challenger: {difference:+.3f}"
-            text = _with_interval(of_champion, champion.intervals.get(name))
-            table.append((f"{label}, champion", text, remark))
+            table.append(
+                (
+                    f"{label}, champion",
+                    _with_interval(of_champion, champion.intervals.get(name)),
+                    remark,
+                )
+            )
     return table
 
 
@@ -311,8 +313,12 @@ def _suites(evaluation: EvaluationResult) -> Iterator[Shown]:
                 remark = (f"{0 - versus['difference']:+.3f}: " if is_judged else "") + versus[
                     "verdict"
                 ]
-            label = f"{task['task']} {task['figure'].replace('_', ' ')}, {model}"
-            yield f"{task['task']}/{task['figure']}/{model}", label, task["items"], remark
+            yield (
+                f"{task['task']}/{task['figure']}/{model}",
+                f"{task['task']} {task['figure'].replace('_', ' ')}, {model}",
+                task["items"],
+                remark,
+            )
 
 
 def _with_interval(value: float, interval: Sequence[float] | None) -> str:

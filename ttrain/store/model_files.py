@@ -16,7 +16,8 @@ MODEL = f"model{SUFFIX}"
 
 ADAPTER = "adapter_model.safetensors"
 
-ADAPTER_CONFIG, BASE = "adapter_config.json", "base.json"  # of an adapter
+ADAPTER_CONFIG = "adapter_config.json"  # of an adapter
+BASE = "base.json"  # which base an adapter was trained on
 
 # Directory of an artifact: weights and optimizer state before the decay of an infinite schedule
 PLATEAU = "plateau"

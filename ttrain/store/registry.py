@@ -19,7 +19,8 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 
 FILE = "registry.json"
-CHAMPION, CHALLENGER = "champion", "challenger"
+CHAMPION = "champion"
+CHALLENGER = "challenger"
 LISTED = 50  # names in the message about a name of nothing
 
 # What cleaning keeps beside the registered models:
@@ -100,7 +101,7 @@ class Registry:
     def sets(self, name: str | None = None) -> list[ModelSet]:
         """The sets of one pipeline or of all, newest first."""
         state = self.read()
-        sets = list[ModelSet]()
+        sets: list[ModelSet] = []
         for each, of_name in state["sets"].items():
             if name in (None, each):
                 sets += [_set(state, each, version) for version in of_name["versions"]]
@@ -129,8 +130,9 @@ class Registry:
                 f"there are sets of {', '.join(names)}; choose one with --name {names[0]}"
             )
         named = f" named {name}" if name else ""
-        fix = "`ttrain pipeline run full` registers one"
-        raise UsageError(f"no sets of models{named} are registered; {fix}")
+        raise UsageError(
+            f"no sets of models{named} are registered; `ttrain pipeline run full` registers one"
+        )
 
     def find_set(self, which: str, name: str | None = None) -> ModelSet:
         """The set of a version, NAME/VERSION, NAME@ALIAS or (shortened) run. Raises UsageError.
@@ -288,8 +290,10 @@ class Registry:
             champions = state["sets"].get(name, {}).get("champions", [])
             earlier = [version for version in champions if version != champions[-1]]
             if not earlier:
-                fix = "`ttrain models list` shows its sets"
-                raise UsageError(f"{name} has no earlier champion to go back to; {fix}")
+                raise UsageError(
+                    f"{name} has no earlier champion to go back to; `ttrain models list` shows "
+                    "its sets"
+                )
             while champions[-1] != earlier[-1]:
                 champions.pop()
             _crown(state["sets"][name], earlier[-1])

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,18 @@ class RunView:
         view = self.stages.get(stage)
         key = (stage, view.key if view else None)
         if key not in self.cache:
-            self.cache[key] = _curves_of(self._rows(stage))
+            latest: dict[str, dict[int, Point]] = {}
+            for row in self._rows(stage):
+                tokens = row.get("tokens")
+                when = float(row.get("time") or 0.0)
+                tokens = None if tokens is None else float(tokens)
+                for name, value in row["metrics"].items():
+                    number = (
+                        math.nan if value is None else float(value)
+                    )  # JSON has no NaN: the trainer writes null
+                    point = Point(row["step"], tokens, when, number)
+                    latest.setdefault(name, {})[row["step"]] = point
+            self.cache[key] = {name: sorted(steps.values()) for name, steps in latest.items()}
         curves: Mapping[str, list[Point]] = self.cache[key]
         return curves
 
@@ -221,17 +232,3 @@ def decision_metrics(decision: JsonObject) -> dict[str, float]:
         "smallest_difference": decision.get("smallest_difference"),
     }
     return {f"promotion/{key}": value for key, value in values.items() if value is not None}
-
-
-def _curves_of(rows: Iterable[runs.MetricRow]) -> dict[str, list[Point]]:
-    latest: dict[str, dict[int, Point]] = {}
-    for row in rows:
-        tokens = row.get("tokens")
-        when = float(row.get("time") or 0.0)
-        tokens = None if tokens is None else float(tokens)
-        for name, value in row["metrics"].items():
-            number = (
-                math.nan if value is None else float(value)
-            )  # JSON has no NaN: the trainer writes null
-            latest.setdefault(name, {})[row["step"]] = Point(row["step"], tokens, when, number)
-    return {name: sorted(steps.values()) for name, steps in latest.items()}

@@ -19,7 +19,8 @@ from ttrain.core.files import (
 from ttrain.core.text import truncated
 from ttrain.store import name_syntax, runs
 
-DIRECTORY, FILE = "sweeps", "sweep.json"
+DIRECTORY = "sweeps"
+FILE = "sweep.json"
 BEGIN = "begin with `ttrain sweep full sft.optim.lr=1e-3,2e-3,4e-3 --seeds 5`"
 SHORT = 100  # characters of an error in a table
 COMPLETED, DIVERGED, FAILED, RUNNING = "completed", "diverged", "failed", "running"

@@ -98,8 +98,12 @@ class MlflowArtifacts:
             name = self._experiment
             known = [client.get_experiment_by_name(name)] if name else client.search_experiments()
             experiments = [one.experiment_id for one in known if one]
-            newest = ["attributes.end_time DESC"]
-            found = client.search_runs(experiments, query, order_by=newest, max_results=CANDIDATES)
+            found = client.search_runs(
+                experiments,
+                query,
+                order_by=["attributes.end_time DESC"],  # the newest first
+                max_results=CANDIDATES,
+            )
             return [run.info.run_id for run in found]
         except Exception as error:  # the only cost is to build again
             self._is_silent = True

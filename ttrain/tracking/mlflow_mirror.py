@@ -33,12 +33,11 @@ from ttrain.tracking.client import (
 )
 from ttrain.tracking.datasets import DataInput
 
-ID, RUN, PARENT, KIND = (
-    "ttrain.id",
-    "ttrain.run",
-    "mlflow.parentRunId",
-    "mlflow.experimentKind",
-)  # tags
+# Tags
+ID = "ttrain.id"
+RUN = "ttrain.run"
+PARENT = "mlflow.parentRunId"
+KIND = "mlflow.experimentKind"
 NAME = "ttrain.name"  # tag of the runs of pipelines; the runs of their stages have none
 RUNNING, FINISHED, FAILED, KILLED = "RUNNING", "FINISHED", "FAILED", "KILLED"
 BATCH = {"params": 100, "tags": 100, "metrics": 1000}  # in one request, by MLflow's limits
@@ -153,8 +152,9 @@ class Mirror:
         return self.bound.get(identity)
 
     def search(self, experiments: Sequence[str], query: str) -> list[Any]:
-        everything = self._entities.ViewType.ALL
-        return list(self.client.search_runs(experiments, query, everything, MOST_RUNS))
+        return list(
+            self.client.search_runs(experiments, query, self._entities.ViewType.ALL, MOST_RUNS)
+        )
 
     def experiment_id(self, name: str) -> str:
         """Id of the experiment, which is created or restored if needed."""

@@ -83,14 +83,18 @@ def _create(
 ) -> Any:
     name = version.name
     if not mirror.client.search_registered_models(f"name = '{name}'"):
-        about = ABOUT.format(name=content.record["settings"]["name"])
-        mirror.client.create_registered_model(name, description=about)
+        mirror.client.create_registered_model(
+            name, description=ABOUT.format(name=content.record["settings"]["name"])
+        )
     tags = {ID: identity_of(version)}
     if isinstance(version, Version):
         tags["ttrain.key"] = f"{version.stage}/{version.key}"
-    text = plain(_description(content, version))[:CHARACTERS]
     return mirror.client.create_model_version(
-        name, *place, tags=tags, description=text, await_creation_for=0
+        name,
+        *place,
+        tags=tags,
+        description=plain(_description(content, version))[:CHARACTERS],
+        await_creation_for=0,
     )
 
 

@@ -10,7 +10,8 @@ from ttrain.store.sweeps import Experiment, list_experiments, sweep_file
 from ttrain.tracking.mlflow_mirror import TrackedRun
 from ttrain.tracking.tracked_runs import NOTE, setting_id, status_of
 
-SWEEP, VERDICT = "ttrain.sweep", "ttrain.verdict"  # tags
+SWEEP = "ttrain.sweep"  # a tag, as the next one
+VERDICT = "ttrain.verdict"
 COMPARED = ("sweep/difference", "sweep/over_seeds_low", "sweep/over_seeds_high", "sweep/seeds")
 COLUMNS = ("setting", "seeds", "mean", "difference", "verdict")
 

@@ -37,7 +37,9 @@ from ttrain.tracking.mlflow_mirror import (
     TrackedRun,
 )
 
-MODEL, ADAPTER, BASE = "model", "adapter", "base"  # directories: of a model, an adapter, its base
+MODEL = "model"  # directories: of a model, an adapter, its base
+ADAPTER = "adapter"
+BASE = "base"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEXT = json.dumps([{"type": "string", "required": True}])
 STATUS = {
@@ -207,8 +209,9 @@ class RunContent:
             "ttrain.outcome": record["outcome"],
         }
         if rows:
-            columns = {"columns": ["what", "value", "remark"], "data": rows}
-            run.files[EVALUATION_TABLE] = json.dumps(columns, ensure_ascii=False)
+            run.files[EVALUATION_TABLE] = json.dumps(
+                {"columns": ["what", "value", "remark"], "data": rows}, ensure_ascii=False
+            )
             run.tags[LOGGED_TABLES] = json.dumps([{"path": EVALUATION_TABLE, "type": "table"}])
         if decision := record.get("decision"):
             run.tags["ttrain.decision"] = "promoted" if decision["promote"] else "kept"

@@ -64,8 +64,9 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     ended = f"attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
-    description = ("attributes.`Description`",)
-    view = View(f"ttrain-{name}", f"{name}: which is better, and why", description)
+    view = View(
+        f"ttrain-{name}", f"{name}: which is better, and why", ("attributes.`Description`",)
+    )
     view.save(mirror, experiment, f"tags.`{NAME}` = '{name}' and {ended}")
 
 

@@ -230,7 +230,11 @@ class Checkpoints:
             f"cannot write the checkpoint of step {snapshot.step}: "
             f"{error.filename or self.directory}: {error.strerror or error}; "
         )
-        intact = self._newest_other(snapshot.step)
+        steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
+        intact = max(
+            (step for step in steps if step != snapshot.step or step == self._durable),
+            default=None,
+        )
         if intact is None:
             message += "there is no other checkpoint, so the same command starts from the beginning"
         else:
@@ -272,13 +276,6 @@ class Checkpoints:
 
     def _intact(self) -> list[Path]:
         return [path for path in list_checkpoints(self.directory) if path not in self._damaged]
-
-    def _newest_other(self, step: int) -> int | None:
-        steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
-        return max(
-            (candidate for candidate in steps if candidate != step or candidate == self._durable),
-            default=None,
-        )
 
     def _ranked(self) -> list[tuple[float, int, Path]]:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""

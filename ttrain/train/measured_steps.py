@@ -73,7 +73,8 @@ def recall_or_measure(
         config.model_dump(mode="json", exclude=SHAPE_NO_STEP),
         settings.runtime.model_dump(mode="json", include=SHAPE_SPEED),
     ]
-    key, path = digest_of(shape), home / FILE
+    key = digest_of(shape)
+    path = home / FILE
     by_key = read_object(path)
     if key not in by_key and measure and (measured := measure(stage, config)):
         by_key[key] = asdict(measured)

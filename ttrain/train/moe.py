@@ -138,7 +138,12 @@ class Routers:
             for module, name in names.items()
             if name.endswith("Router") and name not in UNLIKE
         ]
-        self._scored_independently = [_scores_apart(module) for module in self.modules]
+        # Over twenty architectures of transformers score each expert by a sigmoid, as DeepSeek-V3
+        # does, with no setting or base class in common; hence the look at their code.
+        called = [inspect.unwrap(type(module).forward).__code__.co_names for module in self.modules]
+        self._scored_independently = [
+            "sigmoid" in functions and "softmax" not in functions for functions in called
+        ]
         self._open: list[RouterCall] | None = None
         for number, module in enumerate(self.modules):
             module.forward = MethodType(_in_fp32, module)
@@ -185,13 +190,6 @@ class Routers:
             logits_NE, _, experts_Nk = output
             wide = torch.promote_types(logits_NE.dtype, torch.float32)
             self._open.append(RouterCall(number, logits_NE.to(wide), experts_Nk))
-
-
-def _scores_apart(router: nn.Module) -> bool:
-    # Over twenty architectures of transformers score each expert by a sigmoid, as DeepSeek-V3 does,
-    # with no setting or base class in common; hence the look at their code.
-    names = inspect.unwrap(type(router).forward).__code__.co_names
-    return "sigmoid" in names and "softmax" not in names
 
 
 def _in_fp32(self: Any, hidden: Tensor, *others: Any) -> Any:

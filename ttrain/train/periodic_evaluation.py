@@ -87,14 +87,13 @@ class PeriodicSamples(Callback):
             return
         with preserve_rng_and_modes(self._model):
             written = self._write()
-        path = self._directory / f"step-{record.step:08d}.txt"
+        text = ""
+        for sample in written:
+            reference = f"--- reference\n{sample['reference']}\n" if "reference" in sample else ""
+            text += f"=== {sample['prompt']}\n{sample['answer']}\n{reference}\n"
         self._directory.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, "".join(map(_as_text, written)).encode("utf-8"))
-
-
-def _as_text(sample: Mapping[str, str]) -> str:
-    reference = f"--- reference\n{sample['reference']}\n" if "reference" in sample else ""
-    return f"=== {sample['prompt']}\n{sample['answer']}\n{reference}\n"
+        path = self._directory / f"step-{record.step:08d}.txt"
+        write_bytes(path, text.encode("utf-8"))
 
 
 @contextmanager

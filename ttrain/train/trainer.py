@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,7 +153,9 @@ class Trainer:
         if self.first == 0 and self._quick_steps:
             self._validate_quickly()
         for step in range(self.first, self.steps):
-            batches = self._apply_night_throttle(batches)
+            if self.night is not None and self.night.on != bool(self._votes.night):
+                self.loader.rows_per_device = self.night.set(bool(self._votes.night))
+                batches = iter(self.loader)
             self.callback_list.epoch_start(step, continued=step == self.first)
             self.callback_list.dispatch("step_start", step + 1)
             began = time.monotonic()
@@ -186,14 +188,6 @@ class Trainer:
         if self._votes.signal and self.step < self.steps:
             return INTERRUPTED
         return STOPPED if self._votes.callback else None
-
-    def _apply_night_throttle(
-        self, batches: Iterator[list[MicroBatch]]
-    ) -> Iterator[list[MicroBatch]]:
-        if self.night is None or self.night.on == bool(self._votes.night):
-            return batches
-        self.loader.rows_per_device = self.night.set(bool(self._votes.night))
-        return iter(self.loader)
 
     def _train_step(self, step: int, micro_batches: Sequence[MicroBatch], began: float) -> None:
         data_seconds = time.monotonic() - began
@@ -238,7 +232,10 @@ class Trainer:
         deferred.add(
             partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began
         )
-        if self._votes.signal or self._votes.callback or self._reads(step + 1):
+        done = step + 1
+        is_due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
+        is_read = is_due or done == self.steps or done in self._quick_steps
+        if self._votes.signal or self._votes.callback or is_read:
             for finished in deferred.read():
                 self._account(finished)
 
@@ -256,10 +253,6 @@ class Trainer:
                 "Check what masks them, or give a step more rows"
             )
         return live_sum, summed
-
-    def _reads(self, done: int) -> bool:
-        due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
-        return due or done == self.steps or done in self._quick_steps
 
     def _account(self, finished: FinishedStep) -> None:
         if finished.finite:
