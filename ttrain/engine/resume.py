@@ -171,8 +171,9 @@ def find_stage(store: ArtifactStore, prefix: str) -> str:
     stages = [name for name, stage in STAGES.items() if stage.uses_ranks]
     works = [work for name in stages for work in partial_runs(store, name)]
     # A whole key is not the beginning of the copy KEY.1 that --from-step set aside.
-    whole = [work for work in works if work.key == prefix]
-    matches = whole or [work for work in works if work.key.startswith(prefix)]
+    matches = [work for work in works if work.key == prefix] or [
+        work for work in works if work.key.startswith(prefix)
+    ]
     if len(matches) > 1:
         raise name_syntax.ambiguous(f"--continue {prefix}", "keys", [*map(str, matches)])
     continued = [(work.stage, history(work.path, work.key)) for work in works]
