@@ -26,6 +26,7 @@ from ttrain.data import first_rows, json_rows, streams
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
 from ttrain.data.json_rows import NOT_UTF8, NULS, Tally, lines
+from ttrain.data.records import LABEL_CHARACTERS, labels_of
 from ttrain.errors import CannotRead, DataError, UsageError
 
 PARTS = (TEXT[:999], TEXT[999:])
@@ -181,6 +182,11 @@ def test_first_rows_of_another_kind_or_mostly_bad_are_refused(tmp_path: Path) ->
     first_rows.check("data.sft", "chats", [bad], Reading(rejected_fraction=0.8))
     # What the stage counts is left to it.
     first_rows.check("data.sft", "chats", [wrong], Reading(rejected_fraction=1))
+
+
+def test_a_label_has_at_most_its_number_of_characters() -> None:
+    longest = "x" * LABEL_CHARACTERS
+    assert labels_of({"source": longest, "lang": longest + "x"}) == (("source", longest),)
 
 
 END = json_error("unexpected end of data")
