@@ -19,19 +19,7 @@ from ttrain.data.selection import is_first
 
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
-ENGLISH = [
-    "the",
-    "of",
-    "and",
-    "river",
-    "stone",
-    "bright",
-    "walk",
-    "under",
-    "seven",
-    "lamp",
-    "paper",
-]
+ENGLISH = ["the", "of", "and", "river", "stone", "bright", "walk", "under", "seven", "lamp"]
 CHINESE = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水"
 
 
