@@ -24,11 +24,9 @@ ALPHABET = sorted(pre.ByteLevel.alphabet())
 
 END = "{% endif %}{% endfor %}"
 IM_START = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-INST = "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
-INST += (
-    "{{ ' ' + m['content'] + eos_token }}{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-    + END
-)
+INST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
+INST += "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+INST += "{{ ' ' + m['content'] + eos_token }}" + END
 THOUGHT = IM_START + "{% if m['role'] == 'assistant' and loop.last %}"
 THOUGHT += "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 THOUGHT += "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
