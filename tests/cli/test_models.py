@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.champion_sets import SUFFIXES, register
+from support.champion_sets import SUFFIXES
 from support.data_commands import Run, in_process
 
 from ttrain.store.registry import Registry
@@ -35,13 +35,3 @@ def test_the_commands_list_promote_and_roll_back(sets_home: Path, models: Run) -
     assert aliases == [("3", ["champion"]), ("2", []), ("1", [])]
     assert listed[0]["decision"] == DECISION
     assert DECISION["reason"] in " ".join(models("list").out.split())
-
-
-def test_sets_of_two_pipelines_need_a_name(sets_home: Path, models: Run) -> None:
-    register(sets_home, 1, name="other")
-    refused = models("promote", "1")
-    assert refused.code == 2 and "--name" in refused.err
-    assert models("promote", "1", "--name", "other").code == 0
-    champion = Registry(sets_home).champion("other")
-    assert champion is not None and champion.version == "1"
-    assert Registry(sets_home).champion("mine") is None
