@@ -55,7 +55,6 @@ def test_the_settings_of_a_run_come_back(tmp_path: Path, overrides: tuple[str, .
 
 @pytest.fixture
 def calls(built: House, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each run that a command asks for; the run itself is left out."""
     options_of_runs: list[dict[str, Any]] = []
 
     def plan_and_run(pipeline: str, loaded: LoadedSettings, **options: Any) -> None:

@@ -7,9 +7,7 @@ import pytest
 from support.refusals import refused, settings_file
 
 from ttrain.config import Settings
-from ttrain.config.loading import load, types_by_name
-from ttrain.config.other_names import STAGE, names
-from ttrain.config.training import TRAININGS
+from ttrain.config.loading import load
 
 COUNTS = {"1M": 10**6, "1.5m": 1_500_000, "250k": 250_000, "2e6": 2_000_000}
 
@@ -54,13 +52,6 @@ def test_a_wrong_file_is_answered_in_one_line(text: bytes, part: str, tmp_path: 
     path.write_bytes(text)
     message = refused(files=[path])
     assert part in message and str(path) in message and "\n" not in message
-
-
-def test_every_name_of_another_library_means_settings_that_exist() -> None:
-    keys = set(types_by_name(Settings))
-    for setting in " ".join(names()["names"].values()).split():
-        stages = {f"{stage}.{setting.removeprefix(STAGE)}" for stage in TRAININGS}
-        assert (stages if setting.startswith(STAGE) else {setting}) <= keys
 
 
 @pytest.mark.parametrize(

@@ -136,17 +136,6 @@ def test_nights_and_a_growing_set_keep_what_one_set_of_all_keeps(
     assert digests(grown) == digests(whole)
 
 
-def test_edits_are_not_chained(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
-    rng = random.Random(5)
-    first = text(rng, 200)
-    second = [*text(rng, 15), *first[15:]]
-    texts = [" ".join(words) for words in (first, second, [*second[:-15], *text(rng, 15)])]
-    assert similarity(texts[0], texts[2]) < 0.8
-    assert all(similarity(*pair) >= 0.8 for pair in itertools.pairwise(texts))
-    build(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", rows(texts))], recipe, NEAR)
-    assert texts_in(tmp_path / "out", tokenizer) == texts[::2]
-
-
 def test_copies_of_held_out_files_go(tmp_path: Path, recipe: BlockRecipe, tokenizer: Path) -> None:
     rng = random.Random(7)
     words, other = text(rng, 100), " ".join(text(rng, 100))
