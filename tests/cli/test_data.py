@@ -1,10 +1,21 @@
-"""`ttrain data check`: JSON that adds up, exit codes, nothing of the data raw on the terminal."""
+"""`ttrain data check`, `ttrain data show`, and `ttrain init`, which sorts files by their rows."""
 
 import gzip
+import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from rich.cells import cell_len
 from support.data_commands import Run, chat, documents, texts, write
+
+from ttrain.config.loading import load
+from ttrain.core.terminal import escaped
+from ttrain.data import inspect
+from ttrain.data.encoder import Encoder
+from ttrain.data.shards import ShardSet
+from ttrain.store.artifacts import ArtifactStore
 
 UNUSABLE = {
     "truncated.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 9)[:-9],
@@ -50,23 +61,79 @@ def test_the_kind_is_detected_and_can_be_set(run: Run, tmp_path: Path) -> None:
     assert by_field.json["kind"] == "documents"
 
 
-def test_statistics_count_scripts_lengths_and_duplicates(run: Run, tmp_path: Path) -> None:
-    rows = [{"text": text} for text in ("abc 12", "東京abc!", "москва", "abc 12")]
-    write(tmp_path / "a.jsonl", [*rows, b"["])
-    words = ("data", "check", "a.jsonl", "reading.rejected_fraction=1")
-    report = run(*words, "--json").json
-    assert (report["documents"], report["duplicates"], report["bytes"]) == (4, 1, 6 + 10 + 12 + 6)
-    assert report["letters"] == 3 + 5 + 6 + 3
-    assert report["scripts"] == {"Latin": 9 / 17, "Cyrillic": 6 / 17, "Han": 2 / 17}
-    lengths = {"mean": 8.5, "min": 6, "50 %": 6, "99 %": 12, "max": 12}
-    assert lengths.items() <= report["lengths"].items()
-    assert "52.9%" in run(*words).out
+SHOW = ("data", "show", "out", "--rows", "1000", "--row-length", "48")
 
 
-def test_unread_texts_of_answers_are_counted_and_printed(run: Run, tmp_path: Path) -> None:
-    turn = {"role": "assistant", "content": "4", "thinking": "2 and 2.", "reasoning_content": "2"}
-    rows = [{"messages": [{"role": "user", "content": f"{n} + 2?"}, turn]} for n in range(3)]
-    write(tmp_path / "chats.jsonl", rows)
-    assert run("data", "check", "chats.jsonl", "--json").json["unread_keys"] == {"thinking": 3}
-    table = run("data", "check", "chats.jsonl").out
-    assert ["thinking", "3"] in [line.split() for line in table.splitlines()]
+def test_every_token_of_the_loss_is_underlined_once(run: Run, tok: Path, talks: ShardSet) -> None:
+    shown = json.loads(run(*SHOW, "--json").out)
+    rows, encoder = shown["rows"], Encoder(tok)
+    packed = inspect.rows_of(talks, encoder, 48)
+    assert shown["kind"] == "chats" and shown["counts"] == json.loads(json.dumps(packed.counts()))
+    live = sum((talks.row(number)[1] != 0).sum() for number in range(len(talks)))
+    assert sum(sum(row["live"]) for row in rows) == live
+    for row in rows:
+        assert len(row["ids"]) == len(row["live"]) == len(row["segments"]) == len(row["pieces"])
+        assert encoder.pad_id not in row["ids"]
+    assert max(max(row["segments"]) for row in rows) > 0
+    pairs = [pair for row in rows for pair in zip(row["pieces"], row["live"], strict=True)]
+    width = sum(cell_len(escaped(piece)) for piece, is_live in pairs if is_live)
+    lines = run(*SHOW).out.splitlines()
+    assert sum(line.count("^") for line in lines if not line.strip(" ^")) == width
+    assert any("\\x1b[31mred" in line for line in lines)
+    assert not set("".join(lines)) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_stage_is_its_newest_artifact_with_tokenizer(
+    run: Run, tmp_path: Path, talks: ShardSet
+) -> None:
+    assert run("data", "show", "out/train").code == 0
+    store = ArtifactStore(tmp_path / "home")
+    manifest = {"inputs": {}, "ingredients": {}, "result": {}}
+    store.publish("shards-sft", "1" * 64, tmp_path / "out", manifest)
+    tokenizer = store.path("tokenizer", "0" * 64)
+    shown = run("data", "show", "shards-sft", "--json").json
+    assert shown["shards"] == str(store.path("shards-sft", "1" * 64) / "train")
+    assert shown["tokenizer"] == str(tokenizer)
+    tokenizer.rename(tmp_path / "moved")
+    done = run("data", "show", "shards-sft")
+    assert done.code == 2 and talks.index["tokenizer"][:12] in done.err
+
+
+FILES = {
+    "docs.jsonl": {"text": "a"},
+    "my chats.jsonl": chat("q", "a"),
+    "qa.jsonl": {"question": "q", "answer": "a"},
+    "chats-val.jsonl": chat("q", "a"),
+    "pairs.jsonl": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "other.jsonl": {"Title": "t"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, run: Run) -> Path:
+    for name, row in FILES.items():
+        write(tmp_path / name, [row])
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n3,4\n")
+    (tmp_path / "book.txt").write_text("once\n")
+    parquet.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "more.parquet")
+    return tmp_path
+
+
+def test_the_files_of_the_directory_are_sorted_by_their_rows(folder: Path, run: Run) -> None:
+    done = run("init")
+    assert done.code == 0
+    data = load(files=[folder / "my.yaml"], environment={}).settings.data
+    assert data.pretrain == ("book.txt", "docs.jsonl", "more.parquet")
+    assert data.sft == ("my chats.jsonl", "qa.jsonl") and data.sft_heldout == ("chats-val.jsonl",)
+    assert data.dpo == ("pairs.jsonl",) and data.lora == ()
+    assert "other.jsonl" in done.out and "t.csv" in done.out
+
+
+def test_only_named_files_are_written_and_none_is_overwritten(folder: Path, run: Run) -> None:
+    answer = run("init", "docs.jsonl", "--out", "a b.yaml", "--json").json
+    assert answer["data"] == {"pretrain": ["docs.jsonl"]}
+    command = ("init", "qa.jsonl", "--out", "a b.yaml")
+    assert run(*command).code == 2
+    assert "docs.jsonl" in (folder / "a b.yaml").read_text()
+    assert run(*command, "--force").code == 0
+    assert "sft: [qa.jsonl]" in (folder / "a b.yaml").read_text()

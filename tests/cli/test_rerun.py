@@ -1,15 +1,18 @@
-"""`rerun` takes the settings of an earlier run: the exact ones, with what is given on top."""
+"""`rerun` takes the settings of an earlier run; a run ends with commands that work as printed."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from support.planned_homes import House
 from typer.testing import CliRunner
 
 from ttrain.cli import pipeline as cli_pipeline
 from ttrain.cli.main import app
 from ttrain.cli.options import SettingsOptions
+from ttrain.cli.pipeline import next_steps, with_settings
 from ttrain.config import Settings
 from ttrain.config.loading import LoadedSettings, load
 from ttrain.data import locations
@@ -50,22 +53,8 @@ def test_the_settings_of_a_run_come_back(tmp_path: Path, overrides: tuple[str, .
     assert {*again.sources.values()} <= sources
 
 
-def test_the_settings_of_a_run_that_started_from_a_model_come_back(tmp_path: Path) -> None:
-    sizes = tmp_path / "sizes.yaml"
-    sizes.write_text("model: {layers: 2}\n")
-    tokenizer = ("tokenizer.existing=models/other", "tokenizer.template=own")
-    settings = loaded("sft.start_from=models/one", *tokenizer, files=[sizes]).settings
-    base = settings_of({"run": "x", "settings": settings.model_dump(mode="json")})
-    assert loaded(base=base).settings == settings
-    another = loaded("sft.start_from=models/two", base=base).settings
-    assert (another.sft.start_from, another.tokenizer.existing) == ("models/two", "models/two")
-    with pytest.raises(UsageError, match=r"model\.layers"):
-        loaded("model.layers=3", base=base)
-
-
 @pytest.fixture
 def calls(built: House, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of each run that a command asks for; the run itself is left out."""
     options_of_runs: list[dict[str, Any]] = []
 
     def plan_and_run(pipeline: str, loaded: LoadedSettings, **options: Any) -> None:
@@ -115,3 +104,25 @@ def test_the_environment_fills_in_a_hidden_source(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("TTRAIN__DATA__SFT", value)
         data = SettingsOptions().over_run(earlier).settings.data
         assert data.sft == (source,) and data.lora == ("mine.jsonl",)
+
+
+MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
+
+
+def test_every_command_is_one() -> None:
+    _, *lines = next_steps("full-1", Settings(), MADE)
+    commands = [line.partition(": ttrain ")[2] for line in lines]
+    assert {"pipeline rerun sft --run full-1 sft.epochs=3", "chat sft"} <= {*commands}
+    for command in commands:
+        words = shlex.split(command)
+        root = typer.main.get_command(app)
+        while hasattr(root, "commands") and words[0] in root.commands:
+            root = root.commands[words.pop(0)]
+        root.make_context("ttrain", words)  # raises where it takes no such words
+
+
+def test_the_command_of_a_url_has_no_password() -> None:
+    own = 'data.pretrain=["https://user:secret@host/docs.jsonl?sig=hidden"]'
+    command = with_settings(["pipeline", "run", "full", own], "sft.epochs=3")
+    assert "https://***@host/docs.jsonl?***" in command
+    assert "secret" not in command and "hidden" not in command

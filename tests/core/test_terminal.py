@@ -6,15 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
-
-import pytest
-
-from ttrain.cli.main import main
-from ttrain.core.terminal import READER_IS_GONE
 
 PROGRAM = """
-import sys, time
+import sys
 from ttrain.errors import Interrupted
 from ttrain.core.signals import catching_signals, handling_signals
 asked = []
@@ -46,9 +40,11 @@ os.write(int(sys.argv[1]), b'to the end')
 NOTE = "standard output cannot be written ({}); the command goes on without it\n"
 
 
+PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+
 def outcome_of(first: int, second: int | None, lines: str) -> tuple[str, int]:
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], **PIPES) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(first)
         assert process.stdout.readline() == "asked\n"
@@ -66,13 +62,11 @@ def test_signals_ask_to_stop_and_a_second_one_ends_at_once() -> None:
     assert "interrupted twice" in out and code == 143
 
 
-def test_ctrl_c_ends_a_command_with_a_word_and_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ttrain.cli.artifacts.home", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as ended:
-        main(["artifacts", "list"])
-    assert capsys.readouterr().err == "interrupted\n" and ended.value.args == (130,)
+def test_nohup_is_obeyed() -> None:
+    with subprocess.Popen(["nohup", sys.executable, "-c", PROGRAM], **PIPES) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate("\n\n", timeout=60)[0] == "" and process.returncode == 0
 
 
 def output_of(stdout: Any) -> tuple[int, str, str]:
@@ -80,7 +74,7 @@ def output_of(stdout: Any) -> tuple[int, str, str]:
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as result:
         command = [sys.executable, "-c", WORKS, str(writer)]
-        pipes: Any = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+        pipes: Any = {**PIPES, "stdout": stdout, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, pass_fds=(writer,), **pipes)
         os.close(writer)
         _, error = process.communicate(timeout=60)
@@ -93,21 +87,3 @@ def test_a_run_continues_when_the_reader_of_its_output_is_gone_or_its_disk_is_fu
     assert output_of(writer) == (0, "to the end", NOTE.format("Broken pipe"))
     with Path("/dev/full").open("w") as full:
         assert output_of(full) == (0, "to the end", NOTE.format("No space left on device"))
-
-
-def test_nohup_is_obeyed() -> None:
-    command = ["nohup", sys.executable, "-c", PROGRAM]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGHUP)
-        assert process.communicate("\n\n", timeout=60)[0] == "" and process.returncode == 0
-
-
-def test_a_command_ends_quietly_without_its_reader() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    code = "from ttrain.cli.main import main\nmain(['--help'])"
-    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (READER_IS_GONE, b"")

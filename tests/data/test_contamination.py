@@ -13,15 +13,12 @@ from support.shard_sets import ALL, write_lines
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Evaluate, Settings
-from ttrain.config.evaluate import Suite
 from ttrain.data import contamination
 from ttrain.data.contamination import GramIndex
 from ttrain.data.encoder import Encoder
 from ttrain.data.plain_text import plain, words_of
 from ttrain.engine.input_files import data_files, evaluation_files
 from ttrain.errors import DataError, UsageError
-from ttrain.evaluate import run
-from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER, evaluate
 from ttrain.tasks.shards import recipe_of
 
@@ -44,7 +41,6 @@ def grams(words: Sequence[str], size: int) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_matches_are_those_of_a_naive_search(seed: int) -> None:
-    """Words of letters and single Chinese characters, any punctuation between them."""
     rng = random.Random(seed)
     latin = [f"{letter}{number}" for letter in "abc" for number in range(5)]
     source = [rng.choice(rng.choice((latin, "天地玄黃宇宙洪荒"))) for _ in range(600)]
@@ -76,14 +72,13 @@ def test_what_many_items_begin_with_identifies_none_of_them() -> None:
     assert index.find(f"{instruction} {ends[7]}") == {7: 1.0}
 
 
-CHOICES = {"question": QUESTION, "choices": ["a", ANSWER]}
+CHOICES: Json = {"question": QUESTION, "choices": ["a", ANSWER]}
 BOTH = plain(QUESTION + ANSWER)
 ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({**CHOICES, "answer": 1}, BOTH),
     ({**CHOICES, "answer": "B"}, BOTH),
     ({"question": QUESTION, "answer": ANSWER}, BOTH),
     ({"messages": TURNS}, BOTH),
-    ({"question": QUESTION, "answer": " ", "final": ANSWER}, BOTH),
     ({**CHOICES, "answer": 7}, plain(QUESTION)),
     ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
     ({"text": POEM}, plain(POEM)),
@@ -118,12 +113,10 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=200)) for _ in range(30)]
     texts[7] = f"{texts[7]}\n{POEM.replace('，', ' ')}"
     texts[20] = f"{texts[20][:50]} {QUESTION.upper()} -- {ANSWER}!"
-    texts[25] = f"{texts[25]} {QUESTION[:20]}"  # too little
-    unknown = "What is it that none of the documents of the training set says?"
     rows: list[Json] = [
         {"question": POEM[:12], "choices": [POEM[12:], "白日依山盡"], "answer": 0},
-        {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1},
-        {"question": unknown, "choices": ["a", "b"], "answer": 1},
+        {**CHOICES, "answer": 1},
+        {"question": "What does no document of the set say?", "choices": ["a", "b"], "answer": 1},
         {"question": "1+1", "choices": ["2", "3"], "answer": 0},  # too short
     ]
     items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
@@ -138,8 +131,6 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     assert shares and contamination.read_item_shares(output) == ({} if remove else shares)
     # What evaluations read must not depend on where files lie.
     assert str(tmp_path) not in json.dumps(report)
-    lines = {item["where"].rpartition(":")[2]: item["documents"] for item in report["items"]}
-    assert lines == {"1": 1, "2": 1}
     tally, removed = built.tallies["train"], 2 if remove else 0
     assert built.parts["train"]["rows"] == 30 - removed
     assert tally.kept + tally.skipped.total() + tally.rejected.total() == tally.rows == 30
@@ -164,50 +155,34 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
         evaluation_files((str(suite),))
 
 
-# --- items of an evaluation
-
-
-def items_of(kind: str, rows: Sequence[Json], directory: Path, **more: Any) -> Items[Any]:
-    file = write_lines(directory / "task.jsonl", rows)
-    spec = Suite.model_validate({"tasks": {"task": {"kind": kind, "file": file.name, **more}}})
-    task = spec.tasks["task"]
-    return run.functions_of(task)[0]("task", task, SuiteFiles(directory))
-
-
-@pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("choices", {"question": QUESTION, "choices": ["Danube", ANSWER], "answer": 1}),
-        ("last_word", {"context": "The old bridge of the village crosses the", "target": " Rhine"}),
-        ("text", {"text": POEM}),
-        ("chats", {"messages": TURNS}),
-    ],
-)
-def test_items_in_training_documents_are_marked(tmp_path: Path, kind: str, row: Json) -> None:
-    written = json.dumps(row, ensure_ascii=False)
-    rows = [json.loads(written.replace("Rhine", "Elbe").replace("床", "x")), row]
-    items = items_of(kind, rows, tmp_path)
-    [item] = contamination.read_items(str(write_lines(tmp_path / "row.jsonl", [row])), Counter())
-    marked = run.mark_overlaps(items, {item.digest})
-    assert marked.groups == {**items.groups, "overlap=yes": (1,), "overlap=no": (0,)}
-    assert run.mark_overlaps(items, {"other"}) is items
-    if kind in ("choices", "last_word"):  # worked examples are no part of an item
-        with_examples = items_of(kind, rows, tmp_path, shots=1)
-        assert run.mark_overlaps(with_examples, {item.digest}).groups["overlap=yes"] == (1,)
+EVALUATED: dict[str, Json] = {
+    "choices": {**CHOICES, "answer": 1},
+    "last_word": {"context": "The old bridge of the village crosses the", "target": " Rhine"},
+    "text": {"text": POEM},
+    "chats": {"messages": TURNS},
+}
 
 
 def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None:
     home, settings = Home.make(tmp_path / "home"), stage_settings(steps=1)
     home.pretrain(settings, tmp_path / "base")
-    write_lines(tmp_path / "items.jsonl", [{"text": text} for text in (POEM, QUESTION, ANSWER)])
+    lines, shares = ["tasks:"], {}
+    for kind, row in EVALUATED.items():
+        written = json.dumps(row, ensure_ascii=False)
+        other = json.loads(written.replace("Rhine", "Elbe").replace("床", "x"))
+        path = write_lines(tmp_path / f"{kind}.jsonl", [other, row])
+        _, item = contamination.read_items(str(path), Counter())
+        shares[item.digest] = 1.0
+        lines.append(f"  {kind}: {{kind: {kind}, file: {path.name}}}")
     suite, documents = tmp_path / "suite.yaml", home.documents.path
-    suite.write_text("tasks:\n  texts: {kind: text, file: items.jsonl}\n")
-    digest = contamination.digest_of_text(plain(QUESTION))
-    contamination.write_item_shares(documents, {digest: 1.0})
-    few: Any = {"row_length": 32, "stride": 16, "resamples": 100, "new_tokens": 0}
+    suite.write_text("\n".join(lines))
+    contamination.write_item_shares(documents, shares)
+    few: Any = {"row_length": 64, "stride": 32, "resamples": 100, "new_tokens": 0}
     config = Settings(evaluate=Evaluate(suites=str(suite), **few))
     (tmp_path / "output").mkdir()
     inputs = {"base": tmp_path / "base", "documents": documents}
     metrics = run_here(evaluate, config, tmp_path / "output", inputs, settings.runtime)["metrics"]
-    name = "texts/bits_per_byte/base/overlap"
+    name = "text/bits_per_byte/base/overlap"
     assert metrics[f"{name}:no"] != pytest.approx(metrics[f"{name}:yes"], rel=1e-6)
+    for end in ("overlap:no", "overlap:yes"):
+        assert {metric.split("/")[0] for metric in metrics if metric.endswith(end)} == {*EVALUATED}

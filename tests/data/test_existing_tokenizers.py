@@ -3,7 +3,7 @@
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,34 +23,26 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = sorted(pre.ByteLevel.alphabet())
 
 END = "{% endif %}{% endfor %}"
-USER = "{% for m in messages %}{% if m['role'] == 'user' %}"
-ASSISTANT = "{% for m in messages %}{% if m['role'] == 'assistant' %}"
 IM_START = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-INST = "{{ bos_token }}" + ASSISTANT + "{{ ' ' + m['content'] + eos_token }}"
-INST += "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}" + END
+INST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
+INST += "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+INST += "{{ ' ' + m['content'] + eos_token }}" + END
 THOUGHT = IM_START + "{% if m['role'] == 'assistant' and loop.last %}"
 THOUGHT += "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 THOUGHT += "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
 MARKED = IM_START + "{% if m['role'] == 'assistant' %}{{ '<mood>calm</mood>' }}{% generation %}"
 MARKED += "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
 MARKED += "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + HEADER
-MARKED_WITH_HEADER = ASSISTANT + "{% generation %}{{ '<|im_start|>assistant\n' + m['content'] }}"
-MARKED_WITH_HEADER += "{{ '<|im_end|>' }}{% endgeneration %}{% else %}"
-MARKED_WITH_HEADER += "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}" + END
-MARKED_WITH_HEADER += HEADER
 # The system turn is written into the last question: an earlier prompt does not begin the chat.
-SYSTEM_LAST = USER + "{{ '[INST] ' + m['content'] }}"
+SYSTEM_LAST = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] }}"
 SYSTEM_LAST += "{% if loop.revindex0 < 2 %}{{ ' Be brief.' }}{% endif %}"
 SYSTEM_LAST += "{{ '[/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}" + END
-END_BEFORE = USER + "{{ m['content'] }}{% else %}{{ eos_token + 'A: ' + m['content'] + eos_token }}"
-END_BEFORE += END
 IM = ["Blue.<|im_end|>", "Deep.<|im_end|>"]
 TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED}
 TEMPLATES |= dict.fromkeys(["ttrain", "tinyseek"])
 
 
 def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
-    """`vocab` are tokens of it that are not added ones."""
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
@@ -63,14 +55,9 @@ def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def byte_level(**flags: bool) -> Tokenizer:
-    """With `flags` of the special tokens of ChatML, such as lstrip."""
+def byte_level() -> Tokenizer:
     splitter = pre.ByteLevel(add_prefix_space=False)
     tokenizer = trained(models.BPE(), pre_tokenizer=splitter, decoder=decoders.ByteLevel())
-    spec = json.loads(tokenizer.to_str())
-    for token in spec["added_tokens"]:
-        token.update(flags if token["content"].startswith("<|im") else {})
-    tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return tokenizer
 
@@ -81,22 +68,15 @@ def metaspace() -> Tokenizer:
     return trained(model, vocab=BYTES, pre_tokenizer=first, decoder=decoders.Metaspace())
 
 
-KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "byte level": byte_level,
-    "rstrip": lambda: byte_level(rstrip=True),
-    "metaspace, first": metaspace,
-}
-
-
 @cache
 def tokenizer_of(kind: str) -> Tokenizer:
-    return KINDS[kind]()
+    return byte_level() if kind == "byte level" else metaspace()
 
 
 def install(directory: Path, tokenizer: Tokenizer, template: str) -> Encoder:
     """The tokenizer as ttrain uses it; padding is the end token, as many models have it."""
     source = directory / "source"
-    source.mkdir(parents=True)
+    source.mkdir()
     tokenizer.save(str(source / "tokenizer.json"))
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     (source / "tokenizer_config.json").write_text(json.dumps(tokens))
@@ -127,7 +107,7 @@ def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
 def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -152,10 +132,8 @@ def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path)
         (CHATML.replace(HEADER, ""), *(f"<|im_start|>assistant\n{text}" for text in IM)),
         (INST, " Blue.</s>", " Deep.</s>"),
         (SYSTEM_LAST, " Blue.</s>", " Deep.</s>"),
-        (END_BEFORE, "</s>A: Blue.</s>", "</s>A: Deep.</s>"),
         (THOUGHT, IM[0], f"<think>\n\n</think>\n\n{IM[1]}"),
         (MARKED, *(f"<mood>calm</mood>{text}" for text in IM)),
-        (MARKED_WITH_HEADER, *IM),
     ],
 )
 def test_all_behind_the_prompt_is_live(

@@ -26,10 +26,9 @@ from ttrain.data.shards import Column, ShardSet, write_index, write_shard
 USER, EARLIER = {"role": "user", "content": "Q"}, {"role": "user", "content": "P"}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 SYSTEM = {"role": "system", "content": "Be brief."}
-RESULT = {"role": "tool", "content": "42", "tool_call_id": "1"}
-ANSWERS = [(Message("assistant", text),) for text in ("good", "bad")]
-PAIR = Preference((Message("user", "Q"),), *ANSWERS)
 TEXTS = {"chosen": "good", "rejected": "bad"}
+ANSWERS = [(Message("assistant", text),) for text in TEXTS.values()]
+PAIR = Preference((Message("user", "Q"),), *ANSWERS)
 CONVERSATIONS = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
 SHAREGPT = {side: {"from": "gpt", "value": text} for side, text in TEXTS.items()}
 SAME_PAIR: list[dict[str, Any]] = [
@@ -37,11 +36,8 @@ SAME_PAIR: list[dict[str, Any]] = [
     {"prompt": [USER], "chosen": [GOOD], "rejected": BAD},
     CONVERSATIONS,
     {"conversations": [{"from": "human", "value": "Q"}], **SHAREGPT},
-    {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     {"instruction": "Q", "input": "", **TEXTS},
-    {"question": "Q", **TEXTS},
     {"prompt": " Q\n", **CONVERSATIONS},
-    {"input": "Q", "chosen": [USER, GOOD], "rejected": "bad"},
     {"messages": [USER, BAD], "chosen": GOOD, "rejected": "bad"},
 ]
 
@@ -57,16 +53,11 @@ def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> bytes:
 HOSTILE = (  # (row, how its reason begins)
     (with_prompt("a", "a"), "'chosen' and 'rejected' are equal"),
     (with_prompt("a", " \u200b"), "'rejected' is empty"),
-    (with_prompt([]), "'chosen' has no turns"),
     (with_prompt(None), "'chosen' is null"),
-    (with_prompt(prompt={"a": 1}), "'prompt' is an object"),
     (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common"),
     (with_prompt([USER]), "'chosen' has no answer of its own"),
     (row(prompt="Q", completion="a"), "'label' is null beside 'completion'"),
-    (row(completion="a", label=True), "no key 'prompt' beside 'completion'"),
     (with_prompt([USER, GOOD], prompt="R"), "'chosen' is a conversation without the turns"),
-    (with_prompt([RESULT, GOOD]), "a tool turn without a call before it"),
-    (row(chosen=[{**USER, "role": "bot"}, GOOD], rejected=[USER, BAD]), "unknown role 'bot'"),
 )
 
 
@@ -86,13 +77,11 @@ def test_a_prompt_within_answers_stands_once() -> None:
         ([EARLIER, GOOD, USER], [SYSTEM, EARLIER, GOOD, USER], "Be brief. P good Q"),
         ([USER, GOOD], [SYSTEM, USER], "Be brief. Q"),
         ([SYSTEM, USER], [USER], "Be brief. Q"),
-        ([SYSTEM], [EARLIER], "Be brief."),
     ):
         sides = {"chosen": [*before, GOOD], "rejected": [*before, BAD]}
         pair = preference_of({"prompt": prompt, **sides})
         assert " ".join(turn.content for turn in pair.prompt) == contents
-        own = [BAD] if before[-1] == USER else [*before, BAD]
-        assert [turn.content for turn in pair.rejected] == [turn["content"] for turn in own]
+        assert [turn.content for turn in pair.rejected] == ["bad"]
     pair = preference_of({"chosen": [USER, GOOD, USER, BAD], "rejected": [USER, BAD]})
     assert [len(side) for side in (pair.prompt, pair.chosen, pair.rejected)] == [1, 3, 1]
 
@@ -100,9 +89,7 @@ def test_a_prompt_within_answers_stands_once() -> None:
 def test_a_rated_answer_is_one_side_of_a_pair() -> None:
     for label, sides in ((True, (PAIR.chosen, ())), (False, ((), PAIR.chosen))):
         rated = preference_of({"prompt": "Q", "completion": "good", "label": label})
-        assert rated == Preference(PAIR.prompt, *sides)
-        turns = {"prompt": [USER], "completion": [GOOD], "label": label}
-        assert rated.to_json() == turns and preference_of(turns) == rated
+        assert rated == preference_of(rated.to_json()) == Preference(PAIR.prompt, *sides)
 
 
 def test_bad_pairs_are_quarantined_by_line(tmp_path: Path, pairs: BlockRecipe) -> None:
@@ -126,8 +113,7 @@ def test_a_pair_has_the_mask_of_a_chat(tmp_path: Path, tokenizer: Path, pairs: B
     assert len(shards) == 1
     for branch, answer in answers.items():
         of_branch = np.flatnonzero((branches == PROMPT) | (branches == branch))
-        turns = (Message("user", hostile), Message("assistant", answer))
-        expected = encode_chat(encoder, turns)
+        expected = encode_chat(encoder, (Message("user", hostile), Message("assistant", answer)))
         assert (ids[of_branch].tolist(), (live[of_branch] > 0).tolist()) == expected
     assert not live[branches == PROMPT].any()
 
@@ -149,8 +135,6 @@ def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: B
     assert tally.rows == tally.kept + tally.skipped.total() == 3 * count
 
 
-# --- rows of pairs
-
 PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
 
 
@@ -159,7 +143,6 @@ class Record(NamedTuple):
     answers: dict[int, list[int]]
 
     def prompt(self, first: int = 0) -> list[int]:
-        """From the turn `first` on, up to the token that begins an answer."""
         beginning = [] if first else [BOS]
         return [*beginning, *itertools.chain.from_iterable(self.turns[first:]), ASSISTANT_ID]
 
@@ -183,7 +166,6 @@ def some_records(seed: int, *, rated: bool) -> list[Record]:
 
 
 def shards_of(path: Path, records: list[Record], *, is_live: bool = True) -> ShardSet:
-    """A set of shards of one file; without `is_live` only the chosen answers are trained on."""
     ids, parts, offsets = [], [], [0]
     for record in records:
         for part, tokens in ((PROMPT, record.prompt()), *record.answers.items()):

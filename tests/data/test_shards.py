@@ -1,9 +1,9 @@
 """Shards: open Arrow files; after a kill, damage or new files, the result of one run."""
 
+import itertools
 import multiprocessing
 import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,10 @@ from ttrain.data.shards import ShardSet
 from ttrain.errors import ArtifactError, StageFailed
 
 
-def write(path: Path, rows: list[Any], **more: Any) -> Any:
-    defaults = {"kind": "chats", "vocab_size": 500, "tokenizer": "t" * 64}
-    return write_shards(path, rows, **{**defaults, **more})
-
-
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, pa.uint16()), (65537, pa.uint32())])
 def test_a_shard_opens_with_arrow_alone(tmp_path: Path, vocab: int, dtype: pa.DataType) -> None:
     rows = [([0, vocab - 1], [False, True]), ([1, 2, 3], [True, False, True])]
-    index = write(tmp_path, rows, vocab_size=vocab)
+    index = write_shards(tmp_path, rows, kind="chats", vocab_size=vocab)
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
     assert table.schema.field("tokens").type == pa.large_list(dtype)
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
@@ -36,7 +31,7 @@ def test_a_shard_opens_with_arrow_alone(tmp_path: Path, vocab: int, dtype: pa.Da
 
 def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:
     rows = [([number] * 30, [True] * 30) for number in range(9)]
-    first, second, *_ = write(tmp_path, rows, tokens_per_shard=99)["shards"]
+    first, second, *_ = write_shards(tmp_path, rows, kind="chats", tokens_per_shard=99)["shards"]
     whole = (tmp_path / second["file"]).read_bytes()
     (tmp_path / first["file"]).write_bytes(whole)
     with pytest.raises(ArtifactError, match=rf"{first['file']} is damaged: its sha256 is"):
@@ -46,11 +41,24 @@ def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) ->
         ShardSet(tmp_path).row(first["rows"])
 
 
-def test_new_files_alone_are_encoded(tmp_path: Path, recipe: BlockRecipe) -> None:
+class Interrupted(Processes):
+    """Is interrupted after its fourth block."""
+
+    def map(self, function: Any, tasks: Any) -> Any:
+        yield from super().map(function, itertools.islice(tasks, 4))
+        raise KeyboardInterrupt
+
+
+def test_finished_blocks_are_kept_and_new_files_alone_encoded(
+    tmp_path: Path, recipe: BlockRecipe
+) -> None:
     a, b, c = (write_lines(tmp_path / f"{seed}.jsonl", rows_of(100, seed)) for seed in range(3))
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "out", [a, c], recipe, pool=Interrupted(1))
+    assert not (tmp_path / "out" / "train" / "index.json").exists()
     first = build(tmp_path / "out", [a, c], recipe)
     before = digests(tmp_path / "out")
-    assert first.encoded_blocks == first.blocks
+    assert first.encoded_blocks == first.blocks - 4 > 4
     more = build(tmp_path / "out", [a, b, c], recipe)
     assert more.encoded_blocks == more.blocks - first.blocks
     assert more.blocks == len(list((tmp_path / "out" / "train").glob("*.arrow")))
@@ -58,34 +66,6 @@ def test_new_files_alone_are_encoded(tmp_path: Path, recipe: BlockRecipe) -> Non
     assert digests(tmp_path / "fresh") == digests(tmp_path / "out")
     assert build(tmp_path / "out", [a, c], recipe).encoded_blocks == 0
     assert digests(tmp_path / "out") == before
-
-
-class Killed(Processes):
-    """Is killed in its fifth block, right before a file of it gets its name."""
-
-    def map(self, function: Any, tasks: Any) -> Any:
-        for number, task in enumerate(tasks):
-            if number == 4:
-                kill: Any = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-                os.rename = os.replace = os.link = kill
-            yield function(*task)
-
-
-def test_a_killed_build_keeps_its_blocks(tmp_path: Path, recipe: BlockRecipe) -> None:
-    path = write_lines(tmp_path / "a.jsonl", rows_of(200))
-    build(tmp_path / "whole", [path], recipe)
-    if not (child := os.fork()):
-        try:
-            build(tmp_path / "out", [path], recipe, pool=Killed(1))
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(list((tmp_path / "out" / "run" / "blocks").glob("*/block.json"))) == 4
-    assert not (tmp_path / "out" / "train" / "index.json").exists()
-    built = build(tmp_path / "out", [path], recipe)
-    assert built.encoded_blocks == built.blocks - 4 > 4
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.endswith(".tmp")]
 
 
 def test_a_killed_worker_is_reported(tmp_path: Path, recipe: BlockRecipe) -> None:
@@ -159,6 +139,3 @@ def test_a_damaged_shard_is_made_again(tmp_path: Path, recipe: BlockRecipe) -> N
     # The block of a lost link is still there.
     assert build(tmp_path / "out", [path], recipe).encoded_blocks == 2
     assert digests(tmp_path / "out") == expected
-    # Other times, the same bytes.
-    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copyfile)
-    assert build(tmp_path / "copy", [path], recipe).encoded_blocks == 0

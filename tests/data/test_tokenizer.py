@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
 
-from ttrain import config as config_module
 from ttrain.config import Reading
+from ttrain.config import Tokenizer as TokenizerSettings
 from ttrain.data import jinja_templates, tokenizer
 from ttrain.data.encoder import Encoder
 from ttrain.data.records import TextDocument, position
@@ -22,8 +22,7 @@ from ttrain.data.tokenizer import sample
 from ttrain.tasks.tokenizer import train_directory
 
 SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
-config = config_module.Tokenizer
-SMALL = config_module.Tokenizer(vocab_size=700, max_bytes=30_000)
+SMALL = TokenizerSettings(vocab_size=700, max_bytes=30_000)
 WORDS = "the quick brown fox jumps über 日本 don't 42 x_1 <|end|> <|assistant|> 🙂"
 TRAIN = """
 import sys
@@ -41,7 +40,7 @@ def write_rows(path: Path, texts: list[str]) -> str:
 
 
 def corpus(count: int = 400) -> list[str]:
-    """Made-up words beside the real ones; many are equally frequent, so that merges tie."""
+    """Many words are equally frequent, so that merges tie."""
     chance = random.Random(1)
     letters = "abcdefghijklmno"
     words = ["".join(chance.choices(letters, k=chance.randint(2, 7))) for _ in range(400)]
@@ -82,9 +81,8 @@ def test_transformers_opens_it_with_all_its_attributes(corpus_encoder: Encoder) 
     from transformers import AutoTokenizer
 
     opened = AutoTokenizer.from_pretrained(corpus_encoder.directory, local_files_only=True)
-    assert [opened.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS] == list(range(9))
+    assert opened.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(9))
     assert [opened.pad_token_id, opened.unk_token_id, opened.eos_token_id] == [0, 1, 3]
-    assert set(opened.all_special_tokens) == set(SPECIAL_TOKENS)
     assert opened.chat_template == jinja_templates.JINJA["ttrain"]
     text = " a b ,  c . don't über 日本🙂\n"
     (ids,) = corpus_encoder.encode([text])
@@ -121,7 +119,7 @@ def test_a_reservoir_holds_lowest_hashes(
             break
         lowest.append(row)
         total += size
-    limits = config(max_bytes=20_000, max_documents=documents, seed=seed)
+    limits = TokenizerSettings(max_bytes=20_000, max_documents=documents, seed=seed)
     texts, counts = sample(rows, limits)
     assert texts == [row for row in rows if row in lowest], "in the order of the input"
     assert counts == {"documents": len(lowest), "documents_seen": len(rows), "bytes": total}
@@ -133,23 +131,23 @@ def test_the_result_counts_what_was_read_and_how_well_it_fits_each_file(tmp_path
     chinese = ["日本語のテキスト" * 30 + str(number) for number in range(20)]
     paths = [write_rows(tmp_path / "first.jsonl", [*corpus(), "", " "])]
     paths.append(write_rows(tmp_path / "second.jsonl", chinese))
-    limits, reading = config(vocab_size=600, max_documents=300), Reading(heldout_fraction=0.1)
-    result = train_directory(paths, tmp_path / "out", limits, reading)
+    limits = TokenizerSettings(vocab_size=600, max_documents=300)
+    result = train_directory(paths, tmp_path / "out", limits, Reading(heldout_fraction=0.1))
     encoder = Encoder(tmp_path / "out")
     training = [text for text in [*corpus(), *chinese] if position(TextDocument(text)) >= 0.1]
     assert result["vocab_size"] == len(encoder) == 600
     assert (result["documents"], result["documents_seen"]) == (300, len(training))
     counts = {"rows": 422, "kept": 420, "skipped": {"empty text": 2}, "rejected": {}}
     assert result["rows"] == counts
-    first, second = result["files"]
-    assert (first["name"], first["documents"]) == ("first.jsonl", 200)
-    assert (second["name"], second["documents"]) == ("second.jsonl", 20)
+    documents = {file["name"]: file["documents"] for file in result["files"]}
+    assert documents == {"first.jsonl": 200, "second.jsonl": 20}
     size, tokens = len("".join(chinese).encode()), len(encoder.encode_flat(chinese)[0])
-    assert second["bytes_per_token"] == size / tokens
-    sampled, _ = sample(training, config(max_documents=300))
+    assert result["files"][1]["bytes_per_token"] == size / tokens
+    sampled, _ = sample(training, TokenizerSettings(max_documents=300))
     tokenizer.save(tokenizer.train(sampled, 600), tmp_path / "expected")
     assert Encoder(tmp_path / "expected").digest == encoder.digest, "of the training part alone"
-    ten = config(vocab_size=400, sample="head", max_documents=10)
-    head = train_directory(paths, tmp_path / "head", ten, Reading())
-    assert (head["documents"], head["documents_seen"]) == (10, 10)
-    assert all(file["documents"] for file in head["files"]), "all are measured"
+
+
+def test_the_head_is_the_first_documents() -> None:
+    texts, counts = sample(corpus(), TokenizerSettings(sample="head", max_documents=10))
+    assert texts == corpus()[:10] and counts["documents_seen"] == 10

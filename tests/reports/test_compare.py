@@ -1,7 +1,9 @@
-"""Runs side by side: settings and data that differ, the better metric, the verdict."""
+"""Runs side by side: what differs, the verdict; and their pages, which execute no text."""
 
+import base64
+import hashlib
+import html
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.recorded_homes import Made, make_run
+from support.recorded_homes import NONE_SUCH, TOKENS_PER_STEP, Made, falling, make_run
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
 from ttrain.core.hashing import digest_of
+from ttrain.core.terminal import escaped
 from ttrain.reports.compare import Difference, RunComparison, compare
-from ttrain.reports.report import comparison_page
-from ttrain.store.run_views import read_runs
+from ttrain.reports.report import comparison_page, find_problems, report_of
+from ttrain.store.run_views import read_run, read_runs
 
 A, B, C = "full-20261121-100000-0001a", "full-20261121-110000-0002b", "full-20261121-120000-0003c"
 BITS, LOSS, VALIDATION = "eval/bits_per_byte", "eval/chat_loss_sft", "pretrain/validation_loss"
+SPEED = "pretrain/tokens_per_second"  # faster is not better
 
 
 def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
@@ -76,33 +80,13 @@ def test_settings_and_data_that_differ_are_lines_and_the_rest_are_none(tmp_path:
     assert not any(name.startswith("tokenizer") for name in data)
 
 
-def test_the_better_metric_is_named_with_its_difference_in_percent(tmp_path: Path) -> None:
-    names = (BITS, "pretrain/tokens_per_second", "eval/documents", "tok/bytes_per_token")
-    for run, values in ((A, (2.0, 100.0, 50.0, 3.0)), (B, (1.5, 150.0, 60.0, 3.0))):
-        stages = [scored({"bits_per_byte": [values[0]] * 40})]
-        make_run(tmp_path, run, stages, metrics=dict(zip(names, values, strict=True)))
-    metrics = {metric.name: metric for metric in compared(tmp_path, A, B).metrics}
-    assert (metrics[BITS].best, metrics[BITS].texts) == (1, ["2", "1.5000  -25 %"])
-    later = Difference("champion/bits_per_byte", (None, 2.0, 3.0), 1, -1)
-    assert later.texts == ["–", "2", "3  +50 %"], "nothing to compare the first one with"
-    assert metrics["pretrain/tokens_per_second"].best is None, "faster is not better"
-    assert metrics["eval/documents"].best is None and metrics["eval/documents"].better == 0
-    assert "tok/bytes_per_token" not in metrics
-
-
 @pytest.mark.parametrize(
     ("metrics", "verdict"),
     [
-        ([{BITS: 1.50000001}, {BITS: 1.5}, {BITS: 1.49999999}], "equal by bits_per_byte: 1.5000"),
-        (
-            [{BITS: 2.0}, {BITS: 1.5}, {BITS: 1.5}],
-            "B and C are better by bits_per_byte: 1.5000 against 2 of A (-25 %)",
-        ),
-        ([{BITS: 2.0}, {BITS: math.nan}], "the runs share no metric"),
-        (
-            [{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}],
-            "B is better by chat_loss_sft: 4 against 4.5000 of A (-11 %)",
-        ),
+        ([{BITS: 1.50000001}, {BITS: 1.5}], "equal by eval/bits_per_byte"),
+        ([{BITS: 2.0}, {BITS: 1.5}, {BITS: 1.5}], "the models of B and C are better"),
+        ([{BITS: 2.0}, {}], "the runs share no metric"),
+        ([{BITS: 1.5, LOSS: 4.5}, {BITS: 1.5, LOSS: 4.0}], "the model of B is better"),
     ],
 )
 def test_the_verdict_names_who_is_better(
@@ -110,28 +94,19 @@ def test_the_verdict_names_who_is_better(
 ) -> None:
     names = [A, B, C][: len(metrics)]
     for name, of_run in zip(names, metrics, strict=True):
-        finite = {metric: value for metric, value in of_run.items() if math.isfinite(value)}
-        sums = {metric.removeprefix("eval/"): [value] * 40 for metric, value in finite.items()}
+        sums = {metric.removeprefix("eval/"): [value] * 40 for metric, value in of_run.items()}
         make_run(tmp_path, name, [scored(sums)] if sums else [], metrics=of_run)
-    text = compared(tmp_path, *names).verdict.replace(" on these records", "")
-    assert re.sub("the models? of |eval/", "", text).startswith(verdict)
+    assert compared(tmp_path, *names).verdict.startswith(verdict)
 
 
-@pytest.mark.parametrize(
-    ("bits", "end", "is_certain"),
-    [
-        ([8.0 + 0.1 * (number % 3) for number in range(40)], "7.8.* to 7.9.*$", True),
-        ([24.0 if number % 2 else 7.0 for number in range(40)], "chance$", False),
-    ],
-)
+@pytest.mark.parametrize(("most", "is_certain"), [(8.2, True), (24.0, False)])
 def test_the_verdict_is_certain_and_green_only_where_the_interval_excludes_zero(
-    tmp_path: Path, bits: list[float], end: str, is_certain: bool
+    tmp_path: Path, most: float, is_certain: bool
 ) -> None:
     with_bits(tmp_path, A, [16.0] * 40)
-    with_bits(tmp_path, B, bits)
+    with_bits(tmp_path, B, [most if number % 2 else 7.0 for number in range(40)])
     comparison = compared(tmp_path, A, B)
     assert comparison.verdict.startswith("the model of B is better")
-    assert re.search(end, comparison.verdict), comparison.verdict
     assert comparison.is_certain == is_certain
     page = comparison_page(read_runs(tmp_path, [A, B]))
     assert ('class="verdict good">' in page) == is_certain
@@ -145,11 +120,9 @@ def test_of_few_held_out_records_no_model_is_better(
     with_bits(tmp_path, B, [8.0] * count)
     comparison = compared(tmp_path, A, B)
     (metric,) = comparison.metrics
-    verdict = "the model of B is better" if is_judged else f"no model is better by {BITS}: "
-    assert comparison.verdict.startswith(verdict)
+    assert comparison.verdict.startswith("the model of B is better") == is_judged
     expected = (1, ["16", "8  -50 %"]) if is_judged else (None, ["16", "8"])
     assert (metric.best, metric.texts) == expected
-    assert is_judged == (f"{count} of 20" not in metric.title)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +136,7 @@ def test_of_few_held_out_records_no_model_is_better(
 def test_no_run_is_the_best_by_what_other_records_tokenizers_or_shards_make_incomparable(
     tmp_path: Path, size: int, first: str, shards_key: str, best: set[str], remark: str | None
 ) -> None:
-    values = {BITS: 2.0, LOSS: 3.0, VALIDATION: 4.0, "pretrain/loss": 4.0}
+    values = {BITS: 2.0, LOSS: 3.0, VALIDATION: 4.0, "pretrain/loss": 4.0, SPEED: 4.0}
     sums = {"bits_per_byte": [2.0] * 40, "chat_loss_sft": [3.0] * 40}
 
     def trained_on(key: str) -> Made:
@@ -203,3 +176,77 @@ def test_the_commands_print_tables_and_json_and_write_pages(
     assert report == {"run": B, "page": f"{B}.html", "notes": []}
     assert output("compare", A, B, "--html", "both.html").strip().endswith(" both.html")
     assert (tmp_path / "both.html").read_text().startswith("<!doctype html>")
+
+
+HOSTILE = (
+    '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">'
+    "\u202e\x1b[31m{{7*7}}&amp;"
+)
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("home")
+    sharded = shards(rejected=3)
+    counts = {**sharded.result["train"], "name": HOSTILE, "kept": 297}
+    result: dict[str, Any] = {**sharded.result, "files": [counts]}
+    trained: dict[str, Any] = {"tokens": STEPS * TOKENS_PER_STEP, "parameters": 39584}
+    trained |= {"skipped_steps": 2, "stop_reason": "completed"}
+    step_10 = f"=== {HOSTILE}\nfirst words\n"
+    texts = {"run/samples/step-00000010.txt": step_10, "run/samples/step-00000020.txt": "later"}
+    for number, name in enumerate((A, B)):
+        hostile = {"prompt": HOSTILE, "answer": f"{HOSTILE} {number}"}
+        samples = {"base": [hostile, {"prompt": "Hello", "answer": "一二三 world"}]}
+        losses = falling(STEPS, 3.0 - number / 2, gap=7)
+        made = [
+            Made("shards-pretrain", files={HOSTILE: "a" * 64}, result=result),
+            Made("pretrain", losses, texts=texts, result=trained, noted={"resumed_from_step": 20}),
+            Made("evaluate", result={"samples": samples, "metrics": {"bits_per_byte": 1.5}}),
+        ]
+        metrics = {"eval/bits_per_byte": 1.5 - number / 8, "pretrain/validation_loss": 3.25}
+        settings = {"data": {"pretrain": [HOSTILE]}}
+        make_run(home, name, made, number=number, metrics=metrics, settings=settings)
+    views = read_runs(home, [A, B])
+    return {"both": comparison_page(views), "report": report_of(views[0])}
+
+
+def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages: dict[str, str]) -> None:
+    problems = ("resumed at step 20", "skipped 2 steps", "not JSON 3", "not finite at step 7")
+    for text in (*problems, "12,685", "一二三 world", "step 10", "first words", "39.58k"):
+        assert text in pages["report"], text
+
+
+def test_a_curve_has_a_gap_where_the_loss_was_not_finite(pages: dict[str, str]) -> None:
+    curve_a, curve_b, *_ = re.findall(r'<g class="line run\d"><path d="([^"]*)"', pages["both"])
+    assert curve_a.count("M") == curve_b.count("M") == 2
+
+
+@pytest.mark.parametrize("name", ["both", "report"])
+def test_no_text_is_executed_and_the_policy_lets_the_page_s_style_through_alone(
+    pages: dict[str, str], name: str
+) -> None:
+    page = pages[name]
+    [policy] = re.findall('Content-Security-Policy" content="([^"]*)"', page)
+    [style] = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
+    assert "unsafe" not in policy
+    assert escaped(HOSTILE) in html.unescape(page)
+    assert not re.search("<(script|img)", page)
+
+
+def test_kills_failures_and_warnings_are_problems(tmp_path: Path) -> None:
+    killed = Made("pretrain", outcome="crashed")
+    make_run(tmp_path, A, [killed], outcome="running", process=NONE_SUCH)
+    assert "killed" in list(find_problems(read_run(tmp_path, A)))[-1][1]
+    error = {"error": "the disk was full"}
+    warned = {"guard_warnings": {"loss_spike": 3}}
+    retried = Made("pretrain", outcome="completed", result=warned, noted=error)
+    failed = Made("sft", outcome="failed", noted={"error": "no memory"})
+    make_run(tmp_path, B, [retried, failed], number=1, outcome="failed", error="no memory")
+    assert [*find_problems(read_run(tmp_path, B))] == [
+        ("pretrain", "failed and was retried: the disk was full", True),
+        ("pretrain", "the guard loss spike warned 3 times", False),
+        ("sft", "failed: no memory", False),
+    ]
