@@ -4,6 +4,7 @@ The only place where sentences of messages are asserted. HERE is the directory o
 lines after the first are the fix, which is joined to it by "; ".
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,15 @@ def test_a_mistake_gets_a_line_with_rule_and_fix(folder: Path, run: Run, row: li
 
 def test_advice_without_a_settings_file_in_the_directory_names_none(run: Run) -> None:
     assert "`ttrain pipeline run full`" in run("status").err.split(", ")[0]
+
+
+@pytest.mark.parametrize("value", ["*.jsonl", "~/docs/a.jsonl", "my docs.jsonl", "my docs"])
+def test_first_tries_are_read(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("my docs.jsonl", "docs/a.jsonl", "my docs/b.jsonl"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text('{"text": "a"}\n')
+    planned = json.loads(run("plan", f"data.pretrain={value}", "--json").out)
+    assert {stage["state"] for stage in planned["stages"]} == {"run"}
