@@ -17,19 +17,8 @@ llama_cpp: Any = pytest.importorskip(
 pytestmark = pytest.mark.usefixtures("use_trained_home")
 PIECES = (
     *("The man said", " 12345", "3.14", "  ", "\n\n", "\t", "don't", "I'LL", "x_y", "?!", "—"),
-    *(
-        "你好",
-        "，世界。",
-        "東京",
-        "Ünïcödé",
-        "🙂",
-        "👩‍👩‍👧",
-        "e\u0301",
-        "<|user|>",
-        "<|end|>",
-        "<|bos|>",
-    ),
-    *("\u00a0", "\u3000", "a" * 40, "١٢٣", "½", "привет", "\r\n", " .", "def f(x):"),
+    *("你好", "，世界。", "東京", "Ünïcödé", "🙂", "👩\u200d👧", "e\u0301", "<|user|>", "<|end|>"),
+    *("\u00a0", "\u3000", "a" * 40, "١٢٣", "½", "привет", "\r\n", " .", "def f(x):", "<|bos|>"),
 )
 
 
@@ -39,15 +28,14 @@ def texts(number: int) -> list[str]:
 
 
 def opened(path: Path, **options: Any) -> Any:
-    return llama_cpp.Llama(
-        str(path), n_ctx=64, n_threads=1, verbose=False, logits_all=True, **options
-    )
+    return llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, verbose=False, **options)
 
 
-def greedy(model: Any, ids: list[int], number: int) -> list[int]:
+def greedy(model: Any, encoder: Encoder, prompt: str, number: int) -> list[int]:
+    ids = [encoder.bos_id, *encoder.encode([prompt])[0]]
     tokens: list[int] = []
-    for token in model.generate(ids, temp=0.0, repeat_penalty=1.0, reset=True):
-        if len(tokens) == number or token in (model.token_eos(), model._model.token_eot()):
+    for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
+        if len(tokens) == number or token in (encoder.eos_id, encoder.end_id):
             break
         tokens.append(token)
     return tokens
@@ -82,8 +70,7 @@ def test_the_same_greedy_tokens(tmp_path: Path, fields: dict[str, Any]) -> None:
     model = opened(tmp_path / "out" / "out-f32.gguf")
     encoder = Encoder(source)
     for prompt in ("The man", "What did", "你好", "12 + 3", "x"):
-        ids = [encoder.bos_id, *encoder.encode([prompt])[0]]
-        assert greedy(model, ids, 24) == said_with_ttrain(prompt, 24, source)
+        assert greedy(model, encoder, prompt, 24) == said_with_ttrain(prompt, 24, source)
 
 
 def test_an_adapter_beside_its_base(tmp_path: Path) -> None:
@@ -96,7 +83,6 @@ def test_an_adapter_beside_its_base(tmp_path: Path) -> None:
     )
     encoder = Encoder(source)
     for prompt in ("The man", "What did", "x"):
-        ids = [encoder.bos_id, *encoder.encode([prompt])[0]]
         answer = said_with_ttrain(prompt, 24, source, adapter)
-        assert greedy(model, ids, 24) == answer
+        assert greedy(model, encoder, prompt, 24) == answer
         assert answer != said_with_ttrain(prompt, 24, source)
