@@ -1,6 +1,11 @@
 """Exports in transformers without ttrain."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,19 @@ def code_of(directory: Path, base: Path) -> str:
     return code.replace("THIS_DIRECTORY", str(directory)).replace("BASE", str(base))
 
 
+def run_programs_of_the_card(directory: Path) -> None:
+    """Run each command line of the card whose program is here; `ttrain` is."""
+    card = (directory / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (.*)$", card.replace("THIS_DIRECTORY", str(directory)), re.MULTILINE)
+    programs = [line.split()[0] for line in lines]
+    assert programs == ["llama-cli", "ollama", "ttrain"]
+    for program, line in zip(programs, lines, strict=True):
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        if shutil.which(program, path=path):
+            options = {"shell": True, "input": "Hello\n/exit\n", "text": True, "timeout": 300}
+            subprocess.run(line, env={**os.environ, "PATH": path}, check=True, **options)
+
+
 @pytest.mark.soak
 def test_an_export_gives_the_same_tokens_in_a_process_without_ttrain(tmp_path: Path) -> None:
     """That process also runs the code on the models' cards."""
@@ -58,7 +76,8 @@ def test_an_export_gives_the_same_tokens_in_a_process_without_ttrain(tmp_path: P
     ours = []
     for name, reference in references.items():
         directory = tmp_path / name
-        request = Request(dtype="fp32", merge=name == "merged", shard_size="40KB")
+        types = "f16" if name == "full" else None
+        request = Request(dtype="fp32", merge=name == "merged", shard_size="40KB", gguf=types)
         export(reference, directory, request)
         paths = (directory, None)
         if name == "adapter":
@@ -70,5 +89,6 @@ def test_an_export_gives_the_same_tokens_in_a_process_without_ttrain(tmp_path: P
     arguments = (PLAIN, json.dumps(cases), json.dumps(codes))
     modules = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     assert said_without_ttrain(*arguments, directory=tmp_path, **modules) == ours
+    run_programs_of_the_card(tmp_path / "full")
     assert len(set(map(tuple, ours))) > 7, "equal answers prove little"
     assert len(set().union(*ours)) > 20, "nor do those that repeat a word"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,7 @@ SHARD_SIZE = re.compile(
     r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE
 )  # as transformers takes it
 
+SHOWN_LICENCES = 8
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SCORED_BYTES = 65_536  # of held-out text, with which GGUF files are compared with the model
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
@@ -261,6 +263,7 @@ def _fill(
     scores: list[Scored] = []
     if request.gguf:
         scores = _write_gguf(reference, work / name, request, say)
+    history = History.of(reference.artifact, ArtifactStore(home()))
     exported = Exported(
         name=name,
         files="adapter" if adapter else "model",
@@ -272,10 +275,28 @@ def _fill(
         licence=request.licence,
         has_code=has_code,
         scores=tuple(scored.row() for scored in scores),
+        row_licences=_row_licences(history),
     )
-    history = History.of(reference.artifact, ArtifactStore(home()))
     (work / CARD).write_text(card(exported, history), encoding="utf-8")
     return exported, remarks, scores
+
+
+def _row_licences(history: History) -> dict[str, str]:
+    # The training rows were drawn from the same files, and are not stored as text.
+    from ttrain.tasks.shards import heldout_records
+
+    licences = {}
+    for artifact in history.artifacts:
+        _, mark, data = artifact.stage.partition("shards-")
+        if not mark or not (artifact.path / "heldout").is_dir():
+            continue
+        counts = Counter(record.get("license") for record in heldout_records(artifact.path))
+        named = [(licence, number) for licence, number in counts.most_common() if licence]
+        if named:
+            total = counts.total()
+            parts = [f"{licence} ({number / total:.0%})" for licence, number in named]
+            licences[data] = first_of(parts, SHOWN_LICENCES)
+    return licences
 
 
 def _write_gguf(

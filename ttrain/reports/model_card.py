@@ -38,6 +38,8 @@ class Exported:
     has_code: bool = False  # the directory brings Python files of its own
     # Of GGUF files: name, bits per byte, the model's, and the change.
     scores: tuple[tuple[str, str, str, str], ...] = ()
+    # Of each data set: the licences that its held-out rows name, with their share.
+    row_licences: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
