@@ -1,5 +1,6 @@
 """The card of an export: settings, lineage, data and scores, from the manifests."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,13 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
         file = {"role": "train", "kept": 7, "tokens": 70, "bytes": 700, "name": name}
         return artifact(f"shards-{dataset}", result={"files": [file]}, **manifest)
 
-    named = {"files": {"train": [{"name": "docs.jsonl", "sha256": "abcdef" * 10}]}}
-    own = shards("pretrain", "docs.jsonl", ingredients=named)
+    ingredients = {"files": {"train": [{"name": "docs.jsonl", "sha256": "abcdef" * 10}]}}
+    own = shards("pretrain", "docs.jsonl", ingredients=ingredients)
     shipped = shards("sft", "sft.jsonl", inputs={"source": {"stage": "source", "key": "k" * 64}})
     source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
     artifacts = (source, own, shipped, artifact("sft"))
-    text = card(EXPORTED, History(artifacts, None, {"pretrain": ("hf://owner/name",)}))
+    history = History(artifacts, None, {"pretrain": ("hf://owner/name",)})
+    text = card(EXPORTED, history)
     parts = (
         "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |",
         "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |",
@@ -91,6 +93,8 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
         "(`hf://owner/name`)",
     )
     assert [part for part in parts if part not in text] == []
+    named = replace(EXPORTED, row_licences={"pretrain": "mit (75%), cc0-1.0 (25%)"})
+    assert "- pretrain: mit (75%), cc0-1.0 (25%), by the rows" in card(named, history)
 
 
 def test_the_card_scores_the_model_itself_and_no_later_stage() -> None:

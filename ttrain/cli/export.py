@@ -25,6 +25,7 @@ from ttrain.core.terminal import print_escaped
     app,
     "Examples:  ttrain export sft --to out/chat\n\n"
     "ttrain export lora --merge --to out/expert --dtype fp16\n\n"
+    "ttrain export sft --to out/chat --gguf f16,q8_0,q4_0\n\n"
     "ttrain export sft --to out/chat --push me/my-chat-model\n\n"
     "ttrain export mine-sft@champion --to out/champion --dtype fp32 --shard-size 2GB",
     "Use",
@@ -48,8 +49,11 @@ def export(
         str | None, option("of the model, for its card, for example apache-2.0", "--license")
     ] = None,
     gguf: Annotated[
-        Path | None,
-        option("directory of llama.cpp, whose converter also writes a GGUF file", metavar="DIR"),
+        str | None,
+        option(
+            "also write GGUF files, for llama.cpp and Ollama, each scored: f16, q8_0, q4_0, ...",
+            metavar="TYPES",
+        ),
     ] = None,
     push: Annotated[
         str | None,
@@ -91,7 +95,15 @@ def export(
     if push is not None:
         value["pushed"] = work.push(exported, push, public=public)
         lines.append(f"uploaded to {value['pushed']}")
-    sizes = [(name, f"{size:,}") for name, size in exported.files.items()]
+    files = [(name, f"{size:,}") for name, size in exported.files.items()]
+    tables = [Table(("file", "bytes"), files)]
+    if exported.scores:
+        tables.append(
+            Table(
+                ("file", "bits per byte", "the model's", "change"),
+                [each.row() for each in exported.scores],
+            )
+        )
     if exported.kind == "model":
         trust = (
             ", trust_remote_code=True"
@@ -105,4 +117,4 @@ def export(
         lines.append(f"try it:  ttrain chat {exported.directory}")
     else:
         lines.append(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')
-    return Output(value, [Table(("file", "bytes"), sizes), *lines])
+    return Output(value, [*tables, *lines])

@@ -27,9 +27,9 @@ from ttrain.data.preferences import (
 from ttrain.data.tools import Malformed, kind_of
 
 DOCUMENT_KEYS = (TEXT, "content", "body", "paragraphs")
-# Keys whose values can group an evaluation. They are stored with held-out records, but are not part
-# of their identity.
-LABELS = ("source", "lang")
+# Keys whose values can group an evaluation, and the licence, for the model's card. They are stored
+# with held-out records, but are not part of their identity.
+LABELS = ("source", "lang", "license")
 LABEL_CHARACTERS = 64
 
 WEIGHT = "weight"  # key of a row; that of a turn of a chat says whether it is trained on

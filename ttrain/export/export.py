@@ -6,20 +6,28 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ttrain.core.files import fsync, read_json, read_object, remove_tree, temporary_path, user_path
+from ttrain.config.training import BITS_PER_BYTE
+from ttrain.core.files import (
+    fsync,
+    read_object,
+    remove_tree,
+    temporary_directory,
+    temporary_path,
+    user_path,
+)
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line, first_of
 from ttrain.errors import ArtifactError, TTrainError, UsageError
-from ttrain.export import gguf_convert
+from ttrain.export import gguf_adapter, gguf_file, ollama
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.heldout_shards import heldout_shards
 from ttrain.store.layout import home
 from ttrain.store.model_files import (
     ADAPTER,
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from ttrain.export.gguf_export import Scored
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,6 +57,7 @@ TOKENIZER_FILES = (
 )
 
 CARD = "README.md"
+MODELFILE = "Modelfile"
 # What an export writes, and so the only files that --force replaces.
 WRITTEN = re.compile(
     "|".join(
@@ -57,6 +67,7 @@ WRITTEN = re.compile(
                 (
                     *TOKENIZER_FILES,
                     CARD,
+                    MODELFILE,
                     "config.json",
                     "generation_config.json",
                     ADAPTER_CONFIG,
@@ -78,10 +89,9 @@ SHARD_SIZE = re.compile(
     r"(?!0+(\.0+)?[KMG])\d+(\.\d+)?[KMG]B", re.IGNORECASE
 )  # as transformers takes it
 
+SHOWN_LICENCES = 8
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-SCRIPT = "convert_hf_to_gguf.py"
-OUTTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}
-SHOWN_LINES = 3
+SCORED_BYTES = 65_536  # of held-out text, with which GGUF files are compared with the model
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
@@ -94,13 +104,16 @@ class Request:
     shard_size: str = "5GB"
     keep_head: bool = False  # of a model trained to predict two tokens
     licence: str | None = None
-    gguf: Path | None = None  # the converter of llama.cpp
+    gguf: str | None = None  # types of GGUF files, such as "f16,q8_0"
     force: bool = False
 
 
 @dataclass(frozen=True)
 class Export:
-    """What was written: `files` maps each file to its bytes; `remarks` are for the user."""
+    """What was written: `files` maps each file to its bytes; `remarks` are for the user.
+
+    `scores` are those of the GGUF files.
+    """
 
     directory: Path
     kind: str  # "model" or "adapter"
@@ -108,6 +121,7 @@ class Export:
     parameters: int
     files: dict[str, int]
     remarks: tuple[str, ...]
+    scores: tuple[Scored, ...] = ()
 
 
 def export(
@@ -131,10 +145,7 @@ def export(
     replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         work.mkdir()
-        exported, remarks = _fill(reference, work, request, target.name, say)
-        if request.gguf:
-            say("converting to GGUF")
-            convert(work, converter(request.gguf), dtype=request.dtype, name=target.name)
+        exported, remarks, scores = _fill(reference, work, request, target.name, say)
         for path in work.iterdir():
             path.chmod(0o644)  # libraries leave some files readable by their owner only
             fsync(path)
@@ -147,7 +158,13 @@ def export(
     finally:
         remove_tree(work)
     return Export(
-        target, exported.files, exported.dtype, exported.parameters, sizes, tuple(remarks)
+        target,
+        exported.files,
+        exported.dtype,
+        exported.parameters,
+        sizes,
+        tuple(remarks),
+        tuple(scores),
     )
 
 
@@ -161,12 +178,15 @@ def _check_request(reference: Reference, request: Request) -> None:
         raise UsageError(
             f"--license is '{request.licence}' but must be one word that names it, for example mit"
         )
-    if request.gguf:
-        converter(request.gguf)
+    if request.gguf is not None:
+        types = gguf_file.check_types(request.gguf)
         if reference.adapter and not request.merge:
+            gguf_adapter.check(reference.adapter, types)
+        gguf_file.check_kind(read_object(reference.model / "config.json").get("model_type"))
+        if not (reference.tokenizer / "tokenizer.json").is_file():
             raise UsageError(
-                f"--gguf is given, but '{reference.text}' is an adapter; "
-                "make it part of its base with --merge"
+                f"--gguf is given, but {reference.tokenizer} holds no tokenizer.json, without "
+                "which such a file cannot be used; leave --gguf out"
             )
     if request.merge and reference.adapter is None:
         raise UsageError(
@@ -211,8 +231,8 @@ def _check_target(reference: Reference, target: Path, request: Request) -> None:
 
 def _fill(
     reference: Reference, work: Path, request: Request, name: str, say: Callable[[str], object]
-) -> tuple[Exported, list[str]]:
-    # Write everything into `work`; returns what the card describes, and the remarks.
+) -> tuple[Exported, list[str], list[Scored]]:
+    # Write everything into `work`; returns what the card describes, the remarks, GGUF's scores.
     from ttrain.model import adapters, factory
 
     remarks: list[str] = []
@@ -240,6 +260,10 @@ def _fill(
     has_code = adapter is None and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
+    scores: list[Scored] = []
+    if request.gguf:
+        scores = _write_gguf(reference, work / name, request, say)
+    history = History.of(reference.artifact, ArtifactStore(home()))
     exported = Exported(
         name=name,
         files="adapter" if adapter else "model",
@@ -250,10 +274,57 @@ def _fill(
         base_digest=base_digest_of(adapter) if adapter else None,
         licence=request.licence,
         has_code=has_code,
+        scores=tuple(scored.row() for scored in scores),
+        row_licences=_row_licences(history),
     )
-    history = History.of(reference.artifact, ArtifactStore(home()))
     (work / CARD).write_text(card(exported, history), encoding="utf-8")
-    return exported, remarks
+    return exported, remarks, scores
+
+
+def _row_licences(history: History) -> dict[str, str]:
+    # The training rows were drawn from the same files, and are not stored as text.
+    from ttrain.tasks.shards import heldout_records
+
+    licences = {}
+    for artifact in history.artifacts:
+        _, mark, data = artifact.stage.partition("shards-")
+        if not mark or not (artifact.path / "heldout").is_dir():
+            continue
+        counts = Counter(record.get("license") for record in heldout_records(artifact.path))
+        named = [(licence, number) for licence, number in counts.most_common() if licence]
+        if named:
+            total = counts.total()
+            parts = [f"{licence} ({number / total:.0%})" for licence, number in named]
+            licences[data] = first_of(parts, SHOWN_LICENCES)
+    return licences
+
+
+def _write_gguf(
+    reference: Reference, stem: Path, request: Request, say: Callable[[str], object]
+) -> list[Scored]:
+    # Write STEM-TYPE.gguf of each type, scored, and the Modelfile of the first one.
+    from ttrain.export import gguf_export
+    from ttrain.inference import loading
+    from ttrain.model import factory
+    from ttrain.tasks.shards import heldout_records, scored_documents
+
+    adapter = None if request.merge else reference.adapter
+    model = loading.load(reference, device="cpu")
+    whole_model = factory.load(reference.model) if adapter else model.causal
+    shards = heldout_shards(reference.artifact, ArtifactStore(home())).get(BITS_PER_BYTE.records)
+    documents = scored_documents(heldout_records(shards.path), SCORED_BYTES) if shards else []
+    texts = [str(document["text"]) for document in documents]
+    types = gguf_file.check_types(request.gguf or "")
+    files = [stem.with_name(f"{stem.name}-{kind}.gguf") for kind in types]
+    with temporary_directory("gguf") as whole:
+        write(whole_model, whole, dtype="fp32", shard_size=request.shard_size)
+        _copy(reference.tokenizer, whole, TOKENIZER_FILES)
+        scores = gguf_export.write_checked(model, whole, files, texts, say, adapter)
+        if adapter is None:
+            render = ollama.renderer(whole) if model.can_chat else None
+            text = ollama.modelfile(files[0].name, model, render)
+            stem.with_name(MODELFILE).write_text(text, encoding="utf-8")
+    return scores
 
 
 def _second_head(reference: Reference, work: Path, request: Request) -> list[str]:
@@ -289,72 +360,6 @@ def _copy_code(source: Path, work: Path) -> bool:
     config = {**read_object(work / "config.json"), "auto_map": auto_map}
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
-
-
-def converter(path: Path) -> Path:
-    """The converter's script, from its path or llama.cpp's directory. Raises UsageError."""
-    script = user_path(path).absolute()
-    script = script / SCRIPT if script.is_dir() else script
-    if not script.is_file():
-        raise UsageError(
-            f"--gguf is {path}, but {script} is not there; fetch it with `git clone --depth 1 "
-            f"https://github.com/ggml-org/llama.cpp` and name that directory"
-        )
-    return script
-
-
-def convert(directory: Path, script: Path, *, dtype: str, name: str) -> Path:
-    """Write `NAME-DTYPE.gguf`. Raises TTrainError with the end of the converter's output."""
-    target = directory / f"{name}-{OUTTYPES[dtype]}.gguf"
-    pre = pre_tokenizer(read_json(directory / "tokenizer.json"))
-    program = ["-P", gguf_convert.__file__, pre, str(script)] if pre else [str(script)]
-    arguments = [
-        str(directory),
-        "--outfile",
-        str(target),
-        "--outtype",
-        OUTTYPES[dtype],
-        "--model-name",
-        name,
-    ]
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    if done.returncode or not target.is_file():
-        output_lines = [line for line in done.stdout.splitlines() if line.strip()][-SHOWN_LINES:]
-        needs = script.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
-        failure = (
-            f"{script} made no GGUF file; leave --gguf out, "
-            f"or see what it needs ({needs}) and says:"
-        )
-        raise TTrainError("\n  ".join([failure, *output_lines]))
-    return target
-
-
-def pre_tokenizer(tokenizer: Any) -> str | None:
-    """llama.cpp's name for how this tokenizer splits text; None where only the converter may know.
-
-    ttrain's own pre-tokenizer splits as GPT-2's does.
-    """
-    if (
-        not isinstance(tokenizer, dict)
-        or tokenizer.get("normalizer")
-        or tokenizer["model"].get("type") != "BPE"
-    ):
-        return None
-    split = tokenizer.get("pre_tokenizer") or {}
-    is_gpt2 = (
-        split.get("type") == "ByteLevel"
-        and split.get("use_regex", True)
-        and not split.get("add_prefix_space")
-    )
-    return "gpt-2" if is_gpt2 else None
 
 
 def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:

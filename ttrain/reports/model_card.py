@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from ttrain.config.training import TRAINING_STAGES, TRAININGS
 from ttrain.core.terminal import escaped
-from ttrain.core.text import format_value, short_digest
+from ttrain.core.text import format_duration, format_value, short_digest
 from ttrain.data.existing import HUB_REFERENCE
 from ttrain.reports import facts, summary
 from ttrain.reports.history import inputs_first
@@ -36,6 +36,10 @@ class Exported:
     base_digest: str | None = None  # of an adapter
     licence: str | None = None
     has_code: bool = False  # the directory brings Python files of its own
+    # Of GGUF files: name, bits per byte, the model's, and the change.
+    scores: tuple[tuple[str, str, str, str], ...] = ()
+    # Of each data set: the licences that its held-out rows name, with their share.
+    row_licences: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def card(exported: Exported, history: History) -> str:
         digests_of=_digests,
         cell=lambda value: escaped(format_value(value)).replace("|", "\\|"),
         short=short_digest,
+        duration=format_duration,
         json=json.dumps,
     )
     return f"{filled.content}\n"
