@@ -1,5 +1,6 @@
-"""MLflow's registered models as a view of the home's registry, and champions chosen there."""
+"""MLflow's registered models as a view of the home's registry, and made again from the home."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,11 +8,15 @@ from typing import Any
 
 import pytest
 from support.recorded_homes import Made, make_run
-from support.tracked_stores import client_of, pushed
+from support.tracked_stores import client_of, files_of, pushed
+from typer.testing import CliRunner
 
+from ttrain.cli.main import app
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
 from ttrain.tracking import run_summary
+from ttrain.tracking.client import database_of
+from ttrain.tracking.mlflow_mirror import Mirror
 from ttrain.tracking.pusher import push_noted
 from ttrain.tracking.registered import take_over_champions
 
@@ -61,10 +66,6 @@ def aliases(home: Path, name: str = NAME) -> dict[str, str]:
     return {alias: str(number) for alias, number in numbers.items()}
 
 
-def version(home: Path, name: str, number: int) -> Any:
-    return client_of(home).get_model_version(name, str(number))
-
-
 def champion(home: Path) -> str | None:
     model_set = Registry(home).champion(NAME)
     return model_set and model_set.version
@@ -76,18 +77,17 @@ def test_versions_have_tags_descriptions_and_the_aliases_of_their_set(sets_home:
     pushed(sets_home, [RUNS[1]])
     assert aliases(sets_home) == {"champion": "1", "challenger": "2"} == aliases(sets_home, SFT)
     assert aliases(sets_home, BASE) == {"champion": "1", "challenger": "1"}, "of both sets"
-    sft, mlflow = version(sets_home, SFT, 2), client_of(sets_home)
+    mlflow = client_of(sets_home)
+    sft, of_set = (mlflow.get_model_version(name, "2") for name in (SFT, NAME))
     stage_run = mlflow.get_run(sft.run_id)
     assert stage_run.data.tags["ttrain.key"] == sft.tags["ttrain.key"].partition("/")[2]
     assert sft.source == f"{stage_run.info.artifact_uri}/sft/model"
-    of_set = version(sets_home, NAME, 2)
-    for text in (RUNS[2], f"`{SFT}`", f"ttrain lineage {NAME}/2"):
-        assert text in of_set.description
+    assert f"ttrain lineage {NAME}/2" in of_set.description
     assert of_set.source == f"models:/{SFT}/2"
     assert mlflow.get_run(of_set.run_id).info.run_name == RUNS[2]
     mlflow.update_model_version(NAME, "1", "mine")
     pushed(sets_home, [RUNS[1]])
-    assert version(sets_home, NAME, 1).description == "mine", "a user's text stays"
+    assert mlflow.get_model_version(NAME, "1").description == "mine", "a user's text stays"
 
 
 def test_a_champion_that_somebody_chose_on_mlflows_page_is_taken_over(sets_home: Path) -> None:
@@ -111,3 +111,43 @@ def test_a_champion_here_that_was_not_pushed_yet_is_not_taken_back(sets_home: Pa
     client_of(sets_home).set_registered_model_alias(NAME, "other", "1")  # MLflow changed
     take_over_champions(sets_home)
     assert champion(sets_home) == "2", "nobody moved the one that was pushed last"
+
+
+def shown(home: Path) -> Any:
+    """All that MLflow shows of a home, without the ids and times that are MLflow's own."""
+    mlflow, views = Mirror(home).client, dict[str, Any]()  # of the present file
+    experiment = mlflow.get_experiment_by_name("ttrain").experiment_id
+    runs = mlflow.search_runs([experiment])
+    for run in runs:
+        run_id, info = run.info.run_id, run.info
+        curves = {key: str(mlflow.get_metric_history(run_id, key)) for key in run.data.metrics}
+        times = (info.status, info.start_time, info.end_time)
+        files = sorted(files_of(run))
+        views[run.data.tags["ttrain.id"]] = [run.data.to_dictionary(), times, curves, files]
+    for version in mlflow.search_model_versions():
+        details = [version.description, version.tags, version.run_id]
+        views[f"{version.name}/{version.version}"] = details
+    views["aliases"] = {model.name: model.aliases for model in mlflow.search_registered_models()}
+    text = json.dumps(views)
+    for run in runs:
+        text = text.replace(run.info.run_id, run.data.tags["ttrain.id"])
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "damaged"])
+def test_a_database_that_is_gone_or_damaged_is_made_again_from_the_home(
+    sets_home: Path, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Registry(sets_home).promote(NAME, "1")
+    pushed(sets_home, [RUNS[1]])
+    before = shown(sets_home)
+    assert len(before) == 2 * 3 + 5 + 1, "runs with two stages each, versions, aliases"
+    if is_gone:
+        database_of(sets_home).unlink()
+    else:
+        database_of(sets_home).write_bytes(bytes(range(256)) * 4000)
+    monkeypatch.setenv("TTRAIN_HOME", str(sets_home))
+    result = CliRunner().invoke(app, ["track", "push", "--json"])
+    assert result.exit_code == 0, result.output
+    assert shown(sets_home) == before and champion(sets_home) == "1"
+    assert len([*sets_home.glob("mlflow/mlflow.db.damaged-*")]) == (0 if is_gone else 1)
