@@ -1,6 +1,5 @@
 """What a model was made of, from the store or from MLflow alone: data, code, seed, settings."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,11 +28,11 @@ CHAIN = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
 FILES = [{"name": "docs.jsonl", "sha256": "5" * 64}]
 READING = {"reading.seed": 3, "tokenizer.vocab_size": 400}
 CHANGED = {"pretrain.optim.lr": 0.5, "pretrain.seed": 7}  # that differ from the defaults
-COUNTED = {"role": "train", "name": "docs.jsonl", "kept": 90, "tokens": 800, "bytes": 3000}
+COUNTS = {"tokens": 800, "bytes": 3000}
 SHARDS = {
     "train": {"rows": 80, "tokens": 700, "bytes": 2700},
     "heldout": {"rows": 10, "tokens": 100, "bytes": 300},
-    "files": [COUNTED],
+    "files": [{"role": "train", "name": "docs.jsonl", "kept": 90, **COUNTS}],
 }
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -63,9 +62,9 @@ def publish(
     return store.publish(stage, key, output, {**recorded, "result": {}, **manifest})
 
 
-def make(home: Path, tokenizer_key: str = "a1b2c3d") -> dict[str, Artifact]:
+def make(home: Path) -> dict[str, Artifact]:
     """A run with its artifacts, its record, and its registered models."""
-    tokenizer = publish(home, "tokenizer", tokenizer_key, settings=READING, files=FILES)
+    tokenizer = publish(home, "tokenizer", "a1b2c3d", settings=READING, files=FILES)
     made = {"tokenizer": tokenizer}
     for name, key in (("shards-pretrain", "5a"), ("shards-sft", "5b")):
         inputs = {"tokenizer": tokenizer}
@@ -78,10 +77,10 @@ def make(home: Path, tokenizer_key: str = "a1b2c3d") -> dict[str, Artifact]:
     made["sft"] = publish(home, "sft", SFT_KEY, inputs)
     stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
     record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0}
-    record |= {"seconds": 1.0, "stages": stages, "metrics": {}, "model_set": "mine/1"}
-    record |= {"settings": Settings(name="mine").model_dump(mode="json")}
+    record |= {"seconds": 1.0, "stages": stages, "metrics": {}, "process": {"pid": 1, "started": 0}}
+    record |= {"model_set": "mine/1", "settings": Settings(name="mine").model_dump(mode="json")}
     (home / "runs").mkdir(exist_ok=True)
-    write_json(home / "runs" / f"{RUN}.json", {**record, "process": {"pid": 1, "started": 0}})
+    write_json(home / "runs" / f"{RUN}.json", record)
     registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
     members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
     registry.register_set("mine", RUN, members, {name: one.key for name, one in made.items()}, {})
@@ -114,9 +113,8 @@ def test_a_stage_has_its_data_counts_places_code_seed_and_settings(home: Path) -
     tokenizer, shards, base = stages_of(home, "pretrain")
     assert (tokenizer["seed"], base["seed"], base["commit"]) == (3, 7, "c" * 40)
     assert base["settings"] == CHANGED
-    counts = {"documents": 90, "tokens": 800, "bytes": 3000}
-    [file] = shards["data"]
-    assert file == {"part": "train", **FILES[0], "location": "/data/docs.jsonl", **counts}
+    file = {"part": "train", **FILES[0], "location": "/data/docs.jsonl", "documents": 90, **COUNTS}
+    assert shards["data"] == [file]
     assert base["inputs"]["shards"] == {"stage": "shards-pretrain", "key": shards["key"]}
     assert base["code"] != shards["code"] and base["content"] != shards["content"]
     assert {stage["run"] for stage in (tokenizer, shards, base)} == {RUN}
@@ -173,19 +171,13 @@ def test_the_command_prints_the_chain_and_its_json_round_trips(
 
 
 def test_the_digest_of_a_data_set_covers_files_and_reading(tmp_path: Path) -> None:
-    shards = make(tmp_path / "first")["shards-pretrain"]
-    train, heldout = datasets.data_of(shards)
-    assert json.loads(train.profile) == {"documents": 80, "bytes": 2700}
-    assert heldout.tags == {datasets.CONTEXT: "validation", "tokens": "100"}
-    assert train.digest != heldout.digest
-    for trains, data in ((True, train), (False, heldout)):
-        assert datasets.read_by({"shards": shards}, trains=trains) == [data]
-    reading = {"reading.seed": 4}
-    other = publish(tmp_path, "shards-pretrain", "1", {}, reading, FILES, result=SHARDS)
-    files = [{**FILES[0], "name": "x.jsonl"}]
-    renamed = publish(tmp_path, "shards-pretrain", "2", {}, READING, files, result=SHARDS)
-    other_digest, renamed_digest = (datasets.data_of(made)[0].digest for made in (other, renamed))
-    assert other_digest != train.digest == renamed_digest
-    of_other_tokenizer = make(tmp_path / "second", tokenizer_key="ffff")["shards-pretrain"]
-    digests = [data.digest for data in datasets.data_of(of_other_tokenizer)]
-    assert digests == [train.digest, heldout.digest]
+    def digests(home: str, settings: Mapping[str, Any], name: str = "docs.jsonl") -> list[str]:
+        files = [{**FILES[0], "name": name}]
+        given = (tmp_path / home, "shards-pretrain", "1", {}, settings, files)
+        return [data.digest for data in datasets.data_of(publish(*given, result=SHARDS))]
+
+    train, heldout = digests("first", READING)
+    assert train != heldout and train != digests("reading", {"reading.seed": 4})[0]
+    assert digests("renamed", READING, "x.jsonl") == [train, heldout]
+    made = make(tmp_path / "tokenizer")["shards-pretrain"]
+    assert [data.digest for data in datasets.data_of(made)] == [train, heldout]
