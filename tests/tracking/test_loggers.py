@@ -72,26 +72,20 @@ class Service(Mock):
 
 
 @pytest.mark.parametrize(
-    ("kind", "project", "steps", "end"),
-    [
-        (Wandb, "WANDB_PROJECT", [6, 8], {"exit_code": 1}),
-        (SwanLab, "SWANLAB_PROJECT_NAME", [4, 6, 8], CRASHED),  # it ignores steps that it has
-    ],
+    ("kind", "steps", "end"),
+    # SwanLab ignores steps that it has
+    [(Wandb, [6, 8], {"exit_code": 1}), (SwanLab, [4, 6, 8], CRASHED)],
 )
 def test_a_service_gets_what_it_lacks_under_one_id_and_how_the_training_ended(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Logger],
-    project: str,
-    steps: list[int],
-    end: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, steps: list[int], end: Any
 ) -> None:
     name = kind.__name__.lower()
     monkeypatch.setitem(sys.modules, name, service := Service())
     for _ in range(2):
         logger = kind(name, tmp_path, ABOUT)
         logger.start(3, 20)
-        monkeypatch.setenv(project, "ours")
+        for variable in ("WANDB_PROJECT", "SWANLAB_PROJECT_NAME"):
+            monkeypatch.setenv(variable, "ours")
     first, second = (begun.args[0] for begun in service.begin.call_args_list)
     assert {key: first[key] for key in ABOUT} == ABOUT and second["project"] == "ours"
     assert first["id"] == second["id"] and first["resume"] == "allow"

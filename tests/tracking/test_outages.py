@@ -23,26 +23,20 @@ WEIGHTS = b"w" * 100_000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mlflow_server(tmp_path_factory.mktemp("server")) as url,
+    ):
+        proxy = Proxy(url)
+        patch.setenv("MLFLOW_TRACKING_URI", proxy.url)
+        Mirror(tmp_path_factory.mktemp("first")).find("first", "none")  # its first answer is slow
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "4")
         patch.setattr(pusher, "INTERVAL_SECONDS", 0.02)
         patch.setattr(pusher, "RETRY_SECONDS", 0.1)
         patch.setattr(pusher, "SILENT_SECONDS", 3.0)
-        with mlflow_server(tmp_path_factory.mktemp("server")) as url:
-            patch.setenv("MLFLOW_TRACKING_URI", url)
-            # its first answers take seconds
-            Mirror(tmp_path_factory.mktemp("first")).find("first", "none")
-            yield url
-
-
-@pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    proxy = Proxy(server)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.url)
-    yield proxy
-    proxy.mode = "well"
-    proxy.close()
+        yield proxy
+        proxy.close()
 
 
 def run_and_push(home: Path, before: Callable[[int], object]) -> tuple[str, bool]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,12 @@ def test_a_note_and_tags_are_shown_masked_and_count_in_no_key(stage_home: Home) 
     assert "why: &lt;b&gt;" in page and "purpose=a" in page
 
 
-@pytest.mark.parametrize(
-    ("note", "tag", "message"),
-    [
-        ("x" * 2001, [], "2001"),
-        (None, ["purpose="], "KEY=VALUE"),
-        (None, ["TTrain.key=x"], "ttrain."),
-        (None, ["a=b\nc"], "line"),
-    ],
-)
-def test_invalid_labels_are_refused(note: str | None, tag: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        labels_of(note, tag)
+@pytest.mark.parametrize("tag", ["purpose=", "TTrain.key=x", "a=b\nc"])
+def test_invalid_labels_are_refused(tag: str) -> None:
+    with pytest.raises(UsageError, match="KEY=VALUE"):
+        labels_of(None, [tag])
+    with pytest.raises(UsageError, match="2001"):
+        labels_of("x" * 2001, [])
 
 
 def test_the_cost_counts_every_training_once_and_the_steps_before_a_kill() -> None:

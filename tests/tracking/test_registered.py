@@ -1,8 +1,6 @@
 """MLflow's registered models as a view of the home's registry, and made again from the home."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +23,15 @@ BASE, SFT = f"{NAME}-base", f"{NAME}-sft"
 RUNS = {1: "full-20261121-101000-0001a", 2: "full-20261121-102000-0001a"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_pages() -> Iterator[None]:
-    """Pushes without the report of a run, which takes 2 s of CPU each time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_summary, "page_of", lambda home, run: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def two_sets(
-    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
-) -> Path:
+@pytest.fixture
+def sets_home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs of one base model, registered and pushed."""
-    home = tmp_path_factory.mktemp("two") / "home"
-    add_database(home)
-    registry, store = Registry(home), ArtifactStore(home)
+    # without the report of a run, which takes 2 s of CPU each time
+    monkeypatch.setattr(run_summary, "page_of", lambda home, run: None)
+    registry, store = Registry(tracked_home), ArtifactStore(tracked_home)
     for number, run in RUNS.items():
         stages = {BASE: Made("pretrain", [3.0]), SFT: Made("sft", [float(number)])}
-        make_run(home, run, [*stages.values()], number=number)
+        make_run(tracked_home, run, [*stages.values()], number=number)
         members = []
         for model, made in stages.items():
             artifact = store.find(made.stage, made.key)
@@ -51,14 +39,8 @@ def two_sets(
             members.append(registry.register_model(model, artifact, run))
         keys = {made.stage: made.key for made in stages.values()}
         registry.register_set(NAME, run, members, keys, {"bits_per_byte": 2 - number / 10})
-    pushed(home)
-    return home
-
-
-@pytest.fixture
-def sets_home(two_sets: Path, tmp_path: Path) -> Path:
-    shutil.copytree(two_sets, tmp_path / "home")
-    return tmp_path / "home"
+    pushed(tracked_home)
+    return tracked_home
 
 
 def aliases(home: Path, name: str = NAME) -> dict[str, str]:
