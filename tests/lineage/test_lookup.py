@@ -22,17 +22,11 @@ from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, wei
 from ttrain.store.runs import RunRecord
 
 
-def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
+def write_model(directory: Path, weights: bytes) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")
-    if shards == 1:
-        (directory / MODEL).write_bytes(weights)
-        return directory
-    names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
-    for name in names:
-        (directory / name).write_bytes(weights + name.encode())
-    write_json(directory / f"{MODEL}.index.json", {"weight_map": dict(enumerate(names))})
+    (directory / MODEL).write_bytes(weights)
     return directory
 
 
@@ -61,8 +55,8 @@ class Home:
         manifest = {"result": {}, "ingredients": {"code": {}}, "inputs": {}}
         return self.store.publish(stage, key, self.store.work(stage, key), manifest)
 
-    def publish_model(self, stage: str, key: str, weights: bytes, shards: int = 1) -> Artifact:
-        write_model(self.store.work(stage, key) / "model", weights, shards=shards)
+    def publish_model(self, stage: str, key: str, weights: bytes) -> Artifact:
+        write_model(self.store.work(stage, key) / "model", weights)
         return self.publish(stage, key)
 
     def publish_adapter(self, key: str, base: Artifact) -> Artifact:
@@ -207,9 +201,6 @@ def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_
     assert reference.adapter == Path("copied").absolute()
     assert reference.model == runs_home.sft.path / "model"
     assert reference.base_digest == hashlib.sha256(b"first").hexdigest()
-    sharded = runs_home.publish_model("pretrain", "p", b"big", shards=3)
-    write_adapter(Path("adapter"), sharded.path / "model")
-    assert runs_home.resolve("adapter").model == sharded.path / "model"
 
 
 def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Home) -> None:
@@ -230,8 +221,8 @@ def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Ho
 
 
 def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "foreign", b"x", shards=2)
-    (tmp_path / "evil.bin").write_bytes(b"x")
+    model = write_model(tmp_path / "foreign", b"x")
+    (model / MODEL).rename(tmp_path / "evil.bin")
     write_json(model / f"{MODEL}.index.json", {"weight_map": {"a": "../evil.bin"}})
     place = re.escape(str(model))
     with pytest.raises(ArtifactError, match=place):

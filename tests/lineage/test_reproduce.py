@@ -86,18 +86,13 @@ def test_settings_come_from_the_manifest_whatever_the_defaults_are(root: Path) -
     assert tokenizer.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but"),
-        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "b.jsonl changed"),
-    ],
-)
-def test_missing_or_changed_data_are_refused(root: Path, change: Any, message: str) -> None:
-    change(root / "data")
-    with pytest.raises(ArtifactError, match=r"tokenizer: .*shards-pretrain: ") as refused:
+def test_missing_or_changed_data_are_refused(root: Path) -> None:
+    (root / "data" / "b.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(ArtifactError, match=r"tokenizer: .*b\.jsonl changed.*shards-pretrain: "):
         recipes(root)
-    assert message in str(refused.value)
+    (root / "data" / "a.jsonl").unlink()
+    with pytest.raises(ArtifactError, match=r"tokenizer: .*a\.jsonl' but.*shards-pretrain: "):
+        recipes(root)
 
 
 def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> None:

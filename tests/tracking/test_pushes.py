@@ -65,22 +65,20 @@ def test_a_run_is_in_mlflow_with_its_stages_and_their_records(tracked_home: Path
     make_run(tracked_home, A, stages, metrics=metrics, outcome="failed", note="why")
     pushed(tracked_home)
     run = only(tracked_home, A)
-    assert (run.info.run_name, run.info.status, run.info.start_time) == (A, "FAILED", 1000 * BEGAN)
-    assert run.info.end_time == 1000 * (BEGAN + 60.5)
+    times = (1000 * BEGAN, 1000 * (BEGAN + 60.5))
+    assert (run.info.start_time, run.info.end_time, run.info.status) == (*times, "FAILED")
     assert run.data.metrics["eval/bits_per_byte"] == 2.5
-    assert run.data.tags["ttrain.outcome"] == "failed"
     assert run.data.tags["mlflow.note.content"].startswith("why")
     assert {"settings.yaml", "report.html"} <= files_of(run).keys()
     stage = only(tracked_home, STAGE_ID)
-    tags = {"mlflow.parentRunId": run.info.run_id, "ttrain.key": PRETRAIN.key}
-    assert tags.items() <= stage.data.tags.items()
+    assert stage.data.tags["mlflow.parentRunId"] == run.info.run_id
     points = client_of(tracked_home).get_metric_history(stage.info.run_id, "loss")
-    values = [math.nan if loss is None else loss for loss in LOSSES]
-    assert str([(point.step, point.timestamp, point.value) for point in points]) == str(
-        [(step, int(1000 * (BEGAN + 2 * step)), value) for step, value in enumerate(values, 1)]
-    )
-    names = ("manifest.json", "run/metrics.jsonl", "run/log.txt")
-    assert {f"pretrain/{name}" for name in names} <= files_of(stage).keys()
+    seconds = [(step, BEGAN + 2 * step) for step in range(1, 9)]
+    assert [(point.step, point.timestamp / 1000) for point in points] == seconds
+    values = [None if math.isnan(point.value) else point.value for point in points]
+    assert values == LOSSES
+    files = {"pretrain/manifest.json", "pretrain/run/metrics.jsonl", "pretrain/run/log.txt"}
+    assert files <= files_of(stage).keys()
     sft = only(tracked_home, f"{A}/sft")
     assert (sft.info.status, sft.data.tags["ttrain.error"]) == ("FAILED", "out of memory")
     assert tracked(tracked_home, f"{A}/lora") == [], "it never began"
