@@ -40,10 +40,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 def run_and_push(home: Path, before: Callable[[int], object]) -> tuple[str, bool]:
-    """Run and push a training in five parts; `before` each the server may change.
-
-    Returns the run's name, and whether its end was pushed.
-    """
+    """Run a training in five parts; returns its name, and whether its end was pushed."""
     before(1)
     changes = {"tracking": {"experiment": home.parent.name}, "notify": {"webhook": "hf_abc"}}
     settings = Settings().replaced(changes).model_dump(mode="json")
