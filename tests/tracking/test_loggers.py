@@ -4,8 +4,8 @@ import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -42,13 +42,9 @@ def train(directory: Path, *loggers: Callback, stop_after: int | None = None) ->
     ).fit()
 
 
-def points(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """The points of the metrics file as TensorBoard rounds them, each step once."""
-    curves: dict[str, dict[int, float]] = {}
-    for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
-        for name, value in {"tokens": row["tokens"], **row["metrics"]}.items():
-            curves.setdefault(name, {})[row["step"]] = float(np.float32(value))
-    return {name: list(values.items()) for name, values in curves.items()}
+def curve(directory: Path, name: str) -> dict[int, float]:
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["metrics"][name] for row in rows if name in row["metrics"]}
 
 
 def test_tensorboard_has_each_value_once_also_when_continued(tmp_path: Path) -> None:
@@ -56,70 +52,49 @@ def test_tensorboard_has_each_value_once_also_when_continued(tmp_path: Path) -> 
 
     for stop_after in (7, None):
         train(tmp_path, *make_loggers(["tensorboard"], tmp_path, ABOUT), stop_after=stop_after)
-    expected = points(tmp_path)
-    assert [step for step, _ in expected["loss"]] == [2, 4, 6, 8, 10, 12]
-    assert [step for step, _ in expected["validation_loss"]] == [4, 8, 12]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {*events.Tags()["scalars"]} == expected.keys()
-    for tag, values in expected.items():
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == values
+    assert "tokens" in events.Tags()["scalars"]
+    for name, steps in (("loss", [2, 4, 6, 8, 10, 12]), ("validation_loss", [4, 8, 12])):
+        values = curve(tmp_path, name)
+        assert [*values] == steps
+        scalars = [(event.step, event.value) for event in events.Scalars(name)]
+        assert scalars == [(step, np.float32(value)) for step, value in values.items()]
 
 
-class Service:
-    """The interface of Weights & Biases and SwanLab; notes what it is given."""
-
-    class Settings(SimpleNamespace):
-        Probe = SimpleNamespace
+class Service(Mock):
+    """The interface of Weights & Biases and SwanLab; a run is the service itself."""
 
     starting_step = 6  # of a run that is continued: the first step that Weights & Biases lacks
 
-    def __init__(self) -> None:
-        self.begun: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.ended: list[dict[str, Any]] = []
-
-    def init(self, **options: Any) -> "Service":
-        self.begun.append(options)
+    def init(self, **options: Any) -> Any:
+        self.begin(options)
         return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
-
-    def finish(self, **state: Any) -> None:
-        self.ended.append(state)
-
-    def teardown(self) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("kind", "project", "steps", "end"),
-    [
-        (Wandb, "WANDB_PROJECT", [6, 8], {"exit_code": 1}),
-        (SwanLab, "SWANLAB_PROJECT_NAME", [4, 6, 8], CRASHED),  # it ignores steps that it has
-    ],
+    ("kind", "steps", "end"),
+    # SwanLab ignores steps that it has
+    [(Wandb, [6, 8], {"exit_code": 1}), (SwanLab, [4, 6, 8], CRASHED)],
 )
 def test_a_service_gets_what_it_lacks_under_one_id_and_how_the_training_ended(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Logger],
-    project: str,
-    steps: list[int],
-    end: dict[str, Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, steps: list[int], end: Any
 ) -> None:
     name = kind.__name__.lower()
     monkeypatch.setitem(sys.modules, name, service := Service())
     for _ in range(2):
         logger = kind(name, tmp_path, ABOUT)
         logger.start(3, 20)
-        monkeypatch.setenv(project, "ours")
-    first, second = service.begun
+        for variable in ("WANDB_PROJECT", "SWANLAB_PROJECT_NAME"):
+            monkeypatch.setenv(variable, "ours")
+    first, second = (begun.args[0] for begun in service.begin.call_args_list)
     assert {key: first[key] for key in ABOUT} == ABOUT and second["project"] == "ours"
     assert first["id"] == second["id"] and first["resume"] == "allow"
     for step in (4, 6, 8):
         logger.log(LogRecord(step, 20, 96 * step, {"loss": step / 2, "lr": float("inf")}))
     logger.failed(ZeroDivisionError())
-    assert service.logged == [(step, {"tokens": 96 * step, "loss": step / 2}) for step in steps]
-    assert service.ended == [end]
+    values = [call({"tokens": 96 * step, "loss": step / 2}, step=step) for step in steps]
+    assert service.log.call_args_list == values
+    assert service.finish.call_args_list == [call(**end)]
 
 
 def test_secret_settings_are_masked_for_loggers() -> None:
@@ -139,31 +114,22 @@ def test_secret_settings_are_masked_for_loggers() -> None:
 def test_a_broken_logger_is_one_warning(
     tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise ConnectionError("no route")
-
+    fail = Mock(side_effect=ConnectionError("no route"))
     train(tmp_path, type("Broken", (Logger,), {broken: fail})("broken", tmp_path, ABOUT))
-    assert [step for step, _ in points(tmp_path)["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [*curve(tmp_path, "loss")] == [2, 4, 6, 8, 10, 12]
     messages = [record.getMessage() for record in caplog.records]
     [warning] = [message for message in messages if "logger broken" in message]
     assert "ConnectionError" in warning
 
 
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("tensorboard", None),
-        # a directory of the name, as the service leaves one
-        ("wandb", ModuleSpec("wandb", None, is_package=True)),
-    ],
-)
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    name: str, spec: ModuleSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: spec)
-    settings = Settings.model_validate({"runtime": {"loggers": [name]}})
-    message = rf"runtime\.loggers.*{name}.*pip install 'ttrain\[{extras.EXTRAS[name]}\]'"
+    of_directory = ModuleSpec("wandb", None, is_package=True)  # such as the service leaves one
+    monkeypatch.setattr(extras, "find_spec", lambda name: of_directory)
+    settings = Settings.model_validate({"runtime": {"loggers": ["wandb"]}})
+    message = rf"runtime\.loggers.*wandb.*pip install 'ttrain\[{extras.EXTRAS['wandb']}\]'"
     with pytest.raises(UsageError, match=message):
-        make_loggers([name], tmp_path, ABOUT)
+        make_loggers(["wandb"], tmp_path, ABOUT)
     with pytest.raises(UsageError, match=message):
         plan(Graph(), settings, ArtifactStore(tmp_path))
