@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ ROWS = [{"text": text, "source": f"s{number % 3}"} for number, text in enumerate
 
 
 def read(tmp_path: Path, rows: list[Any], **settings: Any) -> Items[str]:
-    content = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
+    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = TextTask(**{"file": "file.jsonl", "row_length": 32, "stride": 16, **settings})
     return perplexity.read("prose", spec, SuiteFiles(tmp_path, {"documents": rows}))
 
@@ -42,13 +42,11 @@ def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
     ]
     nats, tokens = score_of(model, sequences, 32, 16)
     text = "".join(TEXTS).encode()
-    expected = {
-        "bits_per_byte": nats / LN2 / len(text),
-        "loss": nats / tokens,
-        "perplexity": math.exp(nats / tokens),
-    }
+    bits = nats / LN2 / len(text)
+    expected = [bits, nats / tokens, math.exp(nats / tokens)]
     metrics = {metric.name: metric.value for metric in result.figures if not metric.group}
-    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert list(metrics) == ["bits_per_byte", "loss", "perplexity"]
+    assert [*metrics.values()] == pytest.approx(expected, rel=1e-6)
     assert not any(metric.higher_is_better for metric in result.figures)
     assert result.baselines == baselines.bits_per_byte(text)
     groups = {f"source=s{n}": tuple(range(n, 12, 3)) for n in range(3)}
@@ -68,13 +66,10 @@ def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text
     ids = encoder.encode(texts)
     assert not set(ids[-1]) & encoder.special_ids()
     counts = [len(text_ids) for text_ids in ids]
-    nats = [count * math.log(len(encoder)) for count in counts]
-    sizes = (1, 18, 300, len(special))
-    assert result.primary.sums == pytest.approx(nats)
-    assert result.primary.sizes == sizes
-    rows = [(row["bytes"], row["tokens"], row["lossy"]) for row in result.rows]
-    assert rows == [(size, count, False) for size, count in zip(sizes, counts, strict=True)]
-    assert (result.rows[-1]["text"], result.rows[-1]["nats"]) == (special, result.primary.sums[-1])
+    assert result.primary.sums == pytest.approx([n * math.log(len(encoder)) for n in counts])
+    assert result.primary.sizes == (1, 18, 300, len(special))
+    assert [row["tokens"] for row in result.rows] == counts
+    assert not any(row["lossy"] for row in result.rows)
 
 
 def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: Path) -> None:
@@ -89,4 +84,27 @@ def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: P
 def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_path: Path) -> None:
     items = read(tmp_path, ROWS, file="heldout", by=("source",))
     assert list(items.digests) == [task_result.record_name(text) for text in TEXTS]
-    assert sorted(items.groups) == ["source=s0", "source=s1", "source=s2"]
+
+
+def naive_bits(data: bytes, order: int) -> list[float]:
+    """By the definition: each length of context falls back on the one shorter by a byte."""
+    followers: dict[bytes, Counter[int]] = defaultdict(Counter)
+    bits = []
+    for at, byte in enumerate(data):
+        contexts = [data[at - length : at] for length in range(min(at, order) + 1)]
+        chance = 1 / 256
+        for counts in (followers[context] for context in contexts):
+            if total := counts.total():
+                kinds = len(counts)
+                chance = (counts[byte] + kinds * chance) / (total + kinds)
+        bits.append(-math.log2(chance))
+        for context in contexts:
+            followers[context][byte] += 1
+    return bits
+
+
+@pytest.mark.parametrize("order", [0, 1, 3])
+@pytest.mark.parametrize("data", [b"", b"a", b"abracadabra abracadabra", bytes([0, 255, 254] * 3)])
+def test_a_byte_of_a_baseline_costs_what_the_definition_says(data: bytes, order: int) -> None:
+    bits = baselines.adaptive_bits(data, order).tolist()
+    assert bits == pytest.approx(naive_bits(data, order), rel=1e-12)
