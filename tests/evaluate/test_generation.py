@@ -21,33 +21,27 @@ from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference.loading import LoadedModel, with_encoder
 
 RESULTS: dict[str, str | None] = {
-    "He has 5 - 2 = 3 left.\n#### 3": "3",
     "#### 1,234.50 dollars, 7 in all": "2469/2",
-    "#### none, so 8": "8",
-    "12 apples and 5 pears": "5",
+    "#### none, so 8, not 9": "8",
     "5-3": "3",
     "x = -3.": "-3",
     "-$5": "-5",
     "−7 °C": "-7",
     "1,23": "23",
     ".5": "1/2",
-    "50%": "50",
     "3/4": "3/4",
     "-½": "-1/2",
     "3/0": "0",
     "１，２３４．５": "2469/2",
     "答案是12，一般": "12",
-    "no number": None,
     "####": None,
 }
 EXACT = [
     ("Paris", "paris."),
-    ("  The   Louvre!\nand more", "the louvre"),
+    ("\n  The   Louvre!\nand more", "the louvre"),
     ("it is\n#### Paris", "Paris"),
-    ("\n\nParis\nor Rome", "Paris"),
     ("「北京」。", "北京"),
     ("ＡＢ", "ab"),
-    ("one\ntwo", "one\ntwo"),
     ("**-5**.", "-5"),
 ]
 NOT_EXACT = [("Paris or Rome", "Paris"), ("", "Paris"), ("one", "one\ntwo")]
@@ -81,19 +75,18 @@ def answering(
     return subject_of(subject.model, subject.encoder, said=generate, **changes), prompts
 
 
-def test_the_result_of_a_text() -> None:
-    results = {text: result and Fraction(result) for text, result in RESULTS.items()}
-    assert {text: generation.answer_in(text) for text in RESULTS} == results
+def test_the_result_of_a_text_and_exact_answers() -> None:
+    for text, result in RESULTS.items():
+        assert generation.answer_in(text) == (result and Fraction(result)), text
+
+    exact = [pair for pair in (*EXACT, *NOT_EXACT) if generation.judge_answer(*pair, "exact")[1]]
+    assert exact == EXACT
 
 
-def test_exact_answers() -> None:
-    pairs = [*EXACT, *NOT_EXACT]
-    assert [pair for pair in pairs if generation.judge_answer(*pair, "exact")[1]] == EXACT
+LAST = [("one and two\n#### 3", "numeric"), ("3 apples", "exact")]
 
 
-@pytest.mark.parametrize(
-    ("last", "match"), [("one and two\n#### 3", "numeric"), ("3 apples", "exact")]
-)
+@pytest.mark.parametrize(("last", "match"), LAST)
 def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
     tmp_path: Path, subject: LoadedModel, last: str, match: str
 ) -> None:
@@ -110,13 +103,10 @@ def test_auto_compares_numbers_where_every_right_answer_of_the_file_is_one(
 
 def test_a_stop_text_ends_an_answer(tmp_path: Path, subject: LoadedModel) -> None:
     real = with_encoder("real", subject.model, subject.encoder, subject.begin_ids, can_chat=True)
-    unlimited = evaluated(tmp_path, TWO_ROWS, real, stop=(), new_tokens=40)
-    texts = [row["answer"] for row in unlimited.rows]
-    stops = tuple(text[6:9] for text in texts)
-    result = evaluated(tmp_path, TWO_ROWS, real, stop=("", *stops), new_tokens=40)
-    ends = [min(text.find(stop) for stop in stops if stop in text) for text in texts]
-    expected = [(text[:end], True) for text, end in zip(texts, ends, strict=True)]
-    assert [(row["answer"], row["ended"]) for row in result.rows] == expected
+    unlimited = evaluated(tmp_path, TWO_ROWS[:1], real, stop=(), new_tokens=40)
+    text = unlimited.rows[0]["answer"]
+    (row,) = evaluated(tmp_path, TWO_ROWS[:1], real, stop=("", text[6:9]), new_tokens=40).rows
+    assert (row["answer"], row["ended"]) == (text[: text.find(text[6:9])], True)
 
 
 def test_prompts_that_are_too_long_lose_their_oldest_examples_first(
@@ -127,10 +117,9 @@ def test_prompts_that_are_too_long_lose_their_oldest_examples_first(
     cut = evaluated(tmp_path, rows, answered, shots=5)
     assert all(len(ids) <= 128 - 20 and ids[0] == subject.begin_ids[0] for ids in prompts)
     texts = [subject.encoder.decode(ids) for ids in prompts]
-    assert all(text.startswith("Question: ") for text in texts), "no example is cut in two"
-    assert all(text.endswith("?\nAnswer:") for text in texts)
-    complete = evaluated(tmp_path, rows, answered)
-    assert [result.figures[-1].name for result in (cut, complete)] == ["cut", "ended"]
+    for text in texts:
+        assert text.startswith("Question: ") and text.endswith("?\nAnswer:"), "no example is cut"
+    assert cut.figures[-1].name == "cut"
 
 
 def test_a_chat_is_asked_through_the_template(tmp_path: Path, subject: LoadedModel) -> None:

@@ -24,15 +24,10 @@ def documents_of(encoder: Encoder, *texts: str) -> list[SamplePrompt]:
     return samples.of_documents(texts, encoder, new_tokens=48, room=200)
 
 
-def chats_of(encoder: Encoder, *chats: Messages) -> list[SamplePrompt]:
-    return samples.of_chats(chats, encoder, new_tokens=48, room=200)
-
-
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE])
 def test_a_document_is_cut_into_its_beginning_and_what_follows(encoder: Encoder, text: str) -> None:
     (prompt,) = documents_of(encoder, text)
-    assert prompt.text
-    assert prompt.reference
+    assert prompt.text and prompt.reference
     assert text.startswith(prompt.text + prompt.reference)
     assert len(prompt.text.encode()) <= samples.BEGINNING_BYTES
     assert len(encoder.encode([prompt.reference])[0]) <= 48 + 1
@@ -45,20 +40,18 @@ def test_two_documents_are_chosen_by_their_content_and_with_different_beginnings
 ) -> None:
     texts = [f"{name}: {ENGLISH}" for name in "abcdef"]
     chosen = documents_of(encoder, *texts)
-    assert len(chosen) == 2
-    assert chosen == documents_of(encoder, *texts[::-1])
+    assert len(chosen) == 2 and chosen == documents_of(encoder, *texts[::-1])
     assert len(documents_of(encoder, ENGLISH, ENGLISH + "more", CHINESE)) == 2
     assert documents_of(encoder, "", "x", " \n ", "\n" * 9) == []
 
 
 def test_a_question_has_the_turns_before_it_and_its_own_answer(encoder: Encoder) -> None:
     with_system = turns("What is it?", "It is this.", Message("system", "Be kind."))
-    chosen = chats_of(encoder, with_system, turns("你好吗？", "很好。"))
+    unanswered = (Message("user", "Nobody answers?"),)
+    chats = [with_system, turns("你好吗？", "很好。"), unanswered, turns("too long " * 300)]
+    chosen = samples.of_chats(chats, encoder, new_tokens=48, room=200)
     samples_of = {(prompt.turns[0].role, prompt.text, prompt.reference) for prompt in chosen}
     assert samples_of == {("system", "What is it?", "It is this."), ("user", "你好吗？", "很好。")}
-    unanswered = (Message("user", "Nobody answers?"),)
-    assert chats_of(encoder, unanswered, turns("too long " * 300)) == []
-    assert len(chats_of(encoder, turns("Same?"), turns("Same?", "No."), turns("Another?"))) == 2
 
 
 def test_a_sample_has_the_answer_of_the_model_beside_that_of_the_data(encoder: Encoder) -> None:
