@@ -23,7 +23,6 @@ SHAPES: list[tuple[dict[str, Any], tuple[Message, ...], str | None]] = [  # row,
     ({"prompt": "Q"}, (BRIEF, QUESTION), None),
     ({"text": "Once"}, (), None),
     ({"conversations": [OWN.to_json(), *TURNS]}, (OWN, QUESTION), "A"),
-    ({"instruction": "Q", "input": "", "output": ""}, (BRIEF, QUESTION), None),
     ({"prompt": TURNS[:1], "completion": "C"}, (BRIEF, QUESTION), "C"),
 ]
 
@@ -34,8 +33,8 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    words = [number * 7 % 12 + 1 for number in range(count)]
-    return write_lines(path, [{"prompt": "why " * n, "id": at} for at, n in enumerate(words)])
+    lengths = [number * 7 % 12 + 1 for number in range(count)]
+    return write_lines(path, [{"prompt": "why " * n, "id": at} for at, n in enumerate(lengths)])
 
 
 def windows_of(
@@ -50,11 +49,9 @@ def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_separate_p
 ) -> None:
     rows = batch.read(write_prompts(tmp_path / "p.jsonl", 13), raw=False)
     warm = Sampling(max_tokens=6, temperature=1.0)
-    tally = batch.AnswerCounts()
-    windows = batch.answers(model, rows, warm, batch_size=5, tally=tally)
+    windows = windows_of(model, rows, 5, max_tokens=6, temperature=1.0)
     answers = [row for window in windows for row in window]
     assert [row["id"] for row in answers] == list(range(13))
-    assert tally.summary()["answers"] == tally.stops.total() == 13
     separate = windows_of(model, rows, 1, max_tokens=6, temperature=1.0)
     assert answers == [row for window in separate for row in window]
     assert chat_with(model, sampling=warm).ask("why ").text == answers[0]["answer"]
@@ -63,14 +60,11 @@ def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_separate_p
 def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    texts = ["w", "x" * 119, "y", "z" * 300]
+    texts = ["w", "x" * 119, "z" * 300]
     rows = batch.read(write_lines(tmp_path / "p.jsonl", [{"text": t} for t in texts]), raw=False)
-    ((first, second, third, fourth),) = windows_of(model, rows, 4, max_tokens=20)
-    assert second["tokens"] <= 128 - 120
-    assert (fourth["answer"], fourth["stop"]) == (None, "too long")
-    assert [[first]] == list(windows_of(model, rows[:1], 1, max_tokens=20))
-    assert first["tokens"] > 128 - 120
-    assert third["stop"] != "too long"
+    ((short, long, too_long),) = windows_of(model, rows, 3, max_tokens=20)
+    assert long["tokens"] <= 128 - 120 < short["tokens"]
+    assert (too_long["answer"], too_long["stop"]) == (None, "too long")
 
 
 def test_an_interrupted_answering_continues_where_it_was(
@@ -78,8 +72,7 @@ def test_an_interrupted_answering_continues_where_it_was(
 ) -> None:
     monkeypatch.setattr(batch, "WINDOW_BATCHES", 2)
     rows = batch.read(write_prompts(tmp_path / "p.jsonl", 5), raw=False)
-    complete = tmp_path / "complete.jsonl"
-    cut = tmp_path / "cut.jsonl"
+    complete, cut = tmp_path / "complete.jsonl", tmp_path / "cut.jsonl"
     sizes: list[int] = []
 
     def make(start: int, stop_after: int = 99) -> Iterator[list[dict[str, Any]]]:
@@ -97,9 +90,7 @@ def test_an_interrupted_answering_continues_where_it_was(
         file.write(b'{"half": ')
     sizes.clear()
     assert batch.write_answers(cut, {"model": 1}, make) == 4
-    assert sum(sizes) == 1
-    assert cut.read_bytes() == complete.read_bytes()
-    assert set(tmp_path.iterdir()) == {tmp_path / "p.jsonl", complete, cut}
+    assert sum(sizes) == 1 and cut.read_bytes() == complete.read_bytes()
     with pytest.raises(KeyboardInterrupt):
         batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins again
@@ -129,14 +120,13 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 def test_the_command_writes_answers_and_a_summary(
     run: Run, directory: Path, model: LoadedModel, tmp_path: Path
 ) -> None:
-    prompts = write_prompts(tmp_path / "p.jsonl", 5)
+    prompts = write_prompts(tmp_path / "p.jsonl", 2)
     out = tmp_path / "out.jsonl"
     options = ("--device", "cpu", "--max-tokens", "6", "--out", out)
     command = ("generate", prompts, "--model", directory, *options)
     summary = run(*command, "--json").json
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    counts = {"prompts": 5, "answers": 5, "tokens": sum(row["tokens"] for row in rows)}
-    assert summary.items() >= counts.items()
+    assert (summary["answers"], summary["tokens"]) == (2, sum(row["tokens"] for row in rows))
     answers = [chat_with(model).ask(row["prompt"]).text for row in rows]
     assert [row["answer"] for row in rows] == answers
     assert run(*command).code == 2, "there are answers already"

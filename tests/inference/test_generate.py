@@ -14,10 +14,8 @@ from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError
 from ttrain.inference.generate import (
-    Completion,
     KVCache,
     TextStream,
-    completion_text,
     generate,
     logits_processors,
 )
@@ -60,7 +58,6 @@ def test_greedy_answers_are_those_of_complete_passes_alone_and_in_a_padded_batch
     model = model_of_shape(shape)
     prompts = [*PROMPTS, [2]]
     expected = [greedy(model.model, prompt, 9) for prompt in prompts]
-    assert len(set(map(tuple, expected))) == len(prompts)
     assert answers(model, prompts[1:2], LONG) == expected[1:2]
     assert answers(model, prompts, LONG) == expected
 
@@ -75,8 +72,7 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(model: Loa
 
     ending = ending_with(model, ids[end], NEVER)
     (stopped,) = generate(ending, [PROMPTS[0]], LONG, on_tokens=note)
-    assert stopped.ended
-    assert stopped.ids == streamed == ids[:end]
+    assert stopped.ended and stopped.ids == streamed == ids[:end]
     (cut,) = generate(ending, [PROMPTS[0]], Sampling(max_tokens=end))
     assert (cut.ended, cut.ids) == (False, ids[:end])
 
@@ -128,26 +124,14 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(model: LoadedModel) -
     assert all("\ufffd" not in piece for piece in pieces[:-4])
     assert "".join([*pieces, stream.end()]) == text
     cut = TextStream(model.encoder)
-    assert cut.add(model.encoder.encode(["東"])[0][:-1]) == ""
-    assert cut.end() == "\ufffd"
-
-
-@pytest.mark.parametrize(("lead", "shown"), [("the ", "fox"), ("the dog ", "the fox")])
-def test_a_lead_of_the_template_is_not_shown(model: LoadedModel, lead: str, shown: str) -> None:
-    ids = model.encoder.encode(["the fox"])[0]
-    stream = TextStream(model.encoder, lead)
-    pieces = [stream.add(ids[:end]) for end in range(1, len(ids) + 1)]
-    assert "".join(pieces) + stream.end() == shown
-    completion = Completion(ids, ended=True, seconds=0.0)
-    assert completion_text(model.encoder, completion, lead) == shown
+    assert cut.add(model.encoder.encode(["東"])[0][:-1]) + cut.end() == "\ufffd"
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "experts"])
 def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Models) -> None:
     model = model_of_shape(shape)
     short = Sampling(max_tokens=5)
-    kv_cache = KVCache(model)
-    history = PROMPTS[1]
+    kv_cache, history = KVCache(model), PROMPTS[1]
     for turn in range(5):
         if turn == 3:
             history = [*PROMPTS[1], 50, 51]  # the oldest exchanges were left out
@@ -156,24 +140,6 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Mo
         (ids,) = answers(model, [history], short, kv_cache=kv_cache)
         assert [ids] == answers(model, [history], short)
         history = [*history, *ids, 60 + turn, 70 + turn]
-
-
-def test_a_turn_computes_only_its_new_tokens(model_of_shape: Models) -> None:
-    model = model_of_shape("llama")
-    short = Sampling(max_tokens=4)
-    kv_cache = KVCache(model)
-    (first,) = answers(model, [PROMPTS[1]], short, kv_cache=kv_cache)
-    widths: list[int] = []
-    embedding: Any = model.model.get_input_embeddings()
-    hook = embedding.register_forward_hook(
-        lambda module, inputs, out: widths.append(inputs[0].shape[1])
-    )
-    generate(model, [[*PROMPTS[1], *first, 60, 61, 62]], short, kv_cache=kv_cache)
-    assert widths[0] == 4  # three new tokens, and the answer's last one, which no pass has read
-    widths.clear()
-    generate(model, [PROMPTS[1][:5]], short, kv_cache=kv_cache)
-    assert widths[0] == 1
-    hook.remove()
 
 
 @pytest.mark.parametrize(("kind", "virtual_tokens"), [("lora", 0), ("prefix", 3)])
