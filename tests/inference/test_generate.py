@@ -13,12 +13,7 @@ from support.tiny_models import NEVER, ending_with, greedy, reference, speaker, 
 
 from ttrain.config import Lora, Moe
 from ttrain.errors import ArtifactError
-from ttrain.inference.generate import (
-    KVCache,
-    TextStream,
-    generate,
-    logits_processors,
-)
+from ttrain.inference.generate import KVCache, TextStream, generate, logits_processors
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling, sampling
 from ttrain.model import adapters, factory
@@ -125,6 +120,9 @@ def test_a_character_is_shown_when_all_its_bytes_are_there(model: LoadedModel) -
     assert "".join([*pieces, stream.end()]) == text
     cut = TextStream(model.encoder)
     assert cut.add(model.encoder.encode(["東"])[0][:-1]) + cut.end() == "\ufffd"
+    for lead, shown in (("the ", "fox"), ("the dog ", "the fox")):  # of a template
+        led = TextStream(model.encoder, lead)
+        assert led.add(model.encoder.encode(["the fox"])[0]) + led.end() == shown
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "experts"])
