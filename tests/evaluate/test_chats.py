@@ -15,7 +15,7 @@ from support.tiny_trainers import tiny_model
 from torch.nn import functional as F
 
 from ttrain.config.evaluate import ChatsTask, PairsTask
-from ttrain.data.chat import encode_chat, prompt_ids
+from ttrain.data.chat import encode_chat
 from ttrain.data.chat_templates import Message, Messages
 from ttrain.data.encoder import Encoder
 from ttrain.evaluate import chats
@@ -102,15 +102,11 @@ def test_metrics_of_answers_are_counted_by_hand(
     texts = ["Nothing", "well well", "one two three four one two three four", ""]
     answers = encoder.encode(texts)
     answers[1] = [*answers[1], encoder.special("<|user|>")]
-
-    def result_of(**settings: Any) -> TaskResult:
-        answered = iter(zip(answers, [True, True, False, True], strict=True))
-        subject = subject_of(
-            model, encoder, said=lambda prompts, count: [next(answered) for _ in prompts]
-        )
-        return evaluated(rows, tmp_path, subject, new_tokens=40, **settings)
-
-    result = result_of()
+    answered = iter([*zip(answers, [True, True, False, True], strict=True)] * 2)
+    subject = subject_of(
+        model, encoder, said=lambda prompts, count: [next(answered) for _ in prompts]
+    )
+    result = evaluated(rows, tmp_path, subject, new_tokens=40)
     metrics = {metric.name: metric for metric in result.figures}
     expected = {"ended": 3 / 4, "clean": 3 / 4, "empty": 1 / 4, "repeated": 1 / 5}
     expected["length"] = sum(map(len, texts)) / 4
@@ -118,24 +114,9 @@ def test_metrics_of_answers_are_counted_by_hand(
     assert metrics["ended"].sizes == (2, 1, 1)
     references = [(turn["turn"], turn["reference"]) for turn in result.rows[0]["answers"]]
     assert references == [(1, "An answer"), (3, "No more")]
-    limited = result_of(answers=1)
+    limited = evaluated(rows, tmp_path, subject, new_tokens=40, answers=1)
     assert [[turn["turn"] for turn in row["answers"]] for row in limited.rows] == [[3], [1], [1]]
     assert limited.items.digests == result.items.digests
-
-
-def test_a_short_context_gets_the_end_of_the_preceding_turns(
-    encoder: Encoder, model: Any, tmp_path: Path
-) -> None:
-    calls: list[Any] = []
-
-    def generate(prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], bool]]:
-        calls.extend((list(prompt), count) for prompt in prompts)
-        return [([], True) for _ in prompts]
-
-    chat = turns("word " * 30, "Yes")
-    subject = subject_of(model, encoder, max_length=24, said=generate)
-    evaluated([chat], tmp_path, subject, new_tokens=50)
-    assert calls == [(prompt_ids(encoder, chat[:1])[-12:], 12)]
 
 
 def test_chats_that_a_template_refuses_are_reported_and_stop_nothing(

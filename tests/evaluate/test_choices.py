@@ -200,13 +200,14 @@ def test_no_item_is_its_own_example(tmp_path: Path) -> None:
 
 
 def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [question(number) for number in range(3)])
+    write(tmp_path / "a.jsonl", [question(0), question(1)])
     write(tmp_path / "b.jsonl", [question(1, answer=None), question(0), question(7)])
     settings = {"shots_file": "b.jsonl", "template": "Q: {question}\nA:", "shots_separator": "\n"}
     items = quiz(tmp_path, shots=1, **settings)
-    first, second, _ = (item.context for item in items.items)
-    assert first == "Q: Question 7?\nA: no\nQ: Question 0?\nA:"
-    assert second == "Q: Question 0?\nA: yes\nQ: Question 1?\nA:"
+    assert [item.context for item in items.items] == [
+        "Q: Question 7?\nA: no\nQ: Question 0?\nA:",
+        "Q: Question 0?\nA: yes\nQ: Question 1?\nA:",
+    ]
     assert items.reasons == {"as an example: no answer": 1}
     with pytest.raises(DataError, match=r"tasks.quiz.shots"):
         quiz(tmp_path, shots=2, **settings)
