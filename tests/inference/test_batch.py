@@ -73,26 +73,25 @@ def test_an_interrupted_answering_continues_where_it_was(
     monkeypatch.setattr(batch, "WINDOW_BATCHES", 2)
     rows = batch.read(write_prompts(tmp_path / "p.jsonl", 5), raw=False)
     complete, cut = tmp_path / "complete.jsonl", tmp_path / "cut.jsonl"
-    sizes: list[int] = []
 
     def make(start: int, stop_after: int = 99) -> Iterator[list[dict[str, Any]]]:
         for number, window in enumerate(windows_of(model, rows[start:], 1, max_tokens=2)):
             if number == stop_after:
                 raise KeyboardInterrupt
-            sizes.append(len(window))
             yield window
 
+    def interrupt(windows: int) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            batch.write_answers(cut, {"model": 1}, lambda start: make(start, windows))
+
     assert batch.write_answers(complete, {"model": 1}, make) == 0
-    with pytest.raises(KeyboardInterrupt):
-        batch.write_answers(cut, {"model": 1}, lambda start: make(start, 2))
+    interrupt(2)
     [partial] = tmp_path.glob("cut.jsonl.*.partial")
     with partial.open("ab") as file:
         file.write(b'{"half": ')
-    sizes.clear()
     assert batch.write_answers(cut, {"model": 1}, make) == 4
-    assert sum(sizes) == 1 and cut.read_bytes() == complete.read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        batch.write_answers(cut, {"model": 1}, lambda start: make(start, 1))
+    assert cut.read_bytes() == complete.read_bytes()
+    interrupt(1)
     assert batch.write_answers(cut, {"model": 2}, make) == 0  # another model begins again
 
 
@@ -107,9 +106,7 @@ def test_every_shape_of_a_prompt_is_read(tmp_path: Path) -> None:
     assert texts == ["Who?", '{"prompt": 1}']
 
 
-@pytest.mark.parametrize(
-    "line", ["{", '{"question": "Q"}', '{"messages": []}', '{"text": "Q", "answer": "42"}']
-)
+@pytest.mark.parametrize("line", ["{", '{"question": "Q"}', '{"text": "Q", "answer": "42"}'])
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "Q"}\n' + line)

@@ -19,8 +19,6 @@ from ttrain.inference import generate
 from ttrain.inference.loading import LoadedModel
 from ttrain.inference.sampling import Sampling
 
-Pipe = Callable[..., Result]
-
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -42,12 +40,12 @@ def test_the_model_gets_system_prompt_history_and_question(
     chat = chat_with(model, system="Be brief.")
     first = chat.ask("Who?")
     chat.ask("Why?")
-    texts = ("Be brief.", "Who?", first.text, "Why?")
-    turns = tuple(map(Message, ("system", "user", "assistant", "user"), texts))
     chat.reset()
     assert chat.ask("Who?").text == first.text
-    first_prompt = prompt_ids(model.encoder, turns[:2])
-    assert prompts == [first_prompt, prompt_ids(model.encoder, turns), first_prompt]
+    texts = ("Be brief.", "Who?", first.text, "Why?")
+    turns = tuple(map(Message, ("system", "user", "assistant", "user"), texts))
+    ids = prompt_ids(model.encoder, turns[:2])
+    assert prompts == [ids, prompt_ids(model.encoder, turns), ids]
 
 
 def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(
@@ -93,7 +91,7 @@ def test_commands_save_the_conversation(model: LoadedModel, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     def ask(lines: bytes, *arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
         options = ("--device", "cpu", "--max-tokens", "6", "--temperature", "0", "--json")
@@ -102,23 +100,22 @@ def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
     return ask
 
 
-def test_in_a_pipe_a_line_goes_in_and_an_answer_comes_out(
-    model: LoadedModel, directory: Path, pipe: Pipe
+def test_in_a_pipe_a_line_goes_in_and_an_answer_of_each_model_comes_out(
+    directory: Path, tmp_path: Path, pipe: Callable[..., Result]
 ) -> None:
-    chat = chat_with(model)
-    expected = [(question, chat.ask(question).text) for question in ("Who?", "/usr/bin?")]
-    chat.reset()
-    expected += [("你好", chat.ask("你好").text)]
-    result = pipe("Who?\n\n/usr/bin?\r\n/reset\n你好".encode(), directory)
-    replies = [json.loads(line) for line in result.out.splitlines()]
-    assert [(reply["question"], reply["answer"]) for reply in replies] == expected
+    second = write_model(tmp_path / "second", seed=2)
+    chats = [chat_with(speaker(path)) for path in (directory, second)]
+    expected = []
+    for question in ("Who?", "/usr/bin?", "你好"):
+        if question == "你好":
+            for chat in chats:
+                chat.reset()
+        expected.append((question, [chat.ask(question).text for chat in chats]))
+    lines = "Who?\n\n/usr/bin?\r\n/reset\n你好".encode()
+    replies = map(json.loads, pipe(lines, directory, "--versus", second).out.splitlines())
+    answers = [
+        (reply["question"], [answer["answer"] for answer in reply["answers"]]) for reply in replies
+    ]
+    assert answers == expected
     refused = pipe(b"\xef\xbb\xbfWho?\n" + "你好".encode("gb18030"), directory)
     assert (refused.code, "line 2 " in refused.err) == (1, True)
-
-
-def test_two_models_answer_side_by_side(directory: Path, tmp_path: Path, pipe: Pipe) -> None:
-    second = write_model(tmp_path / "second", seed=2)
-    reply = pipe(b"Who?\n", directory, "--versus", second).json
-    answers = [chat_with(speaker(path)).ask("Who?").text for path in (directory, second)]
-    assert [answer["answer"] for answer in reply["answers"]] == answers
-    assert answers[0] != answers[1]

@@ -115,22 +115,6 @@ def test_openais_client_gets_the_answer_of_the_chat_complete_and_in_pieces(serve
         assert last.usage == complete.usage
 
 
-def test_several_texts_are_continued_at_once_and_several_times(served: Served) -> None:
-    model = served.models["sft"]
-    texts = ["What is", "a list of three"]
-    settings: Any = {"max_tokens": 6, "temperature": 1}
-    request = {"model": "sft", "prompt": texts, "n": 2, **settings}
-    create = served.client().completions.create
-    completion = create(**request, seed=5)
-    expected = []
-    for ids in model.encoder.encode(texts):
-        prompts = [[*model.begin_ids, *ids]] * 2
-        answers = generate(model, prompts, Sampling(**settings, seed=5), numbers=[0, 1])
-        expected += [completion_text(model.encoder, answer) for answer in answers]
-    assert [choice.text for choice in completion.choices] == expected
-    assert create(**request) != create(**request), "without a seed"
-
-
 def test_an_answer_ends_before_a_stop_sequence(served: Served) -> None:
     unlimited = chat_answer(served.models["sft"], 12)
     stop = unlimited[4:6]
