@@ -83,9 +83,7 @@ def test_special_tokens_and_the_turns_of_others_are_markers(encoder: Encoder) ->
     assert chats.find_markers(encoder, [], prose) == []
 
 
-def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
-    encoder: Encoder, model: Any, tmp_path: Path
-) -> None:
+def test_the_loss_is_that_of_answers_and_ends(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     rows = plain_chats(5)
     result = evaluated(rows, tmp_path, subject_of(model, encoder), new_tokens=0, row_length=128)
     loss = float(torch.cat([nats_of(model, encoder, messages) for messages in rows]).mean())
@@ -94,9 +92,7 @@ def test_the_loss_is_that_of_the_answers_and_of_the_tokens_that_end_them(
     assert values == pytest.approx(expected, rel=1e-6)
 
 
-def test_metrics_of_answers_are_counted_by_hand(
-    encoder: Encoder, model: Any, tmp_path: Path
-) -> None:
+def test_metrics_of_answers(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     long = turns("A question that is long", "An answer", "And what more do you think?", "No more")
     rows = [long, turns("Who is it?", "Me"), turns("Hm?", "Yes")]
     texts = ["Nothing", "well well", "one two three four one two three four", ""]
@@ -134,9 +130,7 @@ def test_chats_that_a_template_refuses_are_reported_and_stop_nothing(
     assert all(metric.sizes[0] == 0 for metric in result.figures)
 
 
-def test_the_margin_of_a_pair_is_that_of_the_log_probabilities_of_both_answers(
-    encoder: Encoder, model: Any, tmp_path: Path
-) -> None:
+def test_the_margin_of_a_pair(encoder: Encoder, model: Any, tmp_path: Path) -> None:
     spec = PairsTask(file="rows.jsonl", by=("lang",))
     items = chats.read_pairs("mine", spec, write(tmp_path, PAIRS))
     result = chats.run_pairs(items, subject_of(model, encoder), quiet)

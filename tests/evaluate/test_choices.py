@@ -11,7 +11,6 @@ import torch
 from support.evaluated_models import quiet, subject_of
 from support.tiny_data import LINES
 from support.tiny_trainers import tiny_model
-from torch import Tensor, nn
 
 from ttrain.config.evaluate import ChoicesTask, LastWordTask
 from ttrain.data.encoder import Encoder
@@ -77,26 +76,13 @@ WINDOW = {"kind": "mistral", "fields": {"sliding_window": 8}}
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "moyun"}, WINDOW, {"kind": "bloom"}], ids=str)
-def test_shared_contexts_score_as_rows_of_their_own(
-    encoder: Encoder, options: dict[str, Any]
-) -> None:
+def test_shared_contexts_score_as_rows(encoder: Encoder, options: dict[str, Any]) -> None:
     check(subject_of(model_of(encoder, **options), encoder))
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 100])
-def test_a_score_does_not_depend_on_its_batch_which_has_a_limit(
-    encoder: Encoder, batch_tokens: int
-) -> None:
-    model = model_of(encoder)
-    shapes: list[tuple[int, int]] = []
-
-    def note(module: nn.Module, args: Any, inputs: dict[str, Tensor]) -> None:
-        rows, width = inputs["input_ids"].shape
-        shapes.append((rows, width))
-
-    model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
-    check(subject_of(model, encoder, batch_tokens=batch_tokens))
-    assert all(rows == 1 or rows * width <= batch_tokens for rows, width in shapes)
+def test_a_score_does_not_depend_on_its_batch(encoder: Encoder, batch_tokens: int) -> None:
+    check(subject_of(model_of(encoder), encoder, batch_tokens=batch_tokens))
 
 
 def test_tokens_at_the_border_are_those_of_the_complete_text(subject: LoadedModel) -> None:
@@ -145,9 +131,7 @@ def quiz(directory: Path, **settings: Any) -> Any:
     return choices.read("quiz", ChoicesTask(file="a.jsonl", **settings), SuiteFiles(directory))
 
 
-def test_bad_rows_are_named_with_their_place_and_never_count(
-    tmp_path: Path, subject: LoadedModel
-) -> None:
+def test_bad_rows_are_named_and_never_count(tmp_path: Path, subject: LoadedModel) -> None:
     bad = [question(0, **changes) for changes in BAD.values()]
     path = tmp_path / "a.jsonl"
     write(path, [question(0), *bad, [1], question(1)])
@@ -213,9 +197,7 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
         quiz(tmp_path, shots=2, **settings)
 
 
-def test_last_words_are_right_where_they_are_the_model_s_own(
-    tmp_path: Path, subject: LoadedModel
-) -> None:
+def test_last_words(tmp_path: Path, subject: LoadedModel) -> None:
     contexts = [line.rsplit(" ", 1)[0] for line in LINES[:3]]
     prompts = [[*subject.begin_ids, *ids] for ids in subject.encoder.encode(contexts)]
     words = [subject.encoder.decode(answer.ids) for answer in subject.generate(prompts, 1)]

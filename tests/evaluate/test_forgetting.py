@@ -78,9 +78,7 @@ def test_a_gain_on_the_new_text_does_not_pay_for_a_loss_on_one_old_night() -> No
         (2.2, {"resamples": 0}, False),  # by the values alone
     ],
 )
-def test_the_bound_is_a_share_of_the_champion_s_value(
-    cost: float, rules: dict[str, Any], promote: bool
-) -> None:
+def test_the_bound_is_relative(cost: float, rules: dict[str, Any], promote: bool) -> None:
     assert judged(EQUAL, {"night-1": cost, "night-2": 1.2}, **rules)[0].promote == promote
 
 
@@ -101,9 +99,7 @@ def test_small_nights_are_judged_together_where_they_suffice_for_an_interval() -
     ("earlier", "known", "lost"),
     [(1, False, ()), (0, True, ()), (1, True, ("night-1",)), (9, True, ("night-1",))],
 )
-def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights(
-    earlier: int, known: bool, lost: tuple[str, ...]
-) -> None:
+def test_small_losses_do_not_add_up(earlier: int, known: bool, lost: tuple[str, ...]) -> None:
     """A challenger loses 2.9 % on the first night's text, after `earlier` nights that did so."""
     best = {"night-1": BestFigure(2.0, "version 1", COUNT)} if known else {}
     old = {"night-1": 2.0 * LOSS**earlier, "night-2": 3.0}
@@ -127,9 +123,7 @@ def test_losses_within_the_bound_of_a_night_do_not_add_up_over_nights(
         (None, 9.0, True, "there is no champion yet"),
     ],
 )
-def test_a_first_champion_must_beat_the_baseline(
-    setting: Any, value: float, promote: bool, why: str
-) -> None:
+def test_a_baseline_must_be_beaten(setting: Any, value: float, promote: bool, why: str) -> None:
     rules = Promotion(baseline=setting)
     values = {"bits_per_byte": value, "bits_per_byte_xz": 2.0, "bits_per_byte_zlib": 2.5}
     metrics = {name: Metric.of_value(name, known) for name, known in values.items()}
@@ -180,9 +174,7 @@ def compared(
         ({"lora": math.inf}, "domain_loss_lora"),
     ],
 )
-def test_a_better_base_model_does_not_pay_for_the_loss_of_another_model(
-    changes: dict[str, float], lost: str
-) -> None:
+def test_no_gain_pays_for_another_model(changes: dict[str, float], lost: str) -> None:
     challenger = {"bits": model(GAIN), **changes}
     decision = compared(challenger)
     assert (decision.promote, decision.lost) == (False, (lost,))
@@ -197,9 +189,7 @@ OTHER_RECORDS = {"bits": model({"night-1": 2.0, "other": 2.0})}
 @pytest.mark.parametrize(
     ("challenger", "champion"), [(NO_VALUE, {}), (OTHER_RECORDS, {}), ({}, OTHER_RECORDS)]
 )
-def test_nothing_is_promoted_where_what_is_forgotten_cannot_be_determined(
-    challenger: dict[str, Any], champion: dict[str, Any]
-) -> None:
+def test_unknown_loss_keeps_champion(challenger: dict[str, Any], champion: dict[str, Any]) -> None:
     better = {"quiz": 0.9, **challenger}
     decision = compared(better, champion, **ACCURACY)
     assert (decision.promote, decision.lost, decision.champion) == (False, (), 0.5)
@@ -234,9 +224,7 @@ def test_each_source_has_a_metric_and_a_bound_under_its_own_name() -> None:
         (9, {"resamples": 0}, True, "resamples is 0"),  # the user lets the values decide
     ],
 )
-def test_a_night_of_too_few_held_out_records_keeps_the_champion(
-    count: int, rules: dict[str, Any], promote: bool, reason: str
-) -> None:
+def test_too_few_records(count: int, rules: dict[str, Any], promote: bool, reason: str) -> None:
     better = {"sft": 1.0, "lora": 0.5, "count": count}
     decision = compared(better, {"count": count}, metric="chat_loss_sft", **rules)
     assert decision.promote == promote and reason in decision.reason

@@ -88,8 +88,7 @@ def subject(directory: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove the files of `datasets` with the tests, and ask the Hub for nothing. The harness knows
-    these tasks alone: its own 14,000 files take 8 s to read."""
+    """The harness knows these tasks alone: its own 14,000 files take 8 s to read."""
     import datasets
 
     index = lm_eval_tasks.TaskManager(include_path=directory, include_defaults=False)
@@ -141,9 +140,7 @@ def test_every_item_is_judged_as_by_its_own_backend(
             assert metric.sums == tuple(sample[metric.name] for sample in samples)
 
 
-def test_our_multiple_choice_is_the_harness_s(
-    directory: Path, subject: LoadedModel, theirs: dict[str, Any]
-) -> None:
+def test_our_multiple_choice(directory: Path, subject: LoadedModel, theirs: dict[str, Any]) -> None:
     spec = ChoicesTask(file="items.jsonl", delimiter=" ", shots=SHOTS)
     items = choices.read("ours", spec, SuiteFiles(directory))
     metrics = {each.name: each for each in choices.score_choices(items, subject, quiet).figures}
@@ -166,9 +163,7 @@ def test_data_and_names_that_the_harness_does_not_have_are_refused(directory: Pa
             read(directory, name)
 
 
-def test_without_the_harness_the_error_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_harness_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "ttrain.evaluate.lm_eval_tasks")
     monkeypatch.delattr("ttrain.evaluate.lm_eval_tasks")

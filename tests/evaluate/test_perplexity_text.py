@@ -30,9 +30,7 @@ def evaluated(tmp_path: Path, rows: list[Any], subject: Any, **settings: Any) ->
     return perplexity.run(read(tmp_path, rows, **settings), subject, quiet)
 
 
-def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_metrics_of_all_texts_and_groups(tmp_path: Path, encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder), init_std=0.3)
     subject = subject_of(model, encoder)
     result = evaluated(tmp_path, ROWS, subject, by=("source", "lang"))
@@ -55,9 +53,7 @@ def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
         assert result.primary.restricted(numbers).value == pytest.approx(separate.value, rel=1e-6)
 
 
-def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_every_token_of_a_text_counts(tmp_path: Path, encoder: Encoder) -> None:
     special = f"{encoder.tokens['bos_token']} is no start, {encoder.tokens['eos_token']} no end"
     texts = ["T", "Two lines\nof text.", "x" * 300, special]
     subject = subject_of(Uniform(len(encoder)), encoder)
@@ -102,7 +98,5 @@ HIGH_BYTES = bytes([0, 255, 254] * 3)
         (HIGH_BYTES, 3, 30.042571650207282),
     ],
 )
-def test_a_byte_of_a_baseline_costs_what_the_definition_says(
-    data: bytes, order: int, bits: float
-) -> None:
+def test_baselines_follow_their_definition(data: bytes, order: int, bits: float) -> None:
     assert baselines.adaptive_bits(data, order).sum() == pytest.approx(bits, rel=1e-12)

@@ -56,9 +56,7 @@ def perplexity(tokens: float) -> TaskResult:
         ((text("a", 70.0, 30.0), text("b", 60.0, 20.0)), Rule(), "b is better"),
     ],
 )
-def test_a_difference_is_claimed_only_where_the_items_show_it(
-    models: tuple[TaskResult, TaskResult], rule: Rule, verdict: str
-) -> None:
+def test_verdicts(models: tuple[TaskResult, TaskResult], rule: Rule, verdict: str) -> None:
     (comparison,) = Results(models, rule).comparisons()
     assert comparison["verdict"] == verdict
 

@@ -69,9 +69,7 @@ def test_the_files_of_a_suite_lie_beside_it_and_a_missing_one_is_named(tmp_path:
             data_files(stage, settings(f"evaluate.suites.sft={suite}"))
 
 
-def test_a_suite_counts_by_the_bytes_of_all_its_files_and_by_the_models_it_is_for(
-    tmp_path: Path,
-) -> None:
+def test_the_key_has_the_files_and_models_of_suites(tmp_path: Path) -> None:
     remember_modules(tmp_path / "home")
     store = ArtifactStore(tmp_path / "home")
 

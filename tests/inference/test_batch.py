@@ -44,9 +44,7 @@ def windows_of(
     return batch.answers(model, rows, Sampling(**settings), batch_size=size, tally=tally)
 
 
-def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_separate_prompts(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+def test_answers_keep_the_order_of_prompts(model: LoadedModel, tmp_path: Path) -> None:
     rows = batch.read(write_prompts(tmp_path / "p.jsonl", 13), raw=False)
     warm = Sampling(max_tokens=6, temperature=1.0)
     windows = windows_of(model, rows, 5, max_tokens=6, temperature=1.0)
@@ -57,9 +55,7 @@ def test_answers_stand_in_the_order_of_their_prompts_and_are_those_of_separate_p
     assert chat_with(model, sampling=warm).ask("why ").text == answers[0]["answer"]
 
 
-def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+def test_a_long_prompt_cuts_no_other(model: LoadedModel, tmp_path: Path) -> None:
     texts = ["w", "x" * 119, "z" * 300]
     rows = batch.read(write_lines(tmp_path / "p.jsonl", [{"text": t} for t in texts]), raw=False)
     ((short, long, too_long),) = windows_of(model, rows, 3, max_tokens=20)
@@ -67,9 +63,7 @@ def test_a_long_prompt_neither_cuts_the_others_nor_ends_the_run(
     assert (too_long["answer"], too_long["stop"]) == (None, "too long")
 
 
-def test_an_interrupted_answering_continues_where_it_was(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming(model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "WINDOW_BATCHES", 2)
     rows = batch.read(write_prompts(tmp_path / "p.jsonl", 5), raw=False)
     complete, cut = tmp_path / "complete.jsonl", tmp_path / "cut.jsonl"
@@ -114,9 +108,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
         batch.read(path, raw=False)
 
 
-def test_the_command_writes_answers_and_a_summary(
-    run: Run, directory: Path, model: LoadedModel, tmp_path: Path
-) -> None:
+def test_the_command(run: Run, directory: Path, model: LoadedModel, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 2)
     out = tmp_path / "out.jsonl"
     options = ("--device", "cpu", "--max-tokens", "6", "--out", out)

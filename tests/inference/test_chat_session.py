@@ -34,9 +34,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return prompts
 
 
-def test_the_model_gets_system_prompt_history_and_question(
-    model: LoadedModel, prompts: list[list[int]]
-) -> None:
+def test_prompts_have_system_and_history(model: LoadedModel, prompts: list[list[int]]) -> None:
     chat = chat_with(model, system="Be brief.")
     first = chat.ask("Who?")
     chat.ask("Why?")
@@ -48,9 +46,7 @@ def test_the_model_gets_system_prompt_history_and_question(
     assert prompts == [ids, prompt_ids(model.encoder, turns), ids]
 
 
-def test_the_oldest_exchanges_are_left_out_when_the_context_is_full(
-    model: LoadedModel, prompts: list[list[int]]
-) -> None:
+def test_a_full_context_loses_old_turns(model: LoadedModel, prompts: list[list[int]]) -> None:
     chat = chat_with(model, system="Stay.")
     questions = [f"{at} " + "x" * length for at, length in enumerate((40, 45, 4, 45, 4, 40))]
     forgotten = [chat.ask(question).forgotten for question in questions]
@@ -85,9 +81,8 @@ def test_commands_save_the_conversation(model: LoadedModel, tmp_path: Path) -> N
         chat_screen.run_command(f"/save {path}", [chat])
     row = {"messages": [message.to_json() for message in chat.messages]}
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row, row]
-    for command in (f"/save {tmp_path}", "/rest"):
-        with pytest.raises(UsageError, match=command.split()[-1]):
-            chat_screen.run_command(command, [chat])
+    with pytest.raises(UsageError, match="/rest"):
+        chat_screen.run_command("/rest", [chat])
 
 
 @pytest.fixture
@@ -100,17 +95,14 @@ def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return ask
 
 
-def test_in_a_pipe_a_line_goes_in_and_an_answer_of_each_model_comes_out(
-    directory: Path, tmp_path: Path, pipe: Callable[..., Result]
-) -> None:
+def test_two_models_in_a_pipe(directory: Path, tmp_path: Path, pipe: Callable[..., Result]) -> None:
     second = write_model(tmp_path / "second", seed=2)
     chats = [chat_with(speaker(path)) for path in (directory, second)]
-    expected = []
-    for question in ("Who?", "/usr/bin?", "你好"):
-        if question == "你好":
-            for chat in chats:
-                chat.reset()
-        expected.append((question, [chat.ask(question).text for chat in chats]))
+    questions = ("Who?", "/usr/bin?")
+    expected = [(question, [chat.ask(question).text for chat in chats]) for question in questions]
+    for chat in chats:
+        chat.reset()
+    expected.append(("你好", [chat.ask("你好").text for chat in chats]))
     lines = "Who?\n\n/usr/bin?\r\n/reset\n你好".encode()
     replies = map(json.loads, pipe(lines, directory, "--versus", second).out.splitlines())
     answers = [

@@ -47,9 +47,7 @@ def answers(model: LoadedModel, prompts: list[list[int]], *args: Any, **more: An
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_answers_are_those_of_complete_passes_alone_and_in_a_padded_batch(
-    shape: str, model_of_shape: Models
-) -> None:
+def test_greedy_answers_are_those_of_complete_passes(shape: str, model_of_shape: Models) -> None:
     model = model_of_shape(shape)
     prompts = [*PROMPTS, [2]]
     expected = [greedy(model.model, prompt, 9) for prompt in prompts]
@@ -72,9 +70,7 @@ def test_an_answer_ends_with_any_of_the_stop_tokens_and_leaves_it_out(model: Loa
     assert (cut.ended, cut.ids) == (False, ids[:end])
 
 
-def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(
-    model: LoadedModel,
-) -> None:
+def test_a_sample_depends_on_seed_and_number_alone(model: LoadedModel) -> None:
     warm = Sampling(max_tokens=8, temperature=1.0)
     together = answers(model, PROMPTS, warm, numbers=[7, 8, 9])
     for number, prompt in enumerate(PROMPTS):
@@ -92,9 +88,7 @@ def test_a_sampled_answer_depends_on_seed_and_number_and_not_on_the_batch(
         ({"top_p": 0.9}, [0.5263, 0.3158, 0.1579, 0]),
     ],
 )
-def test_samples_have_the_probabilities_of_the_settings(
-    settings: dict[str, Any], expected: list[float]
-) -> None:
+def test_sampled_frequencies(settings: dict[str, Any], expected: list[float]) -> None:
     draws = 4000
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(draws, 1)
     processors = logits_processors(sampling(**{"temperature": 1.0, **settings}), range(draws), 1)
@@ -138,9 +132,7 @@ def test_later_turns_are_answered_as_from_scratch(shape: str, model_of_shape: Mo
 
 
 @pytest.mark.parametrize(("kind", "virtual_tokens"), [("lora", 0), ("prefix", 3)])
-def test_an_adapter_answers_as_peft_does(
-    kind: Any, virtual_tokens: int, directory: Path, tmp_path: Path
-) -> None:
+def test_adapters(kind: Any, virtual_tokens: int, directory: Path, tmp_path: Path) -> None:
     config = Lora(kind=kind, rank=2, targets=("q_proj", "v_proj"), virtual_tokens=3, row_length=32)
     adapted = disturb(adapters.attach(factory.load(directory), config), seed=3, by=1.0)
     adapter = save_adapter(adapted, tmp_path / "adapter", directory)

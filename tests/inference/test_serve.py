@@ -118,16 +118,14 @@ def test_openais_client_gets_the_answer_of_the_chat_complete_and_in_pieces(serve
 def test_an_answer_ends_before_a_stop_sequence(served: Served) -> None:
     unlimited = chat_answer(served.models["sft"], 12)
     stop = unlimited[4:6]
-    create = served.client().chat.completions.create
-    pieces = [piece.choices[0] for piece in create(model="sft", **CHAT, stop=stop, stream=True)]
+    request: Any = {"model": "sft", **CHAT, "stop": stop, "stream": True}
+    pieces = [each.choices[0] for each in served.client().chat.completions.create(**request)]
     text = "".join(piece.delta.content or "" for piece in pieces)
     assert (text, pieces[-1].finish_reason) == (unlimited[: unlimited.index(stop)], "stop")
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
-def test_a_wrong_request_is_refused_with_its_field_and_the_rule(
-    served: Served, path: str, body: Any, status: int, message: str
-) -> None:
+def test_a_wrong_request(served: Served, path: str, body: Any, status: int, message: str) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     answer = httpx.post(served.address + path, content=data, headers=headers, timeout=60)
@@ -137,9 +135,7 @@ def test_a_wrong_request_is_refused_with_its_field_and_the_rule(
     assert not served.pairs.exists()
 
 
-def test_an_answer_ends_with_its_client_and_requests_beyond_the_bound_shall_retry(
-    served: Served,
-) -> None:
+def test_an_answer_ends_with_its_client_and_requests_are_bounded(served: Served) -> None:
     create = served.client(max_retries=0).completions.create
     endless: Any = {"model": "endless", "prompt": "a", "max_tokens": 100_000}
     streams = [create(**endless, stream=True) for _ in range(4)]
@@ -155,9 +151,7 @@ def test_an_answer_ends_with_its_client_and_requests_beyond_the_bound_shall_retr
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
-def test_the_command_serves_models_by_name_and_ends_within_an_answer(
-    tmp_path: Path, signum: int, code: int
-) -> None:
+def test_the_command_ends_within_an_answer(tmp_path: Path, signum: int, code: int) -> None:
     first = str(write_model(tmp_path / "first", max_length=200_000))
     options = ["--port", "0", "--device", "cpu", "--json"]
     program = [sys.executable, "-m", "ttrain", "serve", first, *options]
