@@ -21,8 +21,7 @@ ROWS = [{"text": text, "source": f"s{number % 3}"} for number, text in enumerate
 
 
 def read(tmp_path: Path, rows: list[Any], **settings: Any) -> Items[str]:
-    content = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "file.jsonl").write_text(content, encoding="utf-8")
+    (tmp_path / "file.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = TextTask(**{"file": "file.jsonl", "row_length": 32, "stride": 16, **settings})
     return perplexity.read("prose", spec, SuiteFiles(tmp_path, {"documents": rows}))
 
@@ -31,9 +30,7 @@ def evaluated(tmp_path: Path, rows: list[Any], subject: Any, **settings: Any) ->
     return perplexity.run(read(tmp_path, rows, **settings), subject, quiet)
 
 
-def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_metrics_of_all_texts_and_groups(tmp_path: Path, encoder: Encoder) -> None:
     model = tiny_model(vocab=len(encoder), init_std=0.3)
     subject = subject_of(model, encoder)
     result = evaluated(tmp_path, ROWS, subject, by=("source", "lang"))
@@ -42,13 +39,11 @@ def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
     ]
     nats, tokens = score_of(model, sequences, 32, 16)
     text = "".join(TEXTS).encode()
-    expected = {
-        "bits_per_byte": nats / LN2 / len(text),
-        "loss": nats / tokens,
-        "perplexity": math.exp(nats / tokens),
-    }
+    bits = nats / LN2 / len(text)
+    expected = [bits, nats / tokens, math.exp(nats / tokens)]
     metrics = {metric.name: metric.value for metric in result.figures if not metric.group}
-    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert list(metrics) == ["bits_per_byte", "loss", "perplexity"]
+    assert [*metrics.values()] == pytest.approx(expected, rel=1e-6)
     assert not any(metric.higher_is_better for metric in result.figures)
     assert result.baselines == baselines.bits_per_byte(text)
     groups = {f"source=s{n}": tuple(range(n, 12, 3)) for n in range(3)}
@@ -58,9 +53,7 @@ def test_the_metrics_are_those_of_all_texts_together_and_of_each_group(
         assert result.primary.restricted(numbers).value == pytest.approx(separate.value, rel=1e-6)
 
 
-def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text(
-    tmp_path: Path, encoder: Encoder
-) -> None:
+def test_every_token_of_a_text_counts(tmp_path: Path, encoder: Encoder) -> None:
     special = f"{encoder.tokens['bos_token']} is no start, {encoder.tokens['eos_token']} no end"
     texts = ["T", "Two lines\nof text.", "x" * 300, special]
     subject = subject_of(Uniform(len(encoder)), encoder)
@@ -68,13 +61,10 @@ def test_every_token_of_a_text_counts_also_the_first_and_special_tokens_are_text
     ids = encoder.encode(texts)
     assert not set(ids[-1]) & encoder.special_ids()
     counts = [len(text_ids) for text_ids in ids]
-    nats = [count * math.log(len(encoder)) for count in counts]
-    sizes = (1, 18, 300, len(special))
-    assert result.primary.sums == pytest.approx(nats)
-    assert result.primary.sizes == sizes
-    rows = [(row["bytes"], row["tokens"], row["lossy"]) for row in result.rows]
-    assert rows == [(size, count, False) for size, count in zip(sizes, counts, strict=True)]
-    assert (result.rows[-1]["text"], result.rows[-1]["nats"]) == (special, result.primary.sums[-1])
+    assert result.primary.sums == pytest.approx([n * math.log(len(encoder)) for n in counts])
+    assert result.primary.sizes == (1, 18, 300, len(special))
+    assert [row["tokens"] for row in result.rows] == counts
+    assert not any(row["lossy"] for row in result.rows)
 
 
 def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: Path) -> None:
@@ -89,4 +79,24 @@ def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: P
 def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_path: Path) -> None:
     items = read(tmp_path, ROWS, file="heldout", by=("source",))
     assert list(items.digests) == [task_result.record_name(text) for text in TEXTS]
-    assert sorted(items.groups) == ["source=s0", "source=s1", "source=s2"]
+
+
+# Bits by the definition, counted byte by byte: each length of context falls back on the one that is
+# shorter by a byte.
+ABRACADABRA = b"abracadabra abracadabra"
+HIGH_BYTES = bytes([0, 255, 254] * 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "order", "bits"),
+    [
+        (b"", 3, 0.0),
+        (b"a", 3, 8.0),
+        (ABRACADABRA, 0, 100.69614171694842),
+        (ABRACADABRA, 1, 82.58042983332157),
+        (ABRACADABRA, 3, 75.15172952778714),
+        (HIGH_BYTES, 3, 30.042571650207282),
+    ],
+)
+def test_baselines_follow_their_definition(data: bytes, order: int, bits: float) -> None:
+    assert baselines.adaptive_bits(data, order).sum() == pytest.approx(bits, rel=1e-12)

@@ -57,12 +57,6 @@ def verdicts(judgement: Judgement) -> list[str]:
     return [row.verdict for row in judgement.verdicts]
 
 
-def test_of_one_change_without_effect_one_in_twenty_is_called_different() -> None:
-    called = [verdicts(play(noisy({}, draw), 2)[0])[1] for draw in range(300)]
-    assert {*called} <= {"better", "worse", "not decided"}
-    assert sum(word != "not decided" for word in called) <= 0.08 * len(called)
-
-
 def test_of_twelve_changes_without_effect_few_are_called_better_or_worse() -> None:
     judgements = [play(noisy({}, draw), 13)[0] for draw in range(40)]
     called = [verdicts(judgement) for judgement in judgements]
@@ -71,25 +65,12 @@ def test_of_twelve_changes_without_effect_few_are_called_better_or_worse() -> No
     assert sum(judgement.standing.winner is not None for judgement in judgements) > 30
 
 
-def test_large_effects_are_decided_and_what_is_worse_stops_early() -> None:
-    effects = {1: 0.33, 2: 0.08, 3: -0.15}
-    worse = 0
-    for draw in range(20):
-        judgement, trials = play(noisy(effects, draw), 5)
-        words = verdicts(judgement)
-        worse += words[1] == "worse"
-        assert words[0] == "baseline" and words[1] in ("worse", "stopped") and words[3] == "better"
-        assert judgement.best is judgement.verdicts[3] and judgement.best.seeds[0] == 5001
-        assert len(judgement.verdicts[1].seeds) < 5 and trials < 5 * 5 + 10
-    assert worse >= 16, "of the rest it is known only that they are behind the best"
-
-
 def lucky(change: int, seed: int) -> float:
     return noisy({2: -0.2 if seed < 100 else 0.0}, 7)(change, seed)
 
 
-def diverging(lost: int) -> Value:
-    return lambda change, seed: None if change == lost else noisy({2: -0.3}, 1)(change, seed)
+def diverging(change: int, seed: int) -> float | None:
+    return None if change == 1 else noisy({2: -0.3}, 1)(change, seed)
 
 
 ACCURACY = {"metric": "eval/accuracy", "stage": "evaluate", "maximize": True}
@@ -109,7 +90,7 @@ ALL = {"rounds": False}
         (noisy({1: -0.5}, 1), {"seeds": 1}, ["not decided"], 2, ""),
         (lambda change, seed: 1.6 - 0.1 * change, {}, ["not decided"], 10, "no replicates"),
         (noisy({1: 0.5}, 1), {"noise": NOISE}, ["worse", "not decided"], 11, "after 1 seed"),
-        (diverging(1), {}, ["diverged", "better"], 21, ""),
+        (diverging, {}, ["diverged", "better"], 21, ""),
     ],
 )
 def test_a_change_is_judged_by_its_differences(
@@ -119,11 +100,6 @@ def test_a_change_is_judged_by_its_differences(
     assert (verdicts(judgement), ended) == (["baseline", *words], trials)
     assert reason in "".join(row.why for row in judgement.verdicts)
     assert (judgement.best is not None) == ("better" in words)
-
-
-def test_without_a_baseline_nothing_is_compared() -> None:
-    judgement, trials = play(diverging(0), 3)
-    assert trials == 1 and verdicts(judgement) == ["diverged", "in progress", "in progress"]
 
 
 def test_intervals_over_seeds_are_those_of_paired_differences() -> None:
