@@ -4,8 +4,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ttrain.data.packing import IGNORE
 from ttrain.train import native, optim
-from ttrain.train.attention import Records, segment_mask
+from ttrain.train.attention import Records, record_attention, segment_mask
 from ttrain.train.language_modeling import NextTokenLoss
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,12 +51,6 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tor
 def is_close(result: Tensor, expected: Tensor, kind: torch.dtype, atol: float = 1e-6) -> bool:
     rtol = 2**-8 if kind == BF16 else 1e-5
     return torch.allclose(result.double(), expected.double(), rtol=rtol, atol=atol)
-
-
-def without_kernels(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "kernels", dict)
-        return run()
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -105,71 +99,68 @@ def test_nan_stays_nan(kind: torch.dtype) -> None:
     assert native.gated(logits, logits).isnan().any(1).tolist() == [True, False, False]
 
 
-# Heads, heads of keys, their width, norms, rotation, rows of records by their branches' lengths.
-SHAPES = {
-    "records": (2, 2, 64, True, True, [[(1,), (2,), (3,), (150,)], [(97,), (59,)], [(156,)]]),
-    "groups of heads": (6, 2, 32, True, True, [[(33,), (31,), (64,)], [(128,)]]),
-    "wide, one key head, no norm": (2, 1, 128, False, True, [[(70,), (65,)]]),
-    "three halves of a block": (2, 2, 96, True, False, [[(31,), (32,), (33,)]]),
-    "neither norm nor rotation": (2, 2, 64, False, False, [[(17,)], [(17,)]]),
-    "branches": (4, 2, 32, True, True, [[(40, 37, 60), (9,)], [(0, 1, 99), (5, 40), (1,)]]),
-}
+T = 157  # longer than two blocks of queries, four of keys, and a part of each
+SEGMENTS = torch.tensor(
+    [[0] * T, [0] * 3 + [1] * 97 + [2] * 57, [4] * 9 + [-1] * 148, [*range(29)] + [29] * 128]
+)
+# Of these records: a prompt with two answers, one without a prompt, one answer, none.
+TWO_ANSWERS = [0] * 40 + [1] * 37 + [2] * 80
+SEVERAL = [1] * 2 + [2] * 1 + [0] * 34 + [1] * 2 + [2] * 61 + [0] * 57
+BRANCHES = torch.tensor([TWO_ANSWERS, SEVERAL, [0] * 8 + [1] + [0] * 148, [0] * T])
 
 
-def attention(shape: str, kind: torch.dtype) -> tuple[Callable[[], dict[str, Tensor]], Results]:
-    """The native attention, to be called, and the results of torch's in fp64."""
-    H, G, K, has_norm, has_rotation, rows = SHAPES[shape]
-
-    def numbers(of_record: Callable[[int, tuple[int, ...]], list[int]]) -> Tensor:
-        flat = [chain.from_iterable(map(of_record, range(len(row)), row)) for row in rows]
-        return torch.tensor([[*row] for row in flat])
-
-    def branch_numbers(_: int, lengths: tuple[int, ...]) -> list[int]:
-        return [branch for branch, length in enumerate(lengths) for _ in range(length)]
-
-    segments = numbers(lambda n, lengths: [n] * sum(lengths))
-    branches, places = numbers(branch_numbers), numbers(lambda n, lengths: [*range(sum(lengths))])
-    B, T = segments.shape
-    states = [random(B, T, n, K, seed=seed, dtype=kind) for seed, n in enumerate((H, G, G))]
-    weights = [torch.rand(K) + 0.5 if has_norm else None for _ in range(2)]
-    angle = places[..., None] * 100.0 ** -(torch.arange(K) % (K // 2) / K)
-    angles = (angle.cos(), angle.sin()) if has_rotation else None
-    grad, scale = random(B, T, H, K, seed=5, dtype=kind), K**-0.5
-    named = zip("qkvab", [*states, *weights], strict=True)
-    leaves = {name: leaf.requires_grad_() for name, leaf in named if leaf is not None}
-    records = Records(segments, branches if shape == "branches" else None)
-
-    def ours() -> dict[str, Tensor]:
-        arguments = (weights[0], 1e-6, weights[1], 1e-6, angles, records.places, scale)
-        out = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]
-        return with_gradients(out, grad, leaves)
-
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = x if weight is None else F.rms_norm(x, (K,), weight, 1e-6)
-        if angles is None:
-            return x
-        cos, sin = (part[:, :, None].double() for part in angles)
-        return x * cos + torch.cat([-x[..., K // 2 :], x[..., : K // 2]], -1) * sin
-
+def attention(
+    kind: torch.dtype, heads: int, kv_heads: int, width: int, branches: Tensor | None
+) -> tuple[Callable[[], Results], Results]:
+    """The attention of records, to be called, and the results of torch's in fp64."""
+    sizes = (heads, kv_heads, kv_heads)
+    states = [random(4, n, T, width, seed=seed, dtype=kind) for seed, n in enumerate(sizes)]
+    leaves = {name: state.requires_grad_() for name, state in zip("qkv", states, strict=True)}
     exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
-    query, key = turned(exact["q"], exact.get("a")), turned(exact["k"], exact.get("b"))
-    flat = [tensor.transpose(1, 2) for tensor in (query, key, exact["v"])]
-    mask = segment_mask(segments, branches)
-    out = F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=scale, enable_gqa=True)
-    return ours, with_gradients(out.transpose(1, 2), grad, exact)
+    upstream = random(4, T, heads, width, seed=5, dtype=kind)
+    layer = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
+
+    def ours() -> Results:
+        records = Records(SEGMENTS, branches)
+        out, _ = record_attention(
+            layer, *leaves.values(), None, scaling=width**-0.5, records=records
+        )
+        return with_gradients(out, upstream, leaves)
+
+    mask = segment_mask(SEGMENTS, branches)
+    out = F.scaled_dot_product_attention(
+        *exact.values(), attn_mask=mask, scale=width**-0.5, enable_gqa=True
+    )
+    return ours, with_gradients(out.transpose(1, 2), upstream, exact)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_attention_and_its_gradients_are_those_of_torch(shape: str, kind: torch.dtype) -> None:
-    ours, expected = attention(shape, kind)
+def check_attention(shape: Any, kind: torch.dtype) -> None:
+    ours, expected = attention(kind, *shape)
     results = ours()
     for name, tensor in expected.items():
         limit = 0.008 if kind == BF16 else 1e-6
         assert distance({name: tensor}, {name: results[name]}) < limit, name
 
 
+SHAPES = {
+    "groups of heads": (6, 2, 32, None),
+    "three halves of a block": (2, 2, 96, BRANCHES),
+    "one key head": (4, 1, 128, BRANCHES),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_and_its_gradients_are_those_of_torch(shape: str, kind: torch.dtype) -> None:
+    check_attention(SHAPES[shape], kind)
+
+
+def test_attention_without_kernels_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "kernels", dict)
+    check_attention(SHAPES["three halves of a block"], FP32)
+
+
 def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
-    attend, _ = attention("records", kind)
+    attend, _ = attention(kind, 2, 2, 64, BRANCHES)
     x, weight, grad = random(300, 64, seed=1), torch.rand(64), random(300, 64, seed=2, dtype=kind)
     stacks = (random(5, 32, 48, seed=3), random(2, 272, 144, seed=4))
 
@@ -186,38 +177,31 @@ def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:
     assert same(alone, results())
 
 
-@pytest.mark.parametrize("precision", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_kind", ["llama", "qwen3"])
 def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_kernels(
-    kind: str, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    model_kind: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if precision not in native.kernels():
-        pytest.skip(f"no kernels for {precision} on this CPU")
     segments, used = torch.tensor([[0] * 30 + [1] * 50, [0] * 79 + [1]]), set[str]()
 
     def noted(name: str, function: Any, *arguments: Any) -> Any:
         used.add(name)
         return function(*arguments)
 
-    functions = native.kernels()[precision]
-    counted = {name: partial(noted, name, function) for name, function in functions.items()}
-    monkeypatch.setattr(native, "kernels", lambda: {precision: counted})
-
-    def results(precision: torch.dtype) -> Results:
-        model = tiny_model(kind=kind, hidden_size=64, kv_heads=1, layers=2).train()
+    def results(precision: torch.dtype, kernels: Mapping[torch.dtype, Any]) -> Results:
+        monkeypatch.setattr(native, "kernels", lambda: kernels)
+        model = tiny_model(kind=model_kind, hidden_size=64, kv_heads=1, layers=2).train()
         ids = torch.randint(9, VOCAB, segments.shape, generator=torch.Generator().manual_seed(2))
         positions = torch.arange(segments.shape[1]).expand_as(ids).contiguous()
         with torch.autocast("cpu", precision, enabled=precision != FP32):
             loss = NextTokenLoss(model)(ids, positions, segments, ids)[0]
         return with_gradients(loss, torch.ones(()), dict(model.named_parameters()))
 
-    exact, rounded = (
-        without_kernels(monkeypatch, lambda dtype=dtype: results(dtype)) for dtype in (FP32, BF16)
-    )
-    assert not used
-    ours = results(precision)
+    functions = native.kernels()[kind]
+    counted = {name: partial(noted, name, function) for name, function in functions.items()}
+    exact, rounded = results(FP32, {}), results(BF16, {})
+    ours = results(kind, {kind: counted})
     assert used == {*native.ARGUMENTS} - {"orthogonal"}, "each kernel is in use"
     for name, tensor in exact.items():
         error = distance({name: tensor}, {name: rounded[name]})
-        limit = 1.3 * error + 1e-3 if precision == BF16 else 1e-5
+        limit = 1.3 * error + 1e-3 if kind == BF16 else 1e-5
         assert distance({name: tensor}, {name: ours[name]}) < limit, name
