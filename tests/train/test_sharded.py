@@ -1,34 +1,85 @@
-"""FSDP2: parts of the model on each rank, the same training, the same checkpoints."""
+"""Any number of ranks, sharded ones too, takes the steps of one; all of them are compiled or none."""
 
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from support import tiny_trainers
-from support.comparing import copies, distance, same
+from support.comparing import copies, digest, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Held, Recorder, in_ranks, tiny_model
+from support.tiny_trainers import (
+    ALONE,
+    Held,
+    Recorder,
+    WatchedTask,
+    in_ranks,
+    make_trainer,
+    settings_of_training,
+    tiny_model,
+)
 from torch import nn
 
+from ttrain.config import Optim
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
 from ttrain.train.training_options import Cadence, Speed
 
 FSDP = Speed(parallel="fsdp")
+CADENCE = Cadence(log=1, checkpoint=100)
+LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
+UNEVEN = settings_of_training(
+    tokens=42 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9)
+)
+
+
+def fit_uneven(ranks: Ranks, **options: Any) -> dict[str, Any]:
+    """13 rows, 7 a step, one a micro-batch; the sixth and last step has 5."""
+    model = tiny_model(seed=1 + ranks.rank, layers=1, dropout=0.1)  # rank 0's weights count
+    task, recorder, rows = WatchedTask(UNEVEN, model), Recorder(), NumberedRows(13, live=LIVE)
+    options |= {"task": task, "callbacks": [recorder], "cadence": CADENCE, "ranks": ranks}
+    trainer = make_trainer(UNEVEN, model, rows, rows_per_device=1, total_rows=40, **options)
+    result = trainer.fit()
+    assert task.optimizers is not None
+    return {
+        "weights": trainer.weights.state(),
+        "gradients": task.optimizers.gradients,
+        "losses": recorder.figures("loss"),
+        "rows": recorder.rows(),
+        "step": result.step,
+        "first": result.resumed_from_step,
+    }
+
+
+def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
+    straight, place, stores = fit_uneven(ALONE), tmp_path / "checkpoints", tmp_path / "stores"
+    begun = in_ranks(2, stores, lambda ranks: fit_uneven(ranks, directory=place, stop_after=2))[0]
+    alone = fit_uneven(ALONE, directory=place, stop_after=1)
+    assert (begun["first"], alone["first"], alone["step"]) == (0, 2, 3)
+    three = in_ranks(3, stores, lambda ranks: fit_uneven(ranks, directory=place))
+    for rank in three:
+        assert digest(rank["weights"]) == digest(three[0]["weights"])
+        # The weights are equal, and so are the gradients.
+        assert distance(straight["gradients"][3], rank["gradients"][0]) < 1e-6
+    assert (three[0]["first"], three[0]["step"]) == (3, 6)
+    assert three[0]["losses"] == pytest.approx(straight["losses"][3:], rel=1e-5)
+    assert begun["rows"] | alone["rows"] | three[0]["rows"] == straight["rows"]
+    consumed = np.concatenate([straight["rows"][step] for step in sorted(straight["rows"])])
+    for epoch in range(3):
+        assert sorted(consumed[epoch * 13 : epoch * 13 + 13]) == list(range(13))
 
 
 def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = tiny_trainers.settings_of_training(tokens=6 * 96)
+    config = settings_of_training(tokens=6 * 96)
     model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
     options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
-    options |= {"ranks": ranks, "how": how, "cadence": Cadence(log=1, checkpoint=100)}
+    options |= {"ranks": ranks, "how": how, "cadence": CADENCE}
     validation = [rows.batch([n]) for n in range(3)]
-    trainer = tiny_trainers.make_trainer(config, model, rows, validation=validation, **options)
+    trainer = make_trainer(config, model, rows, validation=validation, **options)
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
     result = trainer.fit()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
@@ -38,6 +89,7 @@ def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, 
         "weights": weights,
         "loaded": same(others, trainer.parallel.whole(trainer.weights.state())),
         "losses": recorder.figures("loss"),
+        "compiled": recorder.figures("compiled"),
         "norms": recorder.figures("grad_norm"),
         "held": sum(part.numel() for part in parts),
         "validation": result.validation_loss,
@@ -64,6 +116,23 @@ def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) ->
         assert [*first["norms"], *second["norms"]] == pytest.approx(straight["norms"], rel=1e-3)
         assert second["validation"] == pytest.approx(straight["validation"], rel=1e-5)
         assert distance(straight["weights"], second["weights"]) < 1e-4
+
+
+def test_where_compiling_fails_training_continues_eagerly_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend=broken))
+    caplog.set_level("WARNING", "ttrain")
+    eager = fit(ALONE, Speed(), tmp_path / "eager")
+    fallen = fit(ALONE, Speed(compile=True), tmp_path / "fallen")
+    assert "torch.compile" in caplog.text
+    assert {*fallen["compiled"]} == {0.0}, "a number, since trackers take numbers alone"
+    assert fallen["losses"] == eager["losses"]
+    assert same(fallen["weights"], eager["weights"])
 
 
 def test_all_replicas_are_compiled_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
