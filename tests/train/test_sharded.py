@@ -1,4 +1,4 @@
-"""Any number of ranks, sharded ones too, takes the steps of one; all of them are compiled or none."""
+"""Any number of ranks, sharded ones too, takes the steps of one; all are compiled or none."""
 
 from functools import partialmethod
 from pathlib import Path
@@ -8,18 +8,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from support import tiny_trainers
 from support.comparing import copies, digest, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import (
-    ALONE,
-    Held,
-    Recorder,
-    WatchedTask,
-    in_ranks,
-    make_trainer,
-    settings_of_training,
-    tiny_model,
-)
+from support.tiny_trainers import ALONE, Held, Recorder, WatchedTask, in_ranks, tiny_model
 from torch import nn
 
 from ttrain.config import Optim
@@ -31,7 +23,7 @@ from ttrain.train.training_options import Cadence, Speed
 FSDP = Speed(parallel="fsdp")
 CADENCE = Cadence(log=1, checkpoint=100)
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
-UNEVEN = settings_of_training(
+UNEVEN = tiny_trainers.settings_of_training(
     tokens=42 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9)
 )
 
@@ -41,7 +33,9 @@ def fit_uneven(ranks: Ranks, **options: Any) -> dict[str, Any]:
     model = tiny_model(seed=1 + ranks.rank, layers=1, dropout=0.1)  # rank 0's weights count
     task, recorder, rows = WatchedTask(UNEVEN, model), Recorder(), NumberedRows(13, live=LIVE)
     options |= {"task": task, "callbacks": [recorder], "cadence": CADENCE, "ranks": ranks}
-    trainer = make_trainer(UNEVEN, model, rows, rows_per_device=1, total_rows=40, **options)
+    trainer = tiny_trainers.make_trainer(
+        UNEVEN, model, rows, rows_per_device=1, total_rows=40, **options
+    )
     result = trainer.fit()
     assert task.optimizers is not None
     return {
@@ -74,12 +68,12 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
 
 def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = settings_of_training(tokens=6 * 96)
+    config = tiny_trainers.settings_of_training(tokens=6 * 96)
     model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
     options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
     options |= {"ranks": ranks, "how": how, "cadence": CADENCE}
     validation = [rows.batch([n]) for n in range(3)]
-    trainer = make_trainer(config, model, rows, validation=validation, **options)
+    trainer = tiny_trainers.make_trainer(config, model, rows, validation=validation, **options)
     parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
     result = trainer.fit()
     weights = copies(trainer.parallel.whole(trainer.weights.state()))
