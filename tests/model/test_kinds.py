@@ -1,13 +1,14 @@
-"""Architectures by name: each takes the settings' sizes, keeps to its record of a row, learns, and
-opens again."""
+"""Architectures by name, also those that transformers does not have: sizes, records, logits."""
 
 import json
 from typing import Any
 
 import pytest
 import torch
+from support.tiny_adapters import random_ids
 from support.tiny_data import VOCAB
 from support.tiny_trainers import settings_of_training, tiny_model
+from torch import nn
 from torch.nn import functional as F
 
 from ttrain.config import Lora, Model
@@ -51,8 +52,7 @@ def packed() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
 def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any]) -> None:
-    """The masks are ours, and those of a record alone are transformers': windows, chunks and
-    all."""
+    """The masks are ours, and those of a record alone are transformers'."""
     model = model_of(options)
     ids, positions, segments, labels = packed()
     with torch.no_grad():
@@ -66,8 +66,7 @@ def test_a_packed_row_costs_what_its_records_cost_alone(options: dict[str, Any])
 
 @pytest.mark.parametrize("options", ARCHITECTURES, ids=lambda options: options["kind"])
 def test_a_step_reaches_every_parameter_with_checkpointing_too(options: dict[str, Any]) -> None:
-    """In bf16 as in fp32: the masks of eager attention are scores, which autocast must not
-    spoil."""
+    """In bf16, too, since masks of eager attention are scores, which autocast must not spoil."""
     gradients = []
     for checkpoints in (False, True):
         model, config = model_of(options).train(), settings_of_training()
@@ -84,13 +83,7 @@ def test_a_step_reaches_every_parameter_with_checkpointing_too(options: dict[str
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-def config_of(**settings: Any) -> dict[str, Any]:
-    config: dict[str, Any] = build_config(Model(**settings), vocab_size=VOCAB, ids=IDS).to_dict()
-    return config
-
-
-SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77}
-SIZES |= {"init_std": 0.01, "intermediate_size": 160}
+SIZES = {"hidden_size": 96, "layers": 3, "heads": 4, "max_length": 77, "init_std": 0.01}
 USUAL = "hidden_size num_hidden_layers num_attention_heads max_position_embeddings "
 OWN_NAMES = {
     "llama": f"{USUAL} initializer_range intermediate_size",
@@ -101,8 +94,9 @@ OWN_NAMES = {
 
 @pytest.mark.parametrize("kind", OWN_NAMES)
 def test_sizes_have_the_architectures_own_names(kind: str) -> None:
-    config = config_of(kind=kind, **SIZES)
-    assert [config[name] for name in OWN_NAMES[kind].split()] == list(SIZES.values())
+    settings = Model(kind=kind, intermediate_size=160, **SIZES)
+    config = build_config(settings, vocab_size=VOCAB, ids=IDS).to_dict()
+    assert [config[name] for name in OWN_NAMES[kind].split()] == [*SIZES.values(), 160]
     assert {"vocab_size": VOCAB, **IDS}.items() <= config.items()
 
 
@@ -126,8 +120,7 @@ def test_what_no_architecture_has_is_refused(settings: dict[str, Any], parts: li
 
 
 def test_building_a_config_leaves_the_settings_as_they_are() -> None:
-    """transformers completes mappings in place; what enters a key would change with the first
-    build."""
+    """transformers completes mappings in place, which would change the next key."""
     model = Model(fields={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
     before = model.model_dump(mode="json")
     build_config(model, vocab_size=VOCAB, ids=IDS)
@@ -150,10 +143,6 @@ def test_rope_follows_its_base_type_and_factor() -> None:
     expected = torch.tensor([100.0 ** (-2 * i / 8) for i in range(4)])
     torch.testing.assert_close(frequencies(rope_theta=100.0), expected)
     torch.testing.assert_close(frequencies(rope_type="linear", rope_factor=4.0), plain / 4)
-    for kind in ("yarn", "llama3"):
-        scaled = frequencies(rope_type=kind, rope_factor=4.0) / plain
-        # What turns fast within the trained length stays; what never turned there is stretched.
-        assert [float(scaled[0]), float(scaled[-1])] == pytest.approx([1.0, 0.25])
 
 
 EXPERTS = {"kind": "tinyseek", "moe": {"experts": 6, "expert_size": 8}}
@@ -170,3 +159,69 @@ def test_scaled_residuals_are_smaller_by_the_root_of_twice_the_layers(options: A
             assert float(parameter.detach().std()) == pytest.approx(0.05 / 4, rel=0.1), name
         else:
             assert torch.equal(parameter, unscaled[name]), name
+
+
+TINYSEEK = {"experts": 6, "top_k": 2, "shared_experts": 1, "expert_size": 8}
+ONE_LAYER = {"share_layers": True, "rope_head_dim": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "moyun": {"kind": "moyun"},
+    "tinyseek": {"kind": "tinyseek", "moe": TINYSEEK, "init_std": 0.2},
+    "tinyseek, one layer": {"kind": "tinyseek", "moe": TINYSEEK, "fields": ONE_LAYER},
+}
+# Recorded while references by loops gave the same: torch's own encoder for moyun, and for tinyseek
+# attention, rotation, routing and experts of one position at a time.
+LOGITS = {
+    "moyun": [-0.226082, 2.520066, 3.098167, 0.38469, -1.52202],
+    "tinyseek": [2.286817, 0.275719, -0.886027, 0.817441, 2.901219],
+    "tinyseek, one layer": [2.45264, 0.780938, -0.447101, 0.912252, 2.746416],
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_computes_what_it_did_when_it_was_proved(shape: str, implementation: str) -> None:
+    model = tiny_model(**SHAPES[shape]).eval()
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            waves = torch.sin(0.7 * torch.arange(parameter.numel()) + number)
+            parameter.copy_(0.3 * waves.view_as(parameter) + float(parameter.ndim == 1))
+        logits = model(torch.arange(9, 29)[None]).logits[0, -1, :5]
+    assert logits.tolist() == pytest.approx(LOGITS[shape], rel=1e-4, abs=1e-4)
+
+
+def test_a_text_longer_than_the_table_is_refused() -> None:
+    model = tiny_model(kind="moyun", max_length=16).eval()
+    model(random_ids(1, 1, 16))
+    with pytest.raises(ValueError, match=r"position 16"):
+        model(random_ids(1, 1, 17))
+
+
+def test_noise_of_the_size_that_its_weight_says_moves_routes_in_training_only() -> None:
+    router = tiny_model(**SHAPES["tinyseek"]).model.layers[0].mlp.gate
+    x = torch.randn(1, 16).expand(20_000, 16)
+    clean = router.eval()(x)[0]
+    assert torch.equal(clean, nn.functional.linear(x, router.weight))
+    torch.manual_seed(1)
+    noise = router.train()(x)[0] - clean
+    expected = nn.functional.softplus(nn.functional.linear(x[:1], router.noise_weight))[0]
+    torch.testing.assert_close(noise.std(0), expected, rtol=0.03, atol=0)
+    router.noise_scale = 0.0
+    assert torch.equal(clean, router(x)[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cache_and_left_padding_change_neither_logits_nor_text(shape: str) -> None:
+    model, ids = tiny_model(**SHAPES[shape]).eval(), random_ids(3, 1, 20)
+    with torch.no_grad():
+        whole = model(ids).logits
+        start = model(ids[:, :13], use_cache=True)
+        rest = model(ids[:, 13:], cache=start.cache, use_cache=True).logits
+    torch.testing.assert_close(torch.cat((start.logits, rest), 1), whole, rtol=1e-5, atol=1e-6)
+    ids = random_ids(3, 2, 6)
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(ids, use_cache=False, **how)
+    assert torch.equal(model.generate(ids, use_cache=True, **how), plain)
+    mask = torch.tensor([[0] * 3 + [1] * 6] * 2)
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), ids), 1)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **how)[:, 3:], plain)
