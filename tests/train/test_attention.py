@@ -1,4 +1,5 @@
-"""Masks of records, and attention of variable lengths with plain kernels in the place of CUDA's."""
+"""Masks of records, models that no mask keeps apart, and attention of variable lengths with plain
+kernels in the place of CUDA's."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -7,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.comparing import distance, with_gradients
+from support.comparing import copies, distance, same, with_gradients
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, settings_of_training, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from ttrain.errors import UsageError
 from ttrain.train import varlen
 from ttrain.train.attention import segment_mask
 from ttrain.train.language_modeling import LanguageModeling, NextTokenLoss
+from ttrain.train.leakage_check import check
+from ttrain.train.losses import token_loss_sum
 
 T = 24
 CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
@@ -128,3 +132,55 @@ def test_the_kernel_is_for_cuda_half_precision_and_heads_that_it_has(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     assert varlen.is_usable(*arguments) is is_usable
+
+
+PACKED, UNPACKED = settings_of_training(), settings_of_training(packing="none")
+SLIDING = {"kind": "gemma2", "fields": {"sliding_window": 5}}
+EXPERTS = {"kind": "qwen3", "moe": {"experts": 8}}
+
+
+def objective_of(**options: Any) -> NextTokenLoss:
+    return NextTokenLoss(tiny_model(**{"hidden_size": 32, **options}))
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, SLIDING, EXPERTS], ids=str)
+def test_a_model_that_keeps_records_apart_is_left_as_it_was(options: dict[str, Any]) -> None:
+    objective = objective_of(**options).train()
+    weights, random = copies(objective.state_dict()), torch.get_rng_state()
+    check(objective, PACKED)
+    assert objective.training
+    assert same(weights, objective.state_dict())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in objective.parameters())
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "minimax"])
+def test_a_recurrent_model_needs_rows_of_one_record(kind: str) -> None:
+    objective = objective_of(kind=kind)
+    with pytest.raises(UsageError, match=r"training\.packing.*packing=none"):
+        check(objective, PACKED)
+    check(objective, UNPACKED)
+
+
+class Seeing(nn.Module):
+    """An objective whose loss of a position is that of the token two places on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal = self.model = tiny_model()
+
+    def forward(self, ids: Tensor, places: Any, records: Any, labels: Tensor, **_: Any) -> Any:
+        return (token_loss_sum(self.model(input_ids=ids.flip(1)).logits.flip(1), labels),)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (lambda: objective_of(kind="mamba"), r"MambaForCausalLM.*llama"),  # takes no mask
+        (Seeing, "should predict"),
+    ],
+    ids=["no mask", "sees the future"],
+)
+def test_what_no_mask_can_keep_apart_is_refused(objective: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check(objective(), UNPACKED)
