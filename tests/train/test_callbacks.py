@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, same
+from support.comparing import same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
@@ -129,30 +129,14 @@ def test_early_stopping_needs_rows_to_validate_on() -> None:
     assert len(early_stopping(config, [BATCH])) == 1 and early_stopping(settings_of(), []) == []
 
 
-def trained(
-    directory: Path, *, ranks: Ranks = ALONE, stop_after: int | None = None, done: int = 0
-) -> tuple[Any, Trainer]:
+def trained(directory: Path, *, stop_after: int | None = None, done: int = 0) -> Any:
     """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
-    options: dict[str, Any] = {"directory": directory, "ranks": ranks, "stop_after": stop_after}
-    options |= {"validation": [BATCH] * ranks.world, "keep": 9}
+    options: dict[str, Any] = {"directory": directory, "stop_after": stop_after, "keep": 9}
     options |= {"cadence": Cadence(log=3, checkpoint=100, validate=1)}
     options |= {"callbacks": callbacks[::-1] if done else callbacks}
     trainer = scripted_trainer(12 * 96, PLATEAU[done:], **options)
     return trainer.fit(), trainer
-
-
-def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> tuple[int, str, dict[str, torch.Tensor]]:
-        result, trainer = trained(tmp_path / "checkpoints", ranks=ranks)
-        return result.step, result.stop_reason, copies(trainer.weights.state())
-
-    results = in_ranks(2, tmp_path / "ranks", work)
-    best, last = (checkpoint.read(tmp_path / "checkpoints" / f"step-0000000{n}") for n in (3, 5))
-    for step, reason, weights in results:
-        assert (step, reason) == (5, STOPPED)
-        assert same(weights, best.weights)
-        assert not same(weights, last.weights)
 
 
 def test_a_continued_metrics_file_loses_later_and_torn_lines(tmp_path: Path) -> None:
