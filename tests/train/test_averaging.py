@@ -1,26 +1,24 @@
-"""The moving average of the weights: its values, its state, and what another training continues."""
+"""The moving average of the weights: its values and its state. Sharded ones: test_sharded."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same
+from support.comparing import distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, in_ranks, make_trainer, settings_of_training, tiny_model
+from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 from torch import Tensor
 
 from ttrain.config import Schedule
 from ttrain.train.averaging import MovingAverage
 from ttrain.train.checkpoint import Snapshot
-from ttrain.train.distributed import Ranks
 from ttrain.train.optim import Optimizers
 from ttrain.train.trainer import Trainer
-from ttrain.train.training_options import Cadence, Speed
+from ttrain.train.training_options import Cadence
 
 AVERAGED = Schedule(kind="constant", warmup_steps=1, average=0.4)
-CONFIG, SHORT = (settings_of_training(schedule=AVERAGED, tokens=steps * 96) for steps in (8, 3))
+CONFIG = settings_of_training(schedule=AVERAGED, tokens=8 * 96)
 ROWS = NumberedRows(60)
 VALIDATION = [ROWS.batch([0, 1])]
 
@@ -97,20 +95,3 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert same(whole.weights.state(), second.weights.state())
     assert same(newest(whole).weights, newest(second).weights)
     assert same(newest(whole).optimizer, newest(second).optimizer)
-
-
-def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_path: Path) -> None:
-    importlib.import_module("torch.distributed.fsdp")  # once, not in each rank
-    snapshot, steps = newest(averaged[0]), averaged[0].steps
-    plateau = Snapshot(0, snapshot.weights, snapshot.optimizer, {})
-
-    def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
-        trainer = make_trainer(
-            SHORT, tiny_model(seed=3), ROWS, ranks=ranks, how=how, plateau=plateau
-        )
-        assert averaged_steps(dict(trainer.average.state())) == {steps}
-        trainer.fit()
-        return copies(trainer.parallel.whole(trainer.weights.state()))
-
-    sharded = in_ranks(2, tmp_path, lambda ranks: continued(ranks, Speed(parallel="fsdp")))[0]
-    assert distance(continued(ALONE, Speed()), sharded) < 1e-4

@@ -14,7 +14,7 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, Held, Recorder, WatchedTask, in_ranks, tiny_model
 from torch import nn
 
-from ttrain.config import Optim
+from ttrain.config import Optim, Schedule
 from ttrain.errors import UsageError
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
@@ -68,7 +68,8 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
 
 def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config = tiny_trainers.settings_of_training(tokens=6 * 96)
+    schedule = Schedule(kind="constant", warmup_steps=1, average=0.4)
+    config = tiny_trainers.settings_of_training(tokens=6 * 96, schedule=schedule)
     model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
     options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
     options |= {"ranks": ranks, "how": how, "cadence": CADENCE}
@@ -92,7 +93,7 @@ def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, 
 
 
 def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) -> None:
-    """Sharded to step 3 and whole to the end, and the other way round."""
+    """Sharded to step 3 and whole to the end, and the other way round; with an average."""
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     straight = fit(ALONE, Speed(), tmp_path / "straight")
     begun_whole = fit(ALONE, Speed(), whole, stop_after=3)
