@@ -95,3 +95,10 @@ def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_pa
     assert same(whole.weights.state(), second.weights.state())
     assert same(newest(whole).weights, newest(second).weights)
     assert same(newest(whole).optimizer, newest(second).optimizer)
+
+
+def test_another_training_continues_the_average(averaged: Any) -> None:
+    snapshot = newest(averaged[0])
+    plateau = Snapshot(0, snapshot.weights, snapshot.optimizer, {})
+    trainer = make_trainer(CONFIG, tiny_model(seed=3), ROWS, plateau=plateau)
+    assert averaged_steps(dict(trainer.average.state())) == {averaged[0].steps}

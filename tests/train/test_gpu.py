@@ -1,4 +1,4 @@
-"""What only a GPU can show: the kernel itself, the same bits after a checkpoint."""
+"""What only a GPU can show: the kernel, no waits between logs, the bits after a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from support.tiny_trainers import make_trainer, settings_of_training, tiny_model
 
 from ttrain.config import Optim
 from ttrain.train import attention, varlen
+from ttrain.train.callbacks import Callback
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import set_deterministic
 from ttrain.train.trainer import Trainer
@@ -51,6 +52,13 @@ def test_the_kernel_and_its_gradients_equal_a_mask_in_fp32(kv_heads: int) -> Non
         assert (left - right).norm() < 1e-2 * left.norm(), "up to the rounding of bf16"
 
 
+class ForbidWaits(Callback):
+    """Makes a wait for the GPU an error in steps neither the first nor the last before a log."""
+
+    def step_start(self, step: int) -> None:
+        torch.cuda.set_sync_debug_mode("default" if step % 10 in (0, 1) else "error")
+
+
 def trainer_of(directory: Path, **options: Any) -> Trainer:
     config = settings_of_training(optim=MUON, precision="bf16", **STEPS)
     options |= {"directory": directory, "cadence": Cadence(log=10, checkpoint=10), "ranks": ALONE}
@@ -59,9 +67,12 @@ def trainer_of(directory: Path, **options: Any) -> Trainer:
 
 
 def test_a_continued_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    straight = trainer_of(tmp_path / "straight")
+    straight = trainer_of(tmp_path / "straight", callbacks=[ForbidWaits()])
     assert straight.deferred is not None
-    straight.fit()
+    try:
+        straight.fit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     for stop in ({"stop_after": 10}, {}):
         continued = trainer_of(tmp_path / "continued", **stop)
         result = continued.fit()
