@@ -135,14 +135,6 @@ def attention(
     return ours, with_gradients(out.transpose(1, 2), upstream, exact)
 
 
-def check_attention(shape: Any, kind: torch.dtype) -> None:
-    ours, expected = attention(kind, *shape)
-    results = ours()
-    for name, tensor in expected.items():
-        limit = 0.008 if kind == BF16 else 1e-6
-        assert distance({name: tensor}, {name: results[name]}) < limit, name
-
-
 SHAPES = {
     "groups of heads": (6, 2, 32, None),
     "three halves of a block": (2, 2, 96, BRANCHES),
@@ -152,12 +144,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_and_its_gradients_are_those_of_torch(shape: str, kind: torch.dtype) -> None:
-    check_attention(SHAPES[shape], kind)
-
-
-def test_attention_without_kernels_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "kernels", dict)
-    check_attention(SHAPES["three halves of a block"], FP32)
+    ours, expected = attention(kind, *SHAPES[shape])
+    results = ours()
+    for name, tensor in expected.items():
+        limit = 0.008 if kind == BF16 else 1e-6
+        assert distance({name: tensor}, {name: results[name]}) < limit, name
 
 
 def test_the_number_of_threads_changes_no_bit(kind: torch.dtype) -> None:

@@ -21,7 +21,6 @@ from ttrain.config.loading import load
 from ttrain.core import machine
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import precision, resource_limits
-from ttrain.train.callbacks import LogRecord
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale, resolve_device, resolve_precision
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_memory
@@ -91,43 +90,27 @@ def test_out_of_memory_names_the_setting(error: Exception) -> None:
         raise RuntimeError("shape mismatch")
 
 
-class ThreadsAndRows(Recorder):
-    """Notes the threads and the rows of a micro-batch at each log."""
-
-    trainer: Trainer
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[tuple[int, int]] = []
-
-    def log(self, record: LogRecord) -> None:
-        super().log(record)
-        self.sizes.append((torch.get_num_threads(), self.trainer.loader.rows_per_device))
-
-
-def fit(night: bool, *, threads: int = 2, ranks: Ranks = ALONE) -> tuple[Any, Trainer, Any]:
+def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Trainer, Any]:
     """The clock of rank 0 begins at 21:30 and advances 90 minutes each time; others are at
     midnight."""
-    torch.set_num_threads(threads)
     config, model = settings_of(tokens=9 * 96), tiny_model()
-    recorder, task = ThreadsAndRows(), WatchedTask(config, model)
+    recorder, task = Recorder(), WatchedTask(config, model)
     begin = datetime(2026, 1, 1, 21, 30)
     times = (begin + number * timedelta(minutes=90) for number in itertools.count())
     clock = (lambda: next(times)) if ranks.first else lambda: datetime(2026, 1, 1)
     throttle = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
     options: dict[str, Any] = {"task": task, "callbacks": [recorder], "night": throttle}
     options |= {"ranks": ranks, "cadence": Cadence(log=1, checkpoint=100)}
-    recorder.trainer = make_trainer(config, model, NumberedRows(52), **options)
-    recorder.trainer.fit()
-    return recorder, recorder.trainer, task
+    trainer = make_trainer(config, model, NumberedRows(52), **options)
+    trainer.fit()
+    return recorder, trainer, task
 
 
-def test_at_night_micro_batches_and_threads_are_halved_and_losses_are_equal() -> None:
+def test_at_night_micro_batches_are_halved_and_losses_are_equal() -> None:
     by_day, _, day_task = fit(False)
     by_night, trainer, night_task = fit(True)
     is_night = [bool(value) for value in by_night.figures("night")]
     assert is_night == [False] + [True] * 6 + [False] * 2, "from 23:00, the night ends at 8:00"
-    assert by_night.sizes == [(1, 2) if on else (2, 4) for on in is_night]
     assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
     gradients = [task.optimizers.gradients[3] for task in (day_task, night_task)]
     assert distance(*gradients) < 1e-5
@@ -138,7 +121,7 @@ def test_at_night_micro_batches_and_threads_are_halved_and_losses_are_equal() ->
 
 def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> tuple[int, list[float]]:
-        recorder, _, task = fit(True, threads=1, ranks=ranks)
+        recorder, _, task = fit(True, ranks)
         return task.passes, recorder.figures("night")
 
     (first, nights), (second, _) = in_ranks(2, tmp_path, work)
@@ -154,15 +137,16 @@ def test_a_window_of_the_day(now: int, start: int, end: int, inside: bool) -> No
 
 
 @pytest.mark.parametrize(("used", "by_night"), [(10e9, 0.5), (100e9, 0.625)])
-def test_the_profile_takes_half_of_a_gpu_by_night_but_no_less_than_is_in_use(
+def test_the_profile_takes_half_of_gpu_and_threads_by_night_but_no_less_than_is_in_use(
     fractions: Any, monkeypatch: pytest.MonkeyPatch, used: float, by_night: float
 ) -> None:
     settings = load(profiles=["night"]).settings.runtime.night
     assert settings
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
+    torch.set_num_threads(4)
     throttle = NightThrottle(settings, CUDA, rows_per_device=4)
-    throttle.set(True)
-    throttle.set(False)
+    assert (throttle.set(True), torch.get_num_threads()) == (2, 2)
+    assert (throttle.set(False), torch.get_num_threads()) == (4, 4)
     assert fractions == [(by_night, CUDA), (1.0, CUDA)]
 
 
