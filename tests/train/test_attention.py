@@ -3,7 +3,9 @@ kernels in the place of CUDA's."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -115,9 +117,10 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
     assert spans(window=8) is None and spans(dropout=0.5) is None
 
 
-@pytest.mark.parametrize(
-    ("major", "arguments", "is_usable"),
-    [
+def test_the_kernel_is_for_cuda_half_precision_and_heads_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for major, arguments, is_usable in (
         (8, (CUDA, BF16, 256, 0.0), True),
         (7, (CUDA, BF16, 64, 0.0), False),
         (8, (CPU, BF16, 64, 0.0), False),
@@ -125,13 +128,10 @@ def test_dropout_and_windows_keep_the_mask(calls: list[Tensor]) -> None:
         (8, (CUDA, BF16, 264, 0.0), False),
         (8, (CUDA, BF16, 36, 0.0), False),
         (8, (CUDA, BF16, 64, 0.1), False),
-    ],
-)
-def test_the_kernel_is_for_cuda_half_precision_and_heads_that_it_has(
-    major: int, arguments: Any, is_usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert varlen.is_usable(*arguments) is is_usable
+    ):
+        capability = Mock(return_value=(major, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+        assert varlen.is_usable(*arguments) is is_usable
 
 
 PACKED, UNPACKED = settings_of_training(), settings_of_training(packing="none")
@@ -174,13 +174,12 @@ class Seeing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("objective", "message"),
+    ("make", "message"),
     [
-        (lambda: objective_of(kind="mamba"), r"MambaForCausalLM.*llama"),  # takes no mask
+        (partial(objective_of, kind="mamba"), r"MambaForCausalLM.*llama"),  # takes no mask
         (Seeing, "should predict"),
     ],
-    ids=["no mask", "sees the future"],
 )
-def test_what_no_mask_can_keep_apart_is_refused(objective: Any, message: str) -> None:
+def test_what_no_mask_can_keep_apart_is_refused(make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check(objective(), UNPACKED)
+        check(make(), UNPACKED)
