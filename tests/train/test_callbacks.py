@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from support.comparing import same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import Recorder, WatchedTask, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
@@ -20,7 +19,6 @@ from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, MetricsFile
-from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
 from ttrain.train.task import LossSum
@@ -163,18 +161,12 @@ def test_an_early_stop_is_the_same_when_continued(tmp_path: Path, stop_after: in
     assert same(rerun_trainer.weights.state(), kept.weights)
 
 
-def test_logged_losses_are_means_over_the_tokens_since_the_last_log(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> Any:
-        config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
-        options = {"ranks": ranks, "rows_per_device": 2, "cadence": Cadence(log=3)}
-        recorder, model = Recorder(), tiny_model()
-        trainer = make_trainer(config, model, NumberedRows(52), callbacks=[recorder], **options)
-        live_tokens = trainer.fit().live_tokens
-        steps = [replace(record, rows=None) for record in recorder.steps]  # type: ignore[arg-type]
-        return steps, recorder.records, live_tokens
-
-    steps, lines, live_tokens = in_ranks(2, tmp_path, work)[0]
-    assert live_tokens == sum(record.live_tokens for record in steps)
+def test_logged_losses_are_means_over_the_tokens_since_the_last_log() -> None:
+    config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
+    options: dict[str, Any] = {"callbacks": [recorder := Recorder()], "cadence": Cadence(log=3)}
+    trainer = make_trainer(config, tiny_model(), NumberedRows(52), **options)
+    steps, lines = recorder.steps, recorder.records
+    assert trainer.fit().live_tokens == sum(record.live_tokens for record in steps)
     assert [(line.step, line.steps, line.tokens) for line in lines] == [(3, 6, 288), (6, 6, 576)]
     for line in lines:
         records, metrics = steps[line.step - 3 : line.step], line.metrics

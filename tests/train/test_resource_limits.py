@@ -24,7 +24,6 @@ from ttrain.train import precision, resource_limits
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale, resolve_device, resolve_precision
 from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_memory
-from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence
 
 CPU, CUDA, MPS = ALONE.device, torch.device("cuda", 0), torch.device("mps")
@@ -90,9 +89,8 @@ def test_out_of_memory_names_the_setting(error: Exception) -> None:
         raise RuntimeError("shape mismatch")
 
 
-def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Trainer, Any]:
-    """The clock of rank 0 begins at 21:30 and advances 90 minutes each time; others are at
-    midnight."""
+def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Any]:
+    """Rank 0's clock begins at 21:30 and advances 90 minutes each time; others are at midnight."""
     config, model = settings_of(tokens=9 * 96), tiny_model()
     recorder, task = Recorder(), WatchedTask(config, model)
     begin = datetime(2026, 1, 1, 21, 30)
@@ -101,14 +99,12 @@ def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Trainer, Any]:
     throttle = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
     options: dict[str, Any] = {"task": task, "callbacks": [recorder], "night": throttle}
     options |= {"ranks": ranks, "cadence": Cadence(log=1, checkpoint=100)}
-    trainer = make_trainer(config, model, NumberedRows(52), **options)
-    trainer.fit()
-    return recorder, trainer, task
+    make_trainer(config, model, NumberedRows(52), **options).fit()
+    return recorder, task
 
 
 def test_at_night_micro_batches_are_halved_and_losses_are_equal() -> None:
-    by_day, _, day_task = fit(False)
-    by_night, trainer, night_task = fit(True)
+    (by_day, day_task), (by_night, night_task) = fit(False), fit(True)
     is_night = [bool(value) for value in by_night.figures("night")]
     assert is_night == [False] + [True] * 6 + [False] * 2, "from 23:00, the night ends at 8:00"
     assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
@@ -116,12 +112,11 @@ def test_at_night_micro_batches_are_halved_and_losses_are_equal() -> None:
     assert distance(*gradients) < 1e-5
     assert night_task.passes == 6 * 3 + 3 * 2, "twice the micro-batches of three, but the last"
     assert day_task.passes == 9 * 2
-    assert trainer.loader.consumed == 9
 
 
 def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> tuple[int, list[float]]:
-        recorder, _, task = fit(True, ranks)
+        recorder, task = fit(True, ranks)
         return task.passes, recorder.figures("night")
 
     (first, nights), (second, _) = in_ranks(2, tmp_path, work)

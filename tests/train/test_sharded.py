@@ -1,4 +1,4 @@
-"""Any number of ranks, sharded ones too, takes the steps of one; all are compiled or none."""
+"""Any number of ranks, sharded ones too, takes the steps of one; averages of weights."""
 
 from functools import partialmethod
 from pathlib import Path
@@ -12,16 +12,21 @@ from support import tiny_trainers
 from support.comparing import copies, digest, distance, same
 from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, Held, Recorder, WatchedTask, in_ranks, tiny_model
-from torch import nn
+from torch import Tensor, nn
 
 from ttrain.config import Optim, Schedule
 from ttrain.errors import UsageError
+from ttrain.train.averaging import MovingAverage
+from ttrain.train.checkpoint import Snapshot
 from ttrain.train.compiling import CompiledLayers
 from ttrain.train.distributed import Ranks
+from ttrain.train.optim import Optimizers
+from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
 
 FSDP = Speed(parallel="fsdp")
 CADENCE = Cadence(log=1, checkpoint=100)
+SCHEDULE = Schedule(kind="constant", warmup_steps=1, average=0.4)
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
 UNEVEN = tiny_trainers.settings_of_training(
     tokens=42 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9)
@@ -68,8 +73,7 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
 
 def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    schedule = Schedule(kind="constant", warmup_steps=1, average=0.4)
-    config = tiny_trainers.settings_of_training(tokens=6 * 96, schedule=schedule)
+    config = tiny_trainers.settings_of_training(tokens=6 * 96, schedule=SCHEDULE)
     model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
     options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
     options |= {"ranks": ranks, "how": how, "cadence": CADENCE}
@@ -148,3 +152,89 @@ def test_a_sharded_pass_that_ends_while_it_is_compiled_is_an_error() -> None:
     attempt = Mock(side_effect=RuntimeError("in the backward pass"))
     with pytest.raises(UsageError, match=r"backward pass.*runtime\.compile=false"):
         CompiledLayers(nn.Linear(2, 2)).keep(attempt, ALONE, sharded=True)
+
+
+AVERAGED = tiny_trainers.settings_of_training(schedule=SCHEDULE, tokens=8 * 96)
+ROWS = NumberedRows(60)
+VALIDATION = [ROWS.batch([0, 1])]
+
+
+def trainer_of(directory: Path, **options: Any) -> Trainer:
+    return tiny_trainers.make_trainer(AVERAGED, tiny_model(), ROWS, directory=directory, **options)
+
+
+def newest(trainer: Trainer) -> Snapshot:
+    snapshot = trainer.checkpoints.newest() if trainer.checkpoints else None
+    assert snapshot
+    return snapshot
+
+
+def averaged_steps(state: dict[str, Tensor]) -> set[int]:
+    return {int(value) for name, value in state.items() if name.startswith("averaged|")}
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Any, list[Any]]:
+    """A finished trainer, its result, and the weights after each step of its optimizers."""
+    step, weights = Optimizers.step, list[dict[str, Tensor]]()
+
+    def watched(optimizers: Optimizers) -> None:
+        step(optimizers)
+        names = optimizers.names
+        weights.append({names[p]: p.detach().double().clone() for p in optimizers.parameters})
+
+    options: dict[str, Any] = {"validation": VALIDATION, "cadence": Cadence(validate=1)}
+    trainer = trainer_of(tmp_path_factory.mktemp("averaged"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizers, "step", watched)
+        return trainer, trainer.fit(), weights
+
+
+def test_model_validation_and_checkpoint_hold_the_average_over_all_steps(averaged: Any) -> None:
+    trainer, result, weights = averaged
+    expected = weights[0]
+    for number, tensors in enumerate(weights):
+        kept = (1 + number) / (10 + number)  # the first steps count less
+        expected = {name: kept * expected[name] + (1 - kept) * tensors[name] for name in expected}
+    names = trainer.optimizers.names
+    final = {names[p]: p.detach() for p in trainer.optimizers.parameters}
+    assert distance(expected, final) < 1e-6 < 1e-3 < distance(weights[-1], final)
+    assert result.validation_loss == trainer.model.measure(VALIDATION)[0]
+    snapshot = newest(trainer)
+    assert same(dict(snapshot.weights), trainer.weights.state())
+    iterates = {name for name in snapshot.optimizer if name.startswith("iterate|")}
+    assert iterates == {f"iterate|{name}" for name in names.values()}
+    assert averaged_steps(dict(snapshot.optimizer)) == {trainer.steps}
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_half_life_is_a_share_of_the_steps_that_were_not_prevented(is_deferred: bool) -> None:
+    weight = torch.zeros(1)
+    average = MovingAverage({weight: "w"}, 0.5, 8)
+    average.load_state({"iterate|w": torch.zeros(1), "averaged|w": torch.tensor(1000)})
+    weight += 1
+    for _ in range(4):
+        average.update(torch.tensor(0.0) if is_deferred else None)
+        if is_deferred:
+            average.update(torch.tensor(1.0))
+    assert int(average.state()["averaged|w"]) == 1004
+    average.end()
+    assert float(weight) == pytest.approx(0.5)
+
+
+def test_a_training_that_was_stopped_ends_in_the_same_bits(averaged: Any, tmp_path: Path) -> None:
+    whole = averaged[0]
+    assert 0 < trainer_of(tmp_path, stop_after=3).fit().step < whole.steps
+    second = trainer_of(tmp_path)
+    assert second.first > 0
+    second.fit()
+    assert same(whole.weights.state(), second.weights.state())
+    assert same(newest(whole).weights, newest(second).weights)
+    assert same(newest(whole).optimizer, newest(second).optimizer)
+
+
+def test_another_training_continues_the_average(averaged: Any) -> None:
+    snapshot = newest(averaged[0])
+    plateau = Snapshot(0, snapshot.weights, snapshot.optimizer, {})
+    trainer = tiny_trainers.make_trainer(AVERAGED, tiny_model(seed=3), ROWS, plateau=plateau)
+    assert averaged_steps(dict(trainer.average.state())) == {averaged[0].steps}

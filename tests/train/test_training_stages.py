@@ -1,4 +1,4 @@
-"""A small suite while a model trains: with the model's own figures, and without a trace."""
+"""Stages that train: a small suite meanwhile, which leaves no trace, and extended budgets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,11 @@ from support.tiny_trainers import settings_of_training as settings_of
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
+from ttrain.core.hashing import sha256_file
 from ttrain.data.encoder import Encoder
 from ttrain.engine import planner as plan
+from ttrain.engine.graph import Rerun
+from ttrain.engine.resume import begun_at
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.items import Items
@@ -27,6 +30,7 @@ from ttrain.flows.full import full
 from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import factory
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import PRETRAIN
 from ttrain.tasks.common import callbacks
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import LogRecord
@@ -165,3 +169,43 @@ def test_a_rate_that_does_not_move_the_validation_loss_is_reported(
     settings = stage_settings(4, {"optim": {"kind": "adamw", "lr": 1e-9}})
     assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
     assert "pretrain.optim.lr" in caplog.text
+
+
+WEIGHTS = Path("model") / "model.safetensors"
+WARM = {"schedule": {"warmup_steps": 2}}
+UNPACKED = {**WARM, "packing": "none"}
+EPOCHS = {"tokens": None, "schedule": {"kind": "constant"}}
+# name: settings of both, of the short one, of the long one, the step where the extension begins
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "before the decay": (WARM, {"tokens": 8 * 256}, {"tokens": 10 * 256}, 4),
+    # The run ends within a step, which a longer run fills up: it begins one checkpoint before.
+    "a last step cut short": (EPOCHS, {"epochs": 0.2}, {"epochs": 0.3}, 0),
+    "rows that are not packed": (UNPACKED, {"tokens": 1000}, {"tokens": 2000}, 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_extended_stage_has_the_same_bytes(stage_home: Home, tmp_path: Path, name: str) -> None:
+    common, short, long, begins = CASES[name]
+    store, inputs = stage_home.store, stage_home.pretrain_inputs()
+    first, second = (
+        stage_settings(pretrain=common | budget, keep_checkpoints=9) for budget in (short, long)
+    )
+    planned = plan.plan_stage(PRETRAIN, first, store, inputs)
+    assert planned.key is not None
+    result = stage_home.pretrain(first, tmp_path / "short")
+    if not begins:
+        assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
+        begins = 4 * ((result["steps"] - 1) // 4)
+    manifest = {"result": result, "ingredients": planned.ingredients, "inputs": {}}
+    store.publish("pretrain", planned.key, tmp_path / "short", manifest)
+    extension = plan.plan_stage(PRETRAIN, second, store, inputs, Rerun(extend=True))
+    assert extension.start_from is not None
+    assert extension.start_from.name == f"step-{begins:08d}"
+    start = extension.start_from.parents[1]
+    output = begun_at(store, extension, start, extension.first_step) / "output"
+    extended = stage_home.pretrain(second, output)
+    straight = stage_home.pretrain(second, tmp_path / "straight")
+    assert extended["resumed_from_step"] == begins
+    assert extended["steps"] == straight["steps"] > result["steps"]
+    assert sha256_file(output / WEIGHTS) == sha256_file(tmp_path / "straight" / WEIGHTS)
