@@ -281,12 +281,11 @@ def test_the_head_is_trained_by_adamw_without_decay() -> None:
 
 
 def test_a_head_with_a_bias_is_loaded_and_one_of_another_size_refused(tmp_path: Path) -> None:
-    model = tiny_model()
-    weights = {"weight": torch.randn(VOCAB, 16), "bias": torch.randn(VOCAB)}
+    model, weights = tiny_model(), {"weight": torch.randn(VOCAB, 16), "bias": torch.randn(VOCAB)}
     save_file(weights, tmp_path / SECOND_HEAD)
     assert multi_token.attach_from(model, tmp_path)
     assert torch.equal(model.multi_token.bias, weights["bias"])
-    save_file({"weight": torch.randn(VOCAB + 1, 16)}, tmp_path / SECOND_HEAD)
+    save_file({**weights, "weight": torch.randn(VOCAB + 1, 16)}, tmp_path / SECOND_HEAD)
     with pytest.raises(ArtifactError, match=r"weight.*62.*61"):
         multi_token.attach_from(tiny_model(), tmp_path)
 

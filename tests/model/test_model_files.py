@@ -1,5 +1,6 @@
 """Files of models and adapters, strict when loaded, without code or pickles; prefixes in rows."""
 
+import hashlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from peft import PeftModel, PeftModelForCausalLM
 from safetensors.torch import load_file, save_file
@@ -25,6 +27,8 @@ from ttrain.data.packing import IGNORE, Batch
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import ADAPTER, BASE, weights_digest
+from ttrain.train import checkpoint_format
+from ttrain.train.checkpoint_format import tensor_parts
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import token_loss_sum
 
@@ -222,8 +226,7 @@ def test_every_weight_that_does_not_fit_is_named_and_nothing_is_loaded(directory
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
-    integers = torch.ones(2, dtype=torch.int64)
-    weights = {"empty": torch.zeros(0), "integers": integers, "good": torch.ones(2, 2)}
+    weights = {"empty": torch.zeros(0), "integers": torch.tensor([1]), "good": torch.ones(2, 2)}
     factory.need_finite(weights, "here")
     for number in (float("nan"), -float("inf")):
         weights["half"] = torch.tensor([0, number], dtype=torch.bfloat16)
@@ -242,3 +245,36 @@ def test_code_next_to_weights_is_never_run_whatever_the_next_line_of_input_is(
     with pytest.raises(ArtifactError, match="never runs"):
         factory.load(directory)
     assert not ran.exists()
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+NUMBERS = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)) * 100
+# Every type, and the shapes that break writers; odd lengths, so that offsets matter.
+TENSORS = {str(dtype): NUMBERS.to(dtype) for dtype in (*FLOATS, *INTEGERS)} | {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "transposed": NUMBERS.T,
+    "every other": NUMBERS[:, ::2],
+    "grad": NUMBERS.clone().requires_grad_(),
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    'Größe "|\\ 重量': torch.tensor([True]),
+}
+
+
+def test_the_library_reads_what_is_written_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "t.safetensors", os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:99]))
+    entry = checkpoint_format.write(path, tensor_parts(TENSORS, {"format": "pt"}))
+    data, loaded = path.read_bytes(), safetensors.torch.load_file(path)
+    assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert {*loaded} == {*TENSORS}
+    for name, tensor in TENSORS.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
+        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (tensor, loaded[name])]
+        assert torch.equal(*bits), name
+    of_one_type = {"b.weight": torch.rand(3, 5), "a": torch.rand(7), "b.bias": torch.rand(1)}
+    for few, metadata in ((of_one_type, {"format": "pt"}), ({}, None)):
+        assert b"".join(tensor_parts(few, metadata)) == safetensors.torch.save(few, metadata)

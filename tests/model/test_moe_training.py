@@ -29,9 +29,9 @@ from ttrain.train.training_options import Cadence, Speed
 def test_the_settings_choose_an_architecture_that_has_what_they_ask_for(kind: str) -> None:
     model, settings = tiny_moe(kind), KINDS[kind]
     assert model.config.model_type == kind and len(blocks(model)) == 2
+    active = 2 + settings["moe"].get("shared_experts", 0)
     for block in blocks(model):
         E, inner, D = block.experts.gate_up_proj.shape
-        active = 2 + settings["moe"].get("shared_experts", 0)
         assert (E, D, block.gate.top_k) == (4, 16, 2)
         # As many active parameters as a dense layer has.
         assert inner // 2 * active >= 64 > (inner // 2 - 8) * active

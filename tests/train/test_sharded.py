@@ -11,7 +11,7 @@ import torch
 from support import tiny_trainers
 from support.comparing import copies, digest, distance, same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Held, Recorder, WatchedTask, in_ranks, tiny_model
+from support.tiny_trainers import ALONE, PLAIN, Held, Recorder, WatchedTask, in_ranks, tiny_model
 from torch import Tensor, nn
 
 from ttrain.config import Optim, Schedule
@@ -25,40 +25,49 @@ from ttrain.train.trainer import Trainer
 from ttrain.train.training_options import Cadence, Speed
 
 FSDP = Speed(parallel="fsdp")
-CADENCE = Cadence(log=1, checkpoint=100)
 SCHEDULE = Schedule(kind="constant", warmup_steps=1, average=0.4)
 LIVE = [16, 1, 7, 2, 16, 3, 11, 5, 1, 9, 4, 2, 13]
-UNEVEN = tiny_trainers.settings_of_training(
-    tokens=42 * 16, tokens_per_step=7 * 16, optim=Optim(lr=1e-2, clip=1e9)
-)
+SIZES = {"tokens": 42 * 16, "tokens_per_step": 7 * 16, "optim": Optim(lr=1e-2, clip=1e9)}
+CONFIG = tiny_trainers.settings_of_training(schedule=SCHEDULE, **SIZES)
 
 
-def fit_uneven(ranks: Ranks, **options: Any) -> dict[str, Any]:
+def fit(ranks: Ranks, how: Speed = FSDP, **options: Any) -> dict[str, Any]:
     """13 rows, 7 a step, one a micro-batch; the sixth and last step has 5."""
-    model = tiny_model(seed=1 + ranks.rank, layers=1, dropout=0.1)  # rank 0's weights count
-    task, recorder, rows = WatchedTask(UNEVEN, model), Recorder(), NumberedRows(13, live=LIVE)
-    options |= {"task": task, "callbacks": [recorder], "cadence": CADENCE, "ranks": ranks}
-    trainer = tiny_trainers.make_trainer(
-        UNEVEN, model, rows, rows_per_device=1, total_rows=40, **options
-    )
-    result = trainer.fit()
+    torch.set_num_threads(1)
+    seed = 1 if how == FSDP else 1 + ranks.rank  # rank 0's weights count where all are whole
+    model = tiny_model(seed=seed, dropout=0.1)
+    task, recorder, rows = WatchedTask(CONFIG, model), Recorder(), NumberedRows(13, live=LIVE)
+    options |= {"task": task, "callbacks": [recorder], "ranks": ranks, "how": how}
+    options |= {"rows_per_device": 1, "total_rows": 40, "cadence": Cadence(log=1, checkpoint=100)}
+    validation = [rows.batch([n]) for n in range(3)]
+    trainer = tiny_trainers.make_trainer(CONFIG, model, rows, validation=validation, **options)
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
+    result, whole = trainer.fit(), trainer.parallel.whole
+    weights = copies(whole(trainer.weights.state()))
+    others = Held(tiny_model(seed=2)).state()
+    trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
     assert task.optimizers is not None
     return {
-        "weights": trainer.weights.state(),
-        "gradients": task.optimizers.gradients,
+        "weights": weights,
+        "loaded": same(others, whole(trainer.weights.state())),
+        "gradients": [whole(gradients) for gradients in task.optimizers.gradients],
         "losses": recorder.figures("loss"),
+        "compiled": recorder.figures("compiled"),
+        "norms": recorder.figures("grad_norm"),
         "rows": recorder.rows(),
+        "held": sum(part.numel() for part in parts),
+        "validation": result.validation_loss,
         "step": result.step,
         "first": result.resumed_from_step,
     }
 
 
 def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
-    straight, place, stores = fit_uneven(ALONE), tmp_path / "checkpoints", tmp_path / "stores"
-    begun = in_ranks(2, stores, lambda ranks: fit_uneven(ranks, directory=place, stop_after=2))[0]
-    alone = fit_uneven(ALONE, directory=place, stop_after=1)
+    straight, place, stores = fit(ALONE, PLAIN), tmp_path / "checkpoints", tmp_path / "stores"
+    begun = in_ranks(2, stores, lambda ranks: fit(ranks, PLAIN, directory=place, stop_after=2))[0]
+    alone = fit(ALONE, PLAIN, directory=place, stop_after=1)
     assert (begun["first"], alone["first"], alone["step"]) == (0, 2, 3)
-    three = in_ranks(3, stores, lambda ranks: fit_uneven(ranks, directory=place))
+    three = in_ranks(3, stores, lambda ranks: fit(ranks, PLAIN, directory=place))
     for rank in three:
         assert digest(rank["weights"]) == digest(three[0]["weights"])
         # The weights are equal, and so are the gradients.
@@ -71,45 +80,20 @@ def test_any_number_of_ranks_continues_one_run(tmp_path: Path) -> None:
         assert sorted(consumed[epoch * 13 : epoch * 13 + 13]) == list(range(13))
 
 
-def fit(ranks: Ranks, how: Speed, directory: Path, **options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    config = tiny_trainers.settings_of_training(tokens=6 * 96, schedule=SCHEDULE)
-    model, recorder, rows = tiny_model(), Recorder(), NumberedRows(13)
-    options |= {"rows_per_device": 2, "directory": directory, "callbacks": [recorder]}
-    options |= {"ranks": ranks, "how": how, "cadence": CADENCE}
-    validation = [rows.batch([n]) for n in range(3)]
-    trainer = tiny_trainers.make_trainer(config, model, rows, validation=validation, **options)
-    parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.bare.parameters()]
-    result = trainer.fit()
-    weights = copies(trainer.parallel.whole(trainer.weights.state()))
-    others = Held(tiny_model(seed=2)).state()
-    trainer.parallel.load(trainer.weights.state(), others)  # as after early stopping
-    return {
-        "weights": weights,
-        "loaded": same(others, trainer.parallel.whole(trainer.weights.state())),
-        "losses": recorder.figures("loss"),
-        "compiled": recorder.figures("compiled"),
-        "norms": recorder.figures("grad_norm"),
-        "held": sum(part.numel() for part in parts),
-        "validation": result.validation_loss,
-        "first": result.resumed_from_step,
-    }
-
-
 def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) -> None:
     """Sharded to step 3 and whole to the end, and the other way round; with an average."""
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
-    straight = fit(ALONE, Speed(), tmp_path / "straight")
-    begun_whole = fit(ALONE, Speed(), whole, stop_after=3)
+    straight = fit(ALONE, PLAIN)
+    begun_whole = fit(ALONE, PLAIN, directory=whole, stop_after=3)
 
     def work(ranks: Ranks) -> list[dict[str, Any]]:
-        return [fit(ranks, FSDP, sharded, stop_after=3), fit(ranks, FSDP, whole)]
+        return [fit(ranks, directory=sharded, stop_after=3), fit(ranks, directory=whole)]
 
     (begun, ended), (_, second_rank) = in_ranks(2, tmp_path, work)
     assert begun["held"] < 0.6 * straight["held"], "a rank holds about half of the parameters"
     assert ended["validation"] == second_rank["validation"]
     assert begun["loaded"] and ended["loaded"], "whole weights into the parts of each rank"
-    for first, second in ((begun, fit(ALONE, Speed(), sharded)), (begun_whole, ended)):
+    for first, second in ((begun, fit(ALONE, PLAIN, directory=sharded)), (begun_whole, ended)):
         assert second["first"] == 3
         assert [*first["losses"], *second["losses"]] == pytest.approx(straight["losses"], rel=1e-5)
         assert [*first["norms"], *second["norms"]] == pytest.approx(straight["norms"], rel=1e-3)
@@ -118,7 +102,7 @@ def test_sharded_ranks_train_as_one_does_and_pass_checkpoints(tmp_path: Path) ->
 
 
 def test_where_compiling_fails_training_continues_eagerly_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
@@ -126,8 +110,8 @@ def test_where_compiling_fails_training_continues_eagerly_with_a_warning(
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend=broken))
     caplog.set_level("WARNING", "ttrain")
-    eager = fit(ALONE, Speed(), tmp_path / "eager")
-    fallen = fit(ALONE, Speed(compile=True), tmp_path / "fallen")
+    eager = fit(ALONE, PLAIN)
+    fallen = fit(ALONE, Speed(compile=True))
     assert "torch.compile" in caplog.text
     assert {*fallen["compiled"]} == {0.0}, "a number, since trackers take numbers alone"
     assert fallen["losses"] == eager["losses"]
