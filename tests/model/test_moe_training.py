@@ -85,13 +85,6 @@ def test_grouped_experts_are_those_of_transformers_one_by_one(kind: str) -> None
     assert same(frozen, {name: results[name] for name in frozen})
 
 
-def test_experts_of_a_width_that_groups_do_not_take_are_computed_one_by_one() -> None:
-    model = tiny_moe("mixtral", expert_size=20)
-    moe.group(model)
-    assert model.config._experts_implementation == "eager"
-    assert torch.isfinite(sums_of(model, padded_rows()).total)
-
-
 def test_routers_decide_in_fp32_under_autocast() -> None:
     model = tiny_moe("glm4_moe")
     routers = Routers(model)

@@ -72,8 +72,6 @@ SPARSE = {"experts": 6, "top_k": 3, "expert_size": 16, "shared_experts": 1, "den
     [
         ({"kv_heads": 2}, 16, 0.02),
         ({"kv_heads": 2, "tie_embeddings": False}, 96, 0.02),
-        ({"kind": "gpt2"}, 32, 0.05),  # biases and norms are some percent
-        ({"kind": "moyun"}, 32, 0.05),
         ({"kind": "qwen3", "moe": SPARSE}, 32, 0.05),
     ],
 )

@@ -71,11 +71,6 @@ class Unfinished(UserTask):
     pass
 
 
-class Overlapping(Line):
-    class Config(TaskConfig):  # type: ignore[assignment]
-        runtime: int = 3
-
-
 def run(
     output: Path, *settings: str, task: str = "test_task:Line", stop: Any = bool, allow: Any = ()
 ) -> dict[str, Any]:
@@ -170,7 +165,6 @@ def test_a_filler_takes_part_and_moves_nothing() -> None:
         ("Lines", (), UsageError, ["Lines"]),
         ("CPU", (), UsageError, ["UserTask"]),
         ("Unfinished", (), UsageError, ["rows", "validation_step"]),
-        ("Overlapping", (), UsageError, ["'runtime'"]),
         ("Line", ("qqq=3",), UsageError, ["'qqq'", "epochs", "width"]),
         ("Line", ("early_stopping.patience=2",), UsageError, ["validate_every_steps"]),
         ("Line", ("rows_total=7",), DataError, ["rows_per_step=7"]),

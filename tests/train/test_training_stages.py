@@ -163,14 +163,6 @@ def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(tmp_path: Pa
         assert callbacks.is_without_effect(path) == expected
 
 
-def test_a_rate_that_does_not_move_the_validation_loss_is_reported(
-    stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = stage_settings(4, {"optim": {"kind": "adamw", "lr": 1e-9}})
-    assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
-    assert "pretrain.optim.lr" in caplog.text
-
-
 WEIGHTS = Path("model") / "model.safetensors"
 WARM = {"schedule": {"warmup_steps": 2}}
 UNPACKED = {**WARM, "packing": "none"}
