@@ -3,16 +3,15 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, same
+from support.comparing import same
 from support.tiny_data import NumberedRows
-from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
+from support.tiny_trainers import Recorder, WatchedTask, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
 from ttrain.config import Optim, Schedule
@@ -20,7 +19,6 @@ from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
 from ttrain.train.callbacks import Callback, MetricsFile
-from ttrain.train.distributed import Ranks
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
 from ttrain.train.task import LossSum
@@ -129,30 +127,14 @@ def test_early_stopping_needs_rows_to_validate_on() -> None:
     assert len(early_stopping(config, [BATCH])) == 1 and early_stopping(settings_of(), []) == []
 
 
-def trained(
-    directory: Path, *, ranks: Ranks = ALONE, stop_after: int | None = None, done: int = 0
-) -> tuple[Any, Trainer]:
+def trained(directory: Path, *, stop_after: int | None = None, done: int = 0) -> Any:
     """Twelve steps, each validated; `done` came before, with callbacks in another order."""
     callbacks = [EarlyStopping(2), LossSpike(directory / "guards.jsonl")]
-    options: dict[str, Any] = {"directory": directory, "ranks": ranks, "stop_after": stop_after}
-    options |= {"validation": [BATCH] * ranks.world, "keep": 9}
+    options: dict[str, Any] = {"directory": directory, "stop_after": stop_after, "keep": 9}
     options |= {"cadence": Cadence(log=3, checkpoint=100, validate=1)}
     options |= {"callbacks": callbacks[::-1] if done else callbacks}
     trainer = scripted_trainer(12 * 96, PLATEAU[done:], **options)
     return trainer.fit(), trainer
-
-
-def test_all_ranks_stop_at_5_and_hold_the_best_weights(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> tuple[int, str, dict[str, torch.Tensor]]:
-        result, trainer = trained(tmp_path / "checkpoints", ranks=ranks)
-        return result.step, result.stop_reason, copies(trainer.weights.state())
-
-    results = in_ranks(2, tmp_path / "ranks", work)
-    best, last = (checkpoint.read(tmp_path / "checkpoints" / f"step-0000000{n}") for n in (3, 5))
-    for step, reason, weights in results:
-        assert (step, reason) == (5, STOPPED)
-        assert same(weights, best.weights)
-        assert not same(weights, last.weights)
 
 
 def test_a_continued_metrics_file_loses_later_and_torn_lines(tmp_path: Path) -> None:
@@ -179,18 +161,12 @@ def test_an_early_stop_is_the_same_when_continued(tmp_path: Path, stop_after: in
     assert same(rerun_trainer.weights.state(), kept.weights)
 
 
-def test_logged_losses_are_means_over_the_tokens_since_the_last_log(tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> Any:
-        config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
-        options = {"ranks": ranks, "rows_per_device": 2, "cadence": Cadence(log=3)}
-        recorder, model = Recorder(), tiny_model()
-        trainer = make_trainer(config, model, NumberedRows(52), callbacks=[recorder], **options)
-        live_tokens = trainer.fit().live_tokens
-        steps = [replace(record, rows=None) for record in recorder.steps]  # type: ignore[arg-type]
-        return steps, recorder.records, live_tokens
-
-    steps, lines, live_tokens = in_ranks(2, tmp_path, work)[0]
-    assert live_tokens == sum(record.live_tokens for record in steps)
+def test_logged_losses_are_means_over_the_tokens_since_the_last_log() -> None:
+    config = settings_of(tokens=6 * 96, optim=Optim(kind="muon", lr=1e-2))
+    options: dict[str, Any] = {"callbacks": [recorder := Recorder()], "cadence": Cadence(log=3)}
+    trainer = make_trainer(config, tiny_model(), NumberedRows(52), **options)
+    steps, lines = recorder.steps, recorder.records
+    assert trainer.fit().live_tokens == sum(record.live_tokens for record in steps)
     assert [(line.step, line.steps, line.tokens) for line in lines] == [(3, 6, 288), (6, 6, 576)]
     for line in lines:
         records, metrics = steps[line.step - 3 : line.step], line.metrics

@@ -1,11 +1,9 @@
-"""Tasks of users: what they must bring, that they train and continue as stages do, and messages of
-mistakes."""
+"""Tasks of users: they train and continue as stages do, and mistakes in them are named."""
 
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,27 +68,16 @@ class Exploding(Line):
 
 
 class Unfinished(UserTask):
-    def rows(self) -> Any:
-        return []
-
-
-class Overlapping(Line):
-    class Config(TaskConfig):  # type: ignore[assignment]
-        runtime: int = 3
+    pass
 
 
 def run(
-    output: Path,
-    *settings: str,
-    task: str = "test_task:Line",
-    allow: tuple[str, ...] = (),
-    stop: Callable[[], bool] = lambda: False,
-    **runtime: Any,
+    output: Path, *settings: str, task: str = "test_task:Line", stop: Any = bool, allow: Any = ()
 ) -> dict[str, Any]:
     torch.seed()  # random numbers from elsewhere must not matter
     config = TaskJob(task=task, given=tuple(layers(settings)), allow=allow)
     speed = {"device": "cpu", "threads": 1, "log_every_steps": 1, "checkpoint_every_steps": 4}
-    overrides = layers([f"runtime.{name}={value}" for name, value in (speed | runtime).items()])
+    overrides = layers([f"runtime.{name}={value}" for name, value in speed.items()])
     merged = merge(TaskRuntime, overrides)[0].runtime
     job = StageContext({}, {}, {}, output, merged, ProgressWriter(None), stop)
     try:
@@ -149,18 +136,13 @@ def test_changed_settings_are_refused_with_old_and_new_unless_allowed(tmp_path: 
         (("optim.lr=1e-3",), {}, UsageError, r"optim\.lr: 0\.004 → 0\.001"),
         ((), {"task": "test_task:Mean"}, UsageError, "test_task:Line → test_task:Mean"),
         ((), {"allow": ("lr",)}, UsageError, r"'optim\.lr'"),
-        (
-            ("rows_per_step=20", "optim.lr=1e-3"),
-            {"allow": ("optim",)},
-            UsageError,
-            r"^(?!.*optim\.lr).*10 → 20",
-        ),
+        (("rows_per_step=20",), {"allow": ("optim",)}, UsageError, "10 → 20"),
         (("width=8",), {"allow": ("width",)}, ArtifactError, r"0\.weight.*\[8, 1\]"),
     ]
     for changes, options, error, part in refusals:
         with pytest.raises(error, match=part):
             run(tmp_path, *settings, *changes, **options)
-    figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",), rows_per_device=3)
+    figures = run(tmp_path, *settings, "optim.lr=1e-3", allow=("optim.lr",))
     assert 0 < figures["resumed_from_step"] < figures["steps"] == 10
     assert [row["lr_adamw"] for row in metrics(tmp_path) if "loss" in row][-1] < 1e-3
 
@@ -177,22 +159,18 @@ def test_a_filler_takes_part_and_moves_nothing() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-SKIPPING = ["steps were left out", "optim.lr (0.004)"]
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "error", "parts"),
     [
         ("Lines", (), UsageError, ["Lines"]),
         ("CPU", (), UsageError, ["UserTask"]),
-        ("Unfinished", (), UsageError, ["build_criterion", "validation_step"]),
-        ("Overlapping", (), UsageError, ["'runtime'"]),
+        ("Unfinished", (), UsageError, ["rows", "validation_step"]),
         ("Line", ("qqq=3",), UsageError, ["'qqq'", "epochs", "width"]),
         ("Line", ("early_stopping.patience=2",), UsageError, ["validate_every_steps"]),
         ("Line", ("rows_total=7",), DataError, ["rows_per_step=7"]),
         ("Mean", (), TTrainError, ["Mean.train_step", "LossSum"]),
         ("Exploding", (), TTrainError, ["optim.lr (0.004)", "nonfinite=skip"]),
-        ("Exploding", ("nonfinite=skip",), TTrainError, SKIPPING),
+        ("Exploding", ("nonfinite=skip",), TTrainError, ["optim.lr (0.004)"]),
     ],
 )
 def test_a_mistake_is_named(

@@ -1,5 +1,4 @@
-"""A small suite while a model trains: at its steps, with the model's own figures, and without a
-trace."""
+"""Stages that train: a small suite meanwhile, which leaves no trace, and extended budgets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import PERFORMANCE, copies, curve, logged_steps, same
+from support.comparing import copies, curve, logged_steps, same
 from support.tiny_data import NumberedRows, chats, documents
 from support.tiny_stages import Home, stage_settings
 from support.tiny_trainers import ALONE, Recorder, in_ranks, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
-from ttrain.config import MultiToken
 from ttrain.config.evaluate import ChatsTask, Suite, TextTask
 from ttrain.config.loading import load
 from ttrain.core.files import ProgressWriter
+from ttrain.core.hashing import sha256_file
 from ttrain.data.encoder import Encoder
 from ttrain.engine import planner as plan
+from ttrain.engine.graph import Rerun
+from ttrain.engine.resume import begun_at
 from ttrain.errors import UsageError
 from ttrain.evaluate import run
 from ttrain.evaluate.items import Items
@@ -27,14 +28,15 @@ from ttrain.evaluate.results import Results
 from ttrain.evaluate.suites import LoadedSuite
 from ttrain.flows.full import full
 from ttrain.inference.loading import LoadedModel, with_tokenizer
-from ttrain.model import factory, multi_token
+from ttrain.model import factory
 from ttrain.store.artifacts import ArtifactStore
+from ttrain.tasks import PRETRAIN
 from ttrain.tasks.common import callbacks
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.callbacks import LogRecord
 from ttrain.train.distributed import Ranks
-from ttrain.train.periodic_evaluation import TIMED, PeriodicEvaluation
-from ttrain.train.trainer import QUICK, QUICK_ACCURACY
+from ttrain.train.periodic_evaluation import PeriodicEvaluation
+from ttrain.train.trainer import QUICK
 from ttrain.train.training_options import Cadence
 
 TASKS = "tasks:\n  sums: {kind: choices, file: sums.jsonl}\n"
@@ -45,20 +47,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "moyun": {"kind": "moyun"},  # no cache, a table of positions that it keeps
     "tinyseek": {"kind": "tinyseek", "moe": {"experts": 6, "shared_experts": 1, "expert_size": 8}},
     "dynamic": {"rope_type": "dynamic", "rope_factor": 2.0},  # angles grow with what it reads
-    "two heads": {"second_head": True},
 }
-
-
-def lines_of(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of the evaluations, and the others, without what the clock or the settings
-    change."""
-    hidden, evaluated, others = {*PERFORMANCE, *TIMED, QUICK, QUICK_ACCURACY}, [], []
-    for line in curve(directory / "run" / "metrics.jsonl"):
-        metrics = {name: value for name, value in line["metrics"].items() if name not in hidden}
-        is_evaluation = any(name.startswith("eval/") for name in metrics)
-        if metrics:
-            (evaluated if is_evaluation else others).append({"step": line["step"], **metrics})
-    return evaluated, others
 
 
 def ask(items: Sequence[Items[Any]], subject: LoadedModel) -> dict[str, float]:
@@ -71,35 +60,29 @@ def job_of(shards: Path, runtime: Any) -> StageContext:
     return StageContext({"shards": shards}, {}, {}, shards, runtime, progress, lambda: False)
 
 
-def test_pretraining_with_a_suite_has_the_same_files(stage_home: Home, tmp_path: Path) -> None:
+def test_pretraining_logs_the_figures_of_its_own_model(stage_home: Home, tmp_path: Path) -> None:
     """With samples and quick validations, too."""
-    suite, first, second = tmp_path / "mine.yaml", tmp_path / "without", tmp_path / "with"
+    suite, output = tmp_path / "mine.yaml", tmp_path / "output"
     suite.write_text(SUITE)
     (tmp_path / "sums.jsonl").write_text("".join(SUM % (number, number + 1) for number in range(9)))
     options = {"eval_every_steps": 4, "eval_suite": str(suite), "eval_limit": 4, "guards": "off"}
     settings = stage_settings(6, sample_every_steps=3, quick_validations=4, **options)
-    plain = stage_home.pretrain(stage_settings(6, quick_validations=0), first)
-    result = stage_home.pretrain(settings, second)
-    evaluated, lines = lines_of(second)
-    assert ([], lines) == lines_of(first)
-    for path in (first / "model").iterdir():
-        assert path.read_bytes() == (second / "model" / path.name).read_bytes(), path.name
-    assert [line["step"] for line in evaluated] == [4, 6]
-    written = json.loads((second / "run" / "evaluations" / "step-00000006.json").read_text())
-    assert {task["task"]: task["items"] for task in written["tasks"]} == {"sums": 4, "documents": 4}
-    items = callbacks.read_items(
-        settings.pretrain, job_of(stage_home.documents.path, settings.runtime)
-    )
-    own = ask(items, with_tokenizer("model", factory.load(second / "model"), second / "model"))
+    result = stage_home.pretrain(settings, output)
+    job = job_of(stage_home.documents.path, settings.runtime)
+    items = callbacks.read_items(settings.pretrain, job)
+    own = ask(items, with_tokenizer("model", factory.load(output / "model"), output / "model"))
     assert {"sums/accuracy", "documents/bits_per_byte"} <= {*own}
-    expected = {"step": 6} | {f"eval/{name}": value for name, value in own.items()}
-    assert evaluated[-1] == pytest.approx(expected, rel=1e-5)
-    rows = curve(second / "run" / "metrics.jsonl")
-    quick = {row["step"]: row["metrics"][QUICK] for row in rows if QUICK in row["metrics"]}
+    lines = curve(output / "run" / "metrics.jsonl")
+    assert logged_steps(lines, "eval/sums/accuracy") == [4, 6]
+    logged = {name: value for line in lines[-3:] for name, value in line["metrics"].items()}
+    assert {name: logged[f"eval/{name}"] for name in own} == pytest.approx(own, rel=1e-5)
+    written = json.loads((output / "run" / "evaluations" / "step-00000006.json").read_text())
+    assert {task["task"]: task["items"] for task in written["tasks"]} == {"sums": 4, "documents": 4}
+    quick = {line["step"]: line["metrics"][QUICK] for line in lines if QUICK in line["metrics"]}
     assert [*quick] == [0, 2, 3, 5, 6] and quick[5] < quick[2]
-    assert logged_steps(rows, "validation_loss") == [6], "which alone decides"
-    assert quick[6] == result["validation_loss"] == plain["validation_loss"]
-    texts = sorted((second / "run" / "samples").iterdir())
+    assert logged_steps(lines, "validation_loss") == [6], "which alone decides"
+    assert quick[6] == result["validation_loss"]
+    texts = sorted((output / "run" / "samples").iterdir())
     assert [path.name for path in texts] == ["step-00000003.txt", "step-00000006.txt"]
 
 
@@ -112,10 +95,7 @@ def train(
     text = TextTask(row_length=32, stride=16, max_bytes=300)
     suite = Suite(tasks={"text": text, "talk": ChatsTask(new_tokens=8, row_length=32, stride=16)})
     items = run.read([LoadedSuite("tiny", suite, None, Path())], parts)
-    has_second_head = options.pop("second_head", False)
     model = tiny_model(dropout=0.2, vocab=len(encoder), **options)
-    if has_second_head:
-        multi_token.attach(model, MultiToken(weight=0.3), seed=1)
 
     def measure(step: int) -> Mapping[str, float]:
         with callbacks.generation_mode(model, encoder) as subject:
@@ -141,21 +121,19 @@ def test_an_evaluation_moves_no_shape_of_a_model(encoder: Encoder, name: str) ->
 
 
 def test_two_ranks_wait_for_the_first(encoder: Encoder, tmp_path: Path) -> None:
-    def work(ranks: Ranks) -> Any:
-        return [train(encoder, is_evaluated, ranks) for is_evaluated in (False, True)]
-
-    results = in_ranks(2, tmp_path, work)
+    results = in_ranks(
+        2, tmp_path, lambda ranks: [train(encoder, is_on, ranks) for is_on in (False, True)]
+    )
     for (losses, weights, _), (evaluated, after, _) in results:
         assert losses == evaluated and same(weights, after)
     assert [len(records) for _, (_, _, records) in results] == [2, 0], "rank 0 alone evaluates"
 
 
 def test_an_unknown_suite_is_refused_by_the_plan(tmp_path: Path) -> None:
-    for name, fix in (("englsh", "english"), (str(tmp_path / "no.yaml"), "no suite file")):
-        overrides = [f"runtime.eval_suite={name}", "runtime.eval_every_steps=5"]
-        settings = load(overrides, environment={}).settings
-        with pytest.raises(UsageError, match=fix):
-            plan.plan(full(settings), settings, ArtifactStore(tmp_path))
+    overrides = ["runtime.eval_suite=englsh", "runtime.eval_every_steps=5"]
+    settings = load(overrides, environment={}).settings
+    with pytest.raises(UsageError, match="english"):
+        plan.plan(full(settings), settings, ArtifactStore(tmp_path))
 
 
 def test_a_stage_is_evaluated_on_what_it_holds_out_itself(stage_home: Home, tmp_path: Path) -> None:
@@ -185,9 +163,41 @@ def test_a_stage_is_without_effect_where_its_curve_ends_as_it_began(tmp_path: Pa
         assert callbacks.is_without_effect(path) == expected
 
 
-def test_a_rate_that_does_not_move_the_validation_loss_is_reported(
-    stage_home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = stage_settings(4, {"optim": {"kind": "adamw", "lr": 1e-9}})
-    assert stage_home.pretrain(settings, tmp_path)["guard_warnings"] == {"no_effect": 1}
-    assert "pretrain.optim.lr" in caplog.text
+WEIGHTS = Path("model") / "model.safetensors"
+WARM = {"schedule": {"warmup_steps": 2}}
+UNPACKED = {**WARM, "packing": "none"}
+EPOCHS = {"tokens": None, "schedule": {"kind": "constant"}}
+# name: settings of both, of the short one, of the long one, the step where the extension begins
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "before the decay": (WARM, {"tokens": 8 * 256}, {"tokens": 10 * 256}, 4),
+    # The run ends within a step, which a longer run fills up: it begins one checkpoint before.
+    "a last step cut short": (EPOCHS, {"epochs": 0.2}, {"epochs": 0.3}, 0),
+    "rows that are not packed": (UNPACKED, {"tokens": 1000}, {"tokens": 2000}, 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_extended_stage_has_the_same_bytes(stage_home: Home, tmp_path: Path, name: str) -> None:
+    common, short, long, begins = CASES[name]
+    store, inputs = stage_home.store, stage_home.pretrain_inputs()
+    first, second = (
+        stage_settings(pretrain=common | budget, keep_checkpoints=9) for budget in (short, long)
+    )
+    planned = plan.plan_stage(PRETRAIN, first, store, inputs)
+    assert planned.key is not None
+    result = stage_home.pretrain(first, tmp_path / "short")
+    if not begins:
+        assert result["steps"] * 256 > result["tokens"], "the last step is a part of one"
+        begins = 4 * ((result["steps"] - 1) // 4)
+    manifest = {"result": result, "ingredients": planned.ingredients, "inputs": {}}
+    store.publish("pretrain", planned.key, tmp_path / "short", manifest)
+    extension = plan.plan_stage(PRETRAIN, second, store, inputs, Rerun(extend=True))
+    assert extension.start_from is not None
+    assert extension.start_from.name == f"step-{begins:08d}"
+    start = extension.start_from.parents[1]
+    output = begun_at(store, extension, start, extension.first_step) / "output"
+    extended = stage_home.pretrain(second, output)
+    straight = stage_home.pretrain(second, tmp_path / "straight")
+    assert extended["resumed_from_step"] == begins
+    assert extended["steps"] == straight["steps"] > result["steps"]
+    assert sha256_file(output / WEIGHTS) == sha256_file(tmp_path / "straight" / WEIGHTS)
