@@ -114,9 +114,10 @@ class AnswerQueue:
     def open(self, name: str) -> LoadedModel:
         """Load a model; if KEPT_MODELS are loaded, unload the one that was loaded first."""
         if name not in self._models:
+            model = self._load(name)  # first, so that an unknown name unloads nothing
             while len(self._models) >= KEPT_MODELS:
                 self._models.pop(next(iter(self._models)))
-            self._models[name] = self._load(name)
+            self._models[name] = model
         return self._models[name]
 
     @property

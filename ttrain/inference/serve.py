@@ -138,14 +138,7 @@ class Endpoint:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         return JSONResponse({"path": str(self.pairs)})
 
-    async def answer(self, kind: type[ChatBody | TextBody], request: Request) -> Response:
-        """Answer a request at once or as a stream."""
-        body = kind.model_validate_json(await request.body())
-        try:
-            model = await self.queue.model(body.model or self.names()[0])
-        except UsageError as error:
-            raise RefusedError(404, "model_not_found", str(error)) from None
-        order = _order(model, body, await asyncio.to_thread(body.prompts, model))
+    def _need_room(self) -> None:
         if self.queue.requests >= self.queue.max_requests:
             raise RefusedError(
                 429,
@@ -153,6 +146,17 @@ class Endpoint:
                 f"{self.queue.max_requests} requests are answered or wait, "
                 "as --max-requests allows; try again later",
             )
+
+    async def answer(self, kind: type[ChatBody | TextBody], request: Request) -> Response:
+        """Answer a request at once or as a stream."""
+        body = kind.model_validate_json(await request.body())
+        self._need_room()  # at once, since a model is loaded behind the answers that run
+        try:
+            model = await self.queue.model(body.model or self.names()[0])
+        except UsageError as error:
+            raise RefusedError(404, "model_not_found", str(error)) from None
+        order = _order(model, body, await asyncio.to_thread(body.prompts, model))
+        self._need_room()
         self.queue.submit(order)
         reply = _Reply(body, order)
         if body.stream:
