@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import Any
 
 from ttrain.core.files import JsonDict, read_object
 from ttrain.errors import UsageError
-from ttrain.export.gguf_file import WHOLE, Array, Tensors, check_config, entries
+from ttrain.export.gguf_file import (
+    WHOLE,
+    Array,
+    Tensors,
+    add_tensor,
+    check_config,
+    entries,
+    save,
+)
 from ttrain.store.model_files import ADAPTER, ADAPTER_CONFIG
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # Settings of PEFT with which an adapter is more than a product of two matrices for each layer.
@@ -48,13 +51,12 @@ def check(directory: Path, types: tuple[str, ...]) -> JsonDict:
     return settings
 
 
-def write(path: Path, config: PretrainedConfig, directory: Path) -> None:
+def write(path: Path, config: Any, directory: Path) -> None:
     """Write the adapter of a directory, its matrices as the type in the name, NAME-TYPE.gguf."""
     import gguf
     from safetensors.numpy import load_file
 
     name, _, kind = path.stem.rpartition("-")
-    stored = gguf.GGMLQuantizationType[kind.upper()]
     settings = check(directory, (kind,))
     factors: dict[str, dict[str, Array]] = {}
     for full_name, tensor in load_file(directory / ADAPTER).items():
@@ -71,16 +73,12 @@ def write(path: Path, config: PretrainedConfig, directory: Path) -> None:
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(settings["lora_alpha"]))
     for entry in entries(config, list(factors)):
         pair = factors[entry.names[0]]
-        for letter, values in (("a", pair["A"]), ("b", entry.ordered(pair["B"]))):
-            data = gguf.quantize(np.ascontiguousarray(values), stored)
-            writer.add_tensor(f"{entry.name}.lora_{letter}", data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_tensor(writer, f"{entry.name}.lora_a", pair["A"], kind)
+        add_tensor(writer, f"{entry.name}.lora_b", entry.ordered(pair["B"]), kind)
+    save(writer)
 
 
-def add(path: Path, config: PretrainedConfig, tensors: Tensors) -> Tensors:
+def add(path: Path, config: Any, tensors: Tensors) -> Tensors:
     """The base's tensors with what a written file adds to them."""
     import gguf
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -13,8 +12,7 @@ from ttrain.core.text import counted
 from ttrain.errors import TTrainError
 from ttrain.evaluate import perplexity
 from ttrain.evaluate.task_result import LN2
-from ttrain.export import gguf_adapter, gguf_file
-from ttrain.export.gguf_tokenizer import vocabulary
+from ttrain.export import gguf_adapter, gguf_file, gguf_tokenizer
 from ttrain.inference.loading import LoadedModel
 from ttrain.store.model_files import weight_files
 
@@ -32,6 +30,17 @@ class Scored:
     def change(self) -> float:
         """How much more bits the file needs, as a share."""
         return (self.bits_per_byte or 0) / (self.original or 1) - 1
+
+    def check(self) -> None:
+        """Raise TTrainError if the file needs more bits than its type may."""
+        bound = gguf_file.BOUNDS[self.file.removesuffix(".gguf").rpartition("-")[2]]
+        if self.change > bound:
+            raise TTrainError(
+                f"{self.file} has {self.bits_per_byte:.4f} bits per byte, which is "
+                f"{self.change:.2%} above the {self.original:.4f} of the model, on "
+                f"{counted(self.bytes, 'byte')} of held-out text, but may be at most {bound:.1%} "
+                "above; use a type with more bits, such as q8_0"
+            )
 
     def row(self) -> tuple[str, str, str, str]:
         """File, bits per byte, the model's, and the change, for a table."""
@@ -60,7 +69,7 @@ def write_checked(
         for path in weight_files(directory)
         for name, tensor in load_file(path).items()
     }
-    described = vocabulary(model, directory)
+    tokenizer = gguf_tokenizer.fields(model, directory)
     size = sum(len(text.encode()) for text in texts)
     original = bits_per_byte(model, texts)
     scores = []
@@ -70,12 +79,13 @@ def write_checked(
             gguf_adapter.write(target, config, adapter)
             values = gguf_adapter.add(target, config, tensors)
         else:
-            gguf_file.write(target, config, tensors, described)
+            gguf_file.write(target, config, tensors, tokenizer)
             values = gguf_file.read(target, config, list(tensors))
-        copy = replace(model, model=_with_tensors(model, values))
-        scored = Scored(target.name, bits_per_byte(copy, texts), original, size)
-        _need_within_bound(scored)
-        scores.append(scored)
+        state = {name: torch.from_numpy(array.copy()) for name, array in values.items()}
+        causal = type(model.causal).from_pretrained(None, config=config, state_dict=state)
+        copy = replace(model, model=causal.to(model.device).eval())
+        scores.append(Scored(target.name, bits_per_byte(copy, texts), original, size))
+        scores[-1].check()
     return scores
 
 
@@ -86,22 +96,3 @@ def bits_per_byte(model: LoadedModel, texts: Sequence[str]) -> float | None:
     sequences = [perplexity.text_tokens(model, ids) for ids in model.encoder.encode(texts)]
     scores = perplexity.score_items(Windows(), model, sequences, lambda done, total: None)
     return sum(score.nats for score in scores) / LN2 / sum(len(text.encode()) for text in texts)
-
-
-def _with_tensors(model: LoadedModel, values: gguf_file.Tensors) -> Any:
-    state = {name: torch.from_numpy(array.copy()) for name, array in values.items()}
-    causal = model.causal
-    loaded = type(causal).from_pretrained(None, config=causal.config, state_dict=state)
-    return loaded.to(model.device).eval()
-
-
-def _need_within_bound(scored: Scored) -> None:
-    kind = scored.file.removesuffix(".gguf").rpartition("-")[2]
-    bound = gguf_file.BOUNDS[kind]
-    if scored.change > bound:
-        raise TTrainError(
-            f"{scored.file} has {scored.bits_per_byte:.4f} bits per byte, which is "
-            f"{scored.change:.2%} above the {scored.original:.4f} of the model, on "
-            f"{counted(scored.bytes, 'byte')} of held-out text, but may be at most {bound:.1%} "
-            "above; use a type with more bits, such as q8_0"
-        )

@@ -10,17 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ttrain.core.files import JsonDict
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
-from ttrain.export.gguf_tokenizer import Vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]  # fp32, by their Hugging Face names
@@ -66,7 +63,7 @@ class Entry:
 
     def pack(self, tensors: Tensors) -> Array:
         stacked = np.stack([self.ordered(tensors[name]) for name in self.names])
-        return np.ascontiguousarray(stacked if self.is_stacked else stacked[0])
+        return stacked if self.is_stacked else stacked[0]
 
     def unpack(self, values: Array) -> Iterator[tuple[str, Array]]:
         each = values if self.is_stacked else values[None]
@@ -114,34 +111,27 @@ def check_kind(kind: object) -> None:
         )
 
 
-def check_config(config: PretrainedConfig) -> str:
+def check_config(config: Any) -> str:
     """llama.cpp's name of the architecture. Raises UsageError if it computes it otherwise."""
     kind = config.model_type
     check_kind(kind)
-    rope = _rope(config)
-    differences = {
-        "hidden_act": (config.hidden_act, config.hidden_act == "silu"),
-        "rope_type": (rope["rope_type"], rope["rope_type"] in ROPE_TYPES),
-        "sliding_window": (
-            getattr(config, "sliding_window", None),
-            not getattr(config, "sliding_window", None),
-        ),
-        "norm_topk_prob": (False, getattr(config, "norm_topk_prob", True)),
-        "mlp_only_layers": (
-            getattr(config, "mlp_only_layers", None),
-            not getattr(config, "mlp_only_layers", None),
-        ),
+    fields = config.to_dict()
+    known = {
+        "hidden_act": fields["hidden_act"] == "silu",
+        "rope_parameters": fields["rope_parameters"]["rope_type"] in ROPE_TYPES,
+        "sliding_window": not fields.get("sliding_window"),
+        "mlp_only_layers": not fields.get("mlp_only_layers"),
+        "norm_topk_prob": fields.get("norm_topk_prob", True),
     }
-    for name, (value, is_known) in differences.items():
-        if not is_known:
-            raise UsageError(
-                f"--gguf is given, but the model's {name} is {value}, which llama.cpp computes in "
-                f"another way for {kind}; leave --gguf out"
-            )
+    if unknown := [name for name, is_known in known.items() if not is_known]:
+        raise UsageError(
+            f"--gguf is given, but the model's {unknown[0]} is {fields.get(unknown[0])}, which "
+            f"llama.cpp computes in another way for {kind}; leave --gguf out"
+        )
     return ARCHITECTURES[kind]
 
 
-def entries(config: PretrainedConfig, names: Sequence[str]) -> list[Entry]:
+def entries(config: Any, names: Sequence[str]) -> list[Entry]:
     """The tensors of a GGUF file for those of a model. Raises UsageError for an unknown name."""
     import gguf
 
@@ -162,28 +152,51 @@ def entries(config: PretrainedConfig, names: Sequence[str]) -> list[Entry]:
     if arch == "llama":
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     return [
-        Entry(target, tuple(sorted(group, key=_expert)), heads.get(target.split(".")[-2], 0))
+        Entry(
+            target,
+            tuple(sorted(group, key=lambda name: [*map(int, re.findall(r"\d+", name))])),
+            heads.get(target.split(".")[-2], 0),
+        )
         for target, group in groups.items()
     ]
 
 
-def write(path: Path, config: PretrainedConfig, tensors: Tensors, vocabulary: Vocabulary) -> None:
-    """Write a model's tensors as the type in the file's name, NAME-TYPE.gguf."""
+def write(path: Path, config: Any, tensors: Tensors, tokenizer: JsonDict) -> None:
+    """Write a model's tensors as the type in the file's name, NAME-TYPE.gguf.
+
+    `tokenizer`: the fields of `gguf_tokenizer.fields`.
+    """
     import gguf
 
     name, _, kind = path.stem.rpartition("-")
+    file_type = "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
+    fields = {
+        "type": "model",
+        "name": name,
+        **_sizes(config),
+        "file_type": gguf.LlamaFileType[file_type],
+        "quantization_version": gguf.GGML_QUANT_VERSION,
+        **tokenizer,
+    }
     writer = gguf.GGUFWriter(path, check_config(config))
-    writer.add_type("model")
-    writer.add_name(name)
-    _describe(writer, config)
-    marks = {"f32": "ALL_F32"}
-    writer.add_file_type(gguf.LlamaFileType[marks.get(kind, f"MOSTLY_{kind.upper()}")])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    vocabulary.write(writer)
+    for field, value in fields.items():
+        getattr(writer, f"add_{field}")(value)
     for entry in entries(config, list(tensors)):
         values = entry.pack(tensors)
-        stored = gguf.GGMLQuantizationType[stored_type(entry.name, values.shape, kind).upper()]
-        writer.add_tensor(entry.name, gguf.quantize(values, stored), raw_dtype=stored)
+        add_tensor(writer, entry.name, values, stored_type(entry.name, values.shape, kind))
+    save(writer)
+
+
+def add_tensor(writer: Any, name: str, values: Array, kind: str) -> None:
+    """Add a tensor in one of the types of BOUNDS."""
+    import gguf
+
+    stored = gguf.GGMLQuantizationType[kind.upper()]
+    writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
+
+
+def save(writer: Any) -> None:
+    """Write what was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -202,7 +215,7 @@ def stored_type(name: str, shape: Sequence[int], kind: str) -> str:
     return "q8_0" if name in EDGES and kind not in WHOLE else kind
 
 
-def read(path: Path, config: PretrainedConfig, names: Sequence[str]) -> dict[str, Array]:
+def read(path: Path, config: Any, names: Sequence[str]) -> dict[str, Array]:
     """The tensors of a written file in fp32, by their Hugging Face names."""
     import gguf
 
@@ -214,38 +227,31 @@ def read(path: Path, config: PretrainedConfig, names: Sequence[str]) -> dict[str
     return tensors
 
 
-def _expert(name: str) -> int:
-    match = EXPERT.fullmatch(name)
-    return int(match[2]) if match else 0
-
-
-def _rope(config: PretrainedConfig) -> dict[str, Any]:
-    return dict(config.rope_parameters)
-
-
-def _describe(writer: Any, config: PretrainedConfig) -> None:
-    # The sizes of the architecture, as llama.cpp names them.
+def _sizes(config: Any) -> JsonDict:
+    # By the writer's methods `add_*`.
     import gguf
 
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = _rope(config)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_vocab_size(config.vocab_size)
-    if experts := getattr(config, "num_local_experts", getattr(config, "num_experts", None)):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    if width := getattr(config, "moe_intermediate_size", None):
-        writer.add_expert_feed_forward_length(width)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    rope = config.rope_parameters
+    is_linear = rope["rope_type"] == "linear"
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": head,
+        "value_length": head,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_dimension_count": head,
+        "rope_freq_base": rope["rope_theta"],
+        "rope_scaling_type": gguf.RopeScalingType.LINEAR if is_linear else None,
+        "rope_scaling_factor": rope["factor"] if is_linear else None,
+        "vocab_size": config.vocab_size,
+        "expert_count": experts,
+        "expert_used_count": config.num_experts_per_tok if experts else None,
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+    }
+    return {name: size for name, size in sizes.items() if size is not None}

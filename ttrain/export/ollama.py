@@ -5,15 +5,25 @@ https://docs.ollama.com/modelfile, https://pkg.go.dev/text/template. Loads trans
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Turn = Mapping[str, str]
 Render = Callable[[Sequence[Turn], bool], str]  # messages, with a generation prompt
 
-ROLES = ("system", "user", "assistant")
-SYSTEM, FIRST, ANSWER, SECOND = "[s-0]", "[u-1]", "[a-2]", "[u-3]"  # contents that are looked for
+TURNS = [
+    {"role": "system", "content": "[s-0]"},
+    {"role": "user", "content": "[u-1]"},
+    {"role": "assistant", "content": "[a-2]"},
+    {"role": "user", "content": "[u-3]"},
+]
+# Conversations on which a format has to render the text of its template.
+CONVERSATIONS = (
+    TURNS,
+    [{"role": "user", "content": "你好\n\n  1 + 1?"}, *TURNS[2:]],
+    [{"role": "user", "content": " Only one. "}],
+)
 
 
 @dataclass(frozen=True)
@@ -21,35 +31,32 @@ class ChatFormat:
     """A chat template that puts a fixed text before and after the content of each role.
 
     begin       before the first turn: the token that begins a text, which programs add themselves
+    around      (before, after) by role
     answer      the generation prompt
     system      what the template says where a chat has no system turn
     """
 
     begin: str
-    before: Mapping[str, str]
-    after: Mapping[str, str]
+    around: Mapping[str, tuple[str, str]]
     answer: str
-    system: str = field(default="")
+    system: str
 
     def render(self, turns: Sequence[Turn]) -> str:
         """The text of a chat with a generation prompt."""
-        if self.system and (not turns or turns[0]["role"] != "system"):
+        if self.system and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": self.system}, *turns]
-        parts = (
-            self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in turns
-        )
-        return self.begin + "".join(parts) + self.answer
+        texts = [turn["content"].join(self.around[turn["role"]]) for turn in turns]
+        return "".join([self.begin, *texts, self.answer])
 
     def go_template(self) -> str:
         """The format as Ollama's template; the beginning is added by Ollama."""
         lines = ["{{- range .Messages }}"]
-        for number, role in enumerate(ROLES):
-            test = "else if" if number else "if"
+        test = "if"
+        for role, (before, after) in self.around.items():
             lines.append(f'{{{{- {test} eq .Role "{role}" }}}}')
-            lines.append(_literal(self.before[role]) + "{{- .Content }}")
-            lines.append(_literal(self.after[role]))
-        lines += ["{{- end }}", "{{- end }}", _literal(self.answer)]
-        return "\n".join(line for line in lines if line)
+            lines += [_literal(before), "{{- .Content }}", _literal(after)]
+            test = "else if"
+        return "\n".join(filter(None, [*lines, "{{- end }}", "{{- end }}", _literal(self.answer)]))
 
 
 def chat_format(render: Render, bos: str) -> ChatFormat | None:
@@ -58,48 +65,36 @@ def chat_format(render: Render, bos: str) -> ChatFormat | None:
     The result renders three conversations to the same text as the template.
     """
     try:
-        format_ = _read_off(render, bos)
-        return format_ if format_ and _is_equal(format_, render) else None
+        read = _read_off(render, bos)
+        is_equal = all(read.render(turns) == render(turns, True) for turns in CONVERSATIONS)
     except Exception:  # a template may refuse any conversation with any error
         return None
+    return read if is_equal else None
 
 
-def _read_off(render: Render, bos: str) -> ChatFormat | None:
-    turns = _turns(SYSTEM, FIRST, ANSWER, SECOND)
-    whole = render(turns, True)
+def _read_off(render: Render, bos: str) -> ChatFormat:
+    system, user, answer, _ = (turn["content"] for turn in TURNS)
+    whole = render(TURNS, True)
     begin = bos if bos and whole.startswith(bos) else ""
-    head, rest = whole.removeprefix(begin).split(SYSTEM)
-    system_user, rest = rest.split(FIRST)
-    user_answer, rest = rest.split(ANSWER)
-    answer_user, prompt = rest.split(SECOND)
-    after_answer = render(turns[:3], False).split(ANSWER)[1]
-    after_user = render(turns[:2], False).split(FIRST)[1]
-    before_user = answer_user.removeprefix(after_answer)
-    before = {"system": head, "user": before_user, "assistant": user_answer[len(after_user) :]}
-    after = {
-        "system": system_user.removesuffix(before_user),
-        "user": after_user,
-        "assistant": after_answer,
-    }
-    alone = render(turns[1:2], True).removeprefix(begin).split(FIRST)[0]
-    system = alone.removesuffix(before_user).removeprefix(head).removesuffix(after["system"])
-    return ChatFormat(begin, before, after, prompt[len(after_user) :], system)
-
-
-def _is_equal(format_: ChatFormat, render: Render) -> bool:
-    conversations = (
-        _turns("Be brief.", "你好\n\n  1 + 1?", "2", "Why?"),
-        _turns("", "Hello", "Hi!\n", "x")[1:],
-        _turns("", "Only one")[1:],
+    before_system, rest = whole.removeprefix(begin).split(system)
+    between, rest = rest.split(user)  # system and user
+    before_answer, rest = rest.split(answer)
+    before_user, prompt = rest.split(TURNS[3]["content"])
+    after_user = render(TURNS[:2], False).split(user)[1]
+    after_answer = render(TURNS[:3], False).split(answer)[1]
+    before_user = before_user.removeprefix(after_answer)
+    after_system = between.removesuffix(before_user)
+    alone = render(TURNS[1:2], True).removeprefix(begin).split(user)[0]
+    return ChatFormat(
+        begin,
+        {
+            "system": (before_system, after_system),
+            "user": (before_user, after_user),
+            "assistant": (before_answer.removeprefix(after_user), after_answer),
+        },
+        prompt.removeprefix(after_user),
+        alone.removesuffix(before_user).removeprefix(before_system).removesuffix(after_system),
     )
-    return all(format_.render(turns) == render(turns, True) for turns in conversations)
-
-
-def _turns(*contents: str) -> list[dict[str, str]]:
-    roles = ("system", "user", "assistant", "user")
-    return [
-        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
-    ]
 
 
 def _literal(text: str) -> str:
@@ -112,14 +107,11 @@ def renderer(directory: Path) -> Render:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-    def render(turns: Sequence[Turn], prompt: bool) -> str:
-        text = tokenizer.apply_chat_template(
+    return lambda turns, prompt: str(
+        tokenizer.apply_chat_template(
             [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=prompt
         )
-        return str(text)
-
-    return render
+    )
 
 
 def modelfile(file: str, model: Any, render: Render | None) -> str:
@@ -128,10 +120,10 @@ def modelfile(file: str, model: Any, render: Render | None) -> str:
     Without a chat template, or with one that is not of this form, Ollama continues texts.
     """
     chat = chat_format(render, model.encoder.tokens["bos_token"]) if render else None
-    stops = [model.encoder.spelling(number) for number in model.stop_ids]
+    stops = [json.dumps(model.encoder.spelling(number)) for number in model.stop_ids]
     lines = [f"FROM ./{file}", f"PARAMETER num_ctx {model.max_length}"]
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    lines += [f"PARAMETER stop {stop}" for stop in stops]
     lines.append(f'TEMPLATE """{chat.go_template() if chat else "{{ .Prompt }}"}"""')
     if chat and chat.system:
         lines.append(f'SYSTEM """{chat.system}"""')
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, ""])
