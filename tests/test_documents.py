@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from support import reference
-from support.snippets import (
-    PAGES,
-    ROOT,
-    Command,
-    Snippet,
-    commands,
-    snippets,
-)
+from support.snippets import PAGES, ROOT, Command, Snippet, commands, snippets
 from support.tiny_trainers import tiny_model
 from typer.core import TyperGroup
 from typer.main import get_command

@@ -1,17 +1,13 @@
 """Runs of a served deployment: the form of their settings, changes, cancelling, a retry, a kill."""
 
-import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
-from unittest.mock import MagicMock
-from uuid import uuid4
 
 import pytest
 from support.pipeline_home import Cli
-from support.served import Served, call, ended, processes_of, run_of, serving, start
+from support.served import call, ended, processes_of, run_of, serving, start
 from support.waiting import wait_until
 
 from ttrain.config import DATASETS, NAMES_CODE, TRAININGS, Settings
@@ -19,9 +15,7 @@ from ttrain.config.loading import load, types_by_name
 from ttrain.engine.stage_worker import PROCESS_NAME
 from ttrain.errors import UsageError
 from ttrain.flows.deploy import Schedule
-from ttrain.store.runs import RunRecord, this_process
 
-LONG = "pretrain.tokens=245760"
 CODE = {
     "notify.command": "[touch, /tmp/theirs]",
     "notify.webhook": "https://theirs.example/hook",
@@ -52,25 +46,6 @@ HARMLESS = {  # settings that hold a text
 def set_state(cli: Cli, id_: str, type_: str, name: str) -> None:
     answer = call(cli.home, f"flow_runs/{id_}/set_state", {"state": {"type": type_, "name": name}})
     assert answer["status"] == "ACCEPT", answer
-
-
-def tasks_of(cli: Cli, id_: str, attempt: int) -> dict[str, str]:
-    tasks = call(cli.home, "task_runs/filter", {"flow_runs": {"id": {"any_": [id_]}}})
-    tasks = [task for task in tasks if task["flow_run_run_count"] == attempt]
-    return {task["name"]: task["state"]["name"] for task in tasks}
-
-
-@pytest.fixture(scope="module")
-def deployed(
-    finished: Cli, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Cli, Served]]:
-    """A finished home and its deployment, served for all tests."""
-    home = shutil.copytree(finished.home, tmp_path_factory.mktemp("deployed") / "home")
-    cli = Cli(home, finished.data)
-    cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
-    with serving(cli) as served:
-        served.wait_for("scheduled: full/tiny-test")
-        yield cli, served
 
 
 def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None:
@@ -118,49 +93,28 @@ def test_every_setting_that_holds_a_text_names_code_or_is_known_to_be_harmless()
     assert {name.split(".")[0] for name in NAMES_CODE} <= set(Settings.model_fields)
 
 
-def test_ended_runs_are_marked_as_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.flows import prefect_run
-
-    ended, running, unknown = (SimpleNamespace(id=uuid4()) for _ in range(3))
-    for run, process in ((ended, {**this_process(), "started": 1.0}), (running, this_process())):
-        record = RunRecord(tmp_path, "full", (), {})
-        record.note(prefect={"flow_run_id": str(run.id)}, process=process)
-    client = MagicMock()
-    client.__enter__().read_flow_runs.return_value = [ended, running, unknown]
-    monkeypatch.setattr(prefect_run, "get_client", lambda sync_client: client)
-    prefect_run.mark_crashed_runs(tmp_path)
-    [marked] = client.__enter__().set_flow_run_state.call_args_list
-    assert marked.args[0] == ended.id and marked.args[1].name == "Crashed"
-
-
 @pytest.mark.long
 @pytest.mark.soak
-def test_what_is_cancelled_in_the_ui_is_continued_by_a_retry(deployed: tuple[Cli, Served]) -> None:
-    cli, served = deployed
-    settings = (LONG, "pretrain.seed=2")
-    id_ = start(cli, *settings)
-    wait_until(cli.checkpoints, 200, lambda: served.said)
-    set_state(cli, id_, "CANCELLING", "Cancelling")
-    run = ended(cli, id_, served)
-    assert run["state"]["name"] == "Cancelled"
-    assert not [process for process in processes_of(cli.home) if process.name() == PROCESS_NAME]
-    assert tasks_of(cli, id_, 1)["pretrain"] == "Cancelled"
-    stopped = cli.runs()[0]
-    assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
-    saved = cli.newest_step()
-    # The runner writes the state once more when the process has ended
-    wait_until(lambda: "successfully" in run_of(cli, id_)["state"]["message"], 30)
-
-    set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
-    run = ended(cli, id_, served, run_count=2)
-    assert run["state"]["name"] == "Completed", run["state"]
+def test_what_is_cancelled_in_the_ui_is_continued_by_a_retry(copy_of: Callable[[], Cli]) -> None:
+    cli = copy_of()
+    cli("pipeline", "schedule", "full", "evaluate.new_tokens=1")
+    settings = ("pretrain.tokens=245760", "pretrain.seed=2")
+    with serving(cli) as served:
+        served.wait_for("scheduled: full/tiny-test")
+        id_ = start(cli, *settings)
+        wait_until(cli.checkpoints, 200, lambda: served.said)
+        set_state(cli, id_, "CANCELLING", "Cancelling")
+        run = ended(cli, id_, served)
+        assert run["state"]["name"] == "Cancelled"
+        assert not [each for each in processes_of(cli.home) if each.name() == PROCESS_NAME]
+        stopped = cli.runs()[0]
+        assert stopped["run"] == run["name"] and stopped["outcome"] == "interrupted"
+        saved = cli.newest_step()
+        # The runner writes the state once more when the process has ended
+        wait_until(lambda: "successfully" in run_of(cli, id_)["state"]["message"], 30)
+        set_state(cli, id_, "SCHEDULED", "AwaitingRetry")
+        run = ended(cli, id_, served, run_count=2)
+        assert run["state"]["name"] == "Completed", run["state"]
     result = cli.manifest("pretrain", *settings, "evaluate.new_tokens=1")["result"]
     assert result["resumed_from_step"] == saved > 0 and result["steps"] == 480
-    tasks = tasks_of(cli, id_, 2)
-    assert (tasks["tokenizer"], tasks["shards-pretrain"]) == ("Cached", "Cached")
-    assert tasks["lora"] == "Completed"
     assert "Traceback" not in served.said
-    newest = {"logs": {"flow_run_id": {"any_": [id_]}}, "sort": "TIMESTAMP_DESC", "limit": 200}
-    messages = [line["message"] for line in call(cli.home, "logs/filter", newest)]
-    assert any("step 480/480" in message for message in messages)
-    assert any(message.startswith("✓ pretrain") for message in messages)

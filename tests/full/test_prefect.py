@@ -29,8 +29,6 @@ def test_a_run_shows_its_stages_with_logs_and_its_results(finished: Cli) -> None
     assert logged != []
     [[report]] = finished.rows("prefect", "select data from artifact where key = 'report'")
     assert "byte" in report and f"ttrain report {run['run']}" in report
-    record = json.loads((finished.home / "runs" / f"{run['run']}.json").read_bytes())
-    assert record["prefect"]["flow_run_id"].replace("-", "") == id_.replace("-", "")
 
 
 def test_a_task_waits_longer_before_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +49,7 @@ def test_a_task_waits_longer_before_each_attempt(monkeypatch: pytest.MonkeyPatch
         state = task.fn()
         assert state.is_failed() and state.message == str(killed)
     assert waits == [10.0, 20.0]
-    assert (task.name, task.retries) == (EVALUATE.name, 3)
-    assert (task.cache_policy, task.persist_result) == (NO_CACHE, False)
+    assert task.retries == 3 and task.cache_policy == NO_CACHE
     is_retried = task.retry_condition_fn
     assert is_retried(task, None, Failed(data=killed))
     assert not is_retried(task, None, Failed(data=StageFailed("bad.jsonl:3", "DataError")))

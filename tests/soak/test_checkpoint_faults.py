@@ -1,18 +1,15 @@
 """A disk that fails at any call, a full one, kills at any moment: a complete checkpoint remains."""
 
-import contextlib
 import errno
-import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import checkpoints, is_snapshot, names, snapshot, steps, write
-from support.kill_points import killed_everywhere
+from support.kill_points import intercepted, killed_everywhere
 
 from ttrain.errors import ArtifactError
 
@@ -23,40 +20,6 @@ INTACT = (
 )
 
 
-class FailingDisk:
-    """Counts the system calls that write; fails the call `at`, and where `lasting` all after it."""
-
-    def __init__(self, at: int | None = None, *, lasting: bool = False) -> None:
-        self.at = at
-        self.lasting = lasting
-        self.calls = 0
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        opened = io.open
-        failing_open = self._failing(opened)
-
-        def open_(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
-            return (opened if "r" in mode else failing_open)(path, mode, *rest, **named)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fsync", lambda descriptor: None)  # there are some thousands of them
-            for name in SYSTEM_CALLS:
-                patch.setattr(os, name, self._failing(getattr(os, name)))
-            patch.setattr(io, "open", open_)
-            yield
-
-    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            number = self.calls
-            self.calls += 1
-            if number == self.at or (self.lasting and self.at is not None and number > self.at):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*arguments, **named)
-
-        return call
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
@@ -64,30 +27,50 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def save_next(directory: Path, disk: FailingDisk | None = None) -> str | None:
+def save_next(directory: Path) -> str | None:
     """The error of saving step 12, or None."""
     try:
-        with disk.failing() if disk else contextlib.nullcontext():
-            write(directory, 12, metrics={12: 0.1})
+        write(directory, 12, metrics={12: 0.1})
     except ArtifactError as error:
         return str(error)
     return None
 
 
+def save_next_on_a_disk(directory: Path, full_at: int = 0, lasting: bool = False) -> Any:
+    """The error on a disk that is full at that call (and after it), and the number of calls."""
+    calls = [0]
+
+    def fail(number: int) -> None:
+        calls.append(number)
+        if full_at and (number == full_at or (lasting and number > full_at)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with intercepted(SYSTEM_CALLS, fail, writing=True):
+        error = save_next(directory)
+    return error, calls[-1]
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are some thousands of syncs; a kill leaves the system what it was given."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.usefixtures("unsynced")
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_a_full_disk_leaves_the_checkpoint_before(
     tmp_path: Path, saved: Path, lasting: bool
 ) -> None:
-    disk = FailingDisk()
     whole = shutil.copytree(saved, tmp_path / "all")
-    assert save_next(whole, disk) is None
+    error, count = save_next_on_a_disk(whole)
+    assert error is None
     assert names(whole) == ["best", "latest", "step-00000008", "step-00000012"]
     # Three files, the state, two pointers, two names, their directories
-    assert disk.calls >= 30
+    assert count >= 30
     errors = []
-    for at in range(disk.calls):
+    for at in range(1, count + 1):
         directory = shutil.copytree(saved, tmp_path / str(at))
-        error = save_next(directory, FailingDisk(at, lasting=lasting))
+        error, _ = save_next_on_a_disk(directory, at, lasting)
         errors.append(error)
         newest = checkpoints(directory).newest()
         assert newest is not None and is_snapshot(newest, newest.step)
@@ -95,11 +78,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             assert newest.step == 12, "what is not said has not happened"
         else:
             message = re.search(INTACT, error)
-            assert (
-                message
-                and message[1].startswith(str(directory))
-                and os.strerror(errno.ENOSPC) in error
-            )
+            assert message and message[1].startswith(str(directory))
+            assert os.strerror(errno.ENOSPC) in error
             assert newest.step in (8, 12) and newest.step >= int(message[2])
         best = checkpoints(directory).best()
         assert best is not None and best.step == (12 if newest.step == 12 else 4)
@@ -107,7 +87,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         assert names(directory) == ["best", "latest", "step-00000012", "step-00000016"]
     assert errors[0] is not None
     # All but the removal of what is in the trash
-    assert sum(error is not None for error in errors) > disk.calls - 12
+    assert sum(error is not None for error in errors) > count - 12
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="which file is synced is unknown")
@@ -148,40 +128,35 @@ def test_bytes_are_synced_first(
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("unsynced")
 @pytest.mark.parametrize(
     ("before", "wanted", "is_damaged"),
     [(8, 12, False), (4, 8, True), (8, 8, False)],
     ids=["the next step", "a damaged step again", "an intact step again"],
 )
 def test_a_process_killed_at_any_call_of_a_write_leaves_a_whole_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, wanted: int, is_damaged: bool
+    tmp_path: Path, saved: Path, before: int, wanted: int, is_damaged: bool
 ) -> None:
-    # A kill leaves the system alone, and with it what the system was given
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    template = tmp_path / "template"
-    write(template, 4, 8, metrics={4: 0.5})
+    template = shutil.copytree(saved, tmp_path / "template")
     if is_damaged:
         (template / "step-00000008" / "config.json").unlink()
+    calls = (*SYSTEM_CALLS, "unlink", "rmdir")
     count = killed_everywhere(
-        template,
-        tmp_path,
-        (*SYSTEM_CALLS, "unlink", "rmdir"),
-        lambda directory: write(directory, wanted, metrics={wanted: 0.1}),
+        template, tmp_path, calls, lambda directory: write(directory, wanted, metrics={wanted: 0.1})
     )
     assert count > 30, "every file, rename and removal is a point to die at"
-    found = []
+    newest_steps = []
     for number in range(1, count + 1):
         directory = tmp_path / str(number)
         ours = checkpoints(directory)
         newest = ours.newest()
         best = ours.best()
-        assert newest is not None and best is not None
-        assert is_snapshot(newest, newest.step)
+        assert newest is not None and best is not None and is_snapshot(newest, newest.step)
         assert best.step in ({wanted} if newest.step > before else {4, wanted})
-        found.append(newest.step)
+        newest_steps.append(newest.step)
         ours.save(snapshot(20), metric=0.3)
         ours.close()
         assert steps(directory) == [newest.step, 20]
         assert not [name for name in names(directory) if name.startswith(".")]
-    assert {*found} == {before, wanted}
-    assert found == sorted(found), "once the new one is there, it stays"
+    assert {*newest_steps} == {before, wanted}
+    assert newest_steps == sorted(newest_steps), "once the new one is there, it stays"
