@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
-from support import reference
 from support.snippets import PAGES, ROOT, Command, Snippet, commands, snippets
 from support.tiny_trainers import tiny_model
+from test_reference import leaf_commands
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -99,7 +99,7 @@ def test_commands_of_pages_have_valid_arguments_and_settings(
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_and_commands_within_sentences_exist(page: str) -> None:
     known = [*types_by_name(Settings)]
-    commands_known = {name for name, _ in reference.leaf_commands()}
+    commands_known = {name for name, _ in leaf_commands()}
     groups = {name.rpartition(" ")[0] for name in commands_known}
     for span in SPAN.findall(prose(page)):
         if (setting := SETTING.fullmatch(span)) and not span.endswith((".json", ".safetensors")):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.tiny_stages import planned
-from support.waiting import stopwatch
 
 from ttrain.config.loading import load
 from ttrain.engine.display import Display
@@ -23,16 +22,15 @@ def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:
     plan = Plan("full", settings, ArtifactStore(tmp_path), Graph(), planned("sft"))
     execution = PipelineRun(plan, Display(Console(quiet=True)))
     began = time.monotonic()
-    waited = stopwatch()
     with execution.stopping_at(time.time() + 0.2):
         pass
     execution.wait(0.4)
-    assert time.monotonic() - began >= 0.4 and waited() < 5
+    assert 0.4 <= time.monotonic() - began < 9
     assert not execution.signum, "the run had ended before its deadline"
     began = time.time()
     with execution.stopping_at(began + 0.3):
         execution.wait(10)  # ends with the request to stop
-        assert time.time() - began >= 0.3 and waited() < 5
+        assert 0.3 <= time.time() - began < 9
     execution.ask_to_stop(2, "cancelled in Prefect")
     assert execution.stop_reason == "deadline reached", "the first reason stays"
     with pytest.raises(Interrupted, match="deadline reached"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.served import processes_of, write_double
+from support.served import processes_of
 from support.waiting import wait_until
 
 from ttrain.cli.tracking import redirect_page
@@ -41,9 +41,9 @@ def real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def faked_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    write_double(tmp_path)
+    double = ["http.server", "--bind", "127.0.0.1"]
     for name in ("prefect_command", "mlflow_command"):
-        monkeypatch.setattr(servers, name, lambda home, port: (["double", str(port)], {}))
+        monkeypatch.setattr(servers, name, lambda home, port: ([*double, str(port)], {}))
     yield tmp_path
     servers.down(tmp_path)
 

@@ -1,6 +1,5 @@
 """A home with three registered sets of models."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ from ttrain.store.registry import ModelSet, Registry
 SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
-def register(
-    home: Path, number: int, stages: Iterable[str] = SUFFIXES, name: str = "mine", **metrics: float
-) -> ModelSet:
+def register(home: Path, number: int, name: str = "mine", **metrics: float) -> ModelSet:
     registry = Registry(home)
     run = f"full-{number}"
-    keys = {stage: f"{stage}-{number}" for stage in stages}
+    keys = {stage: f"{stage}-{number}" for stage in SUFFIXES}
     members = []
     for stage, key in keys.items():
         manifest = {"files": {"x.txt": {"sha256": key, "bytes": 1}}, "inputs": {}}

@@ -29,27 +29,11 @@ FINAL_STATES = (
     *("Unfinished", "Promoted", "Kept", "NothingNew", "Skipped"),
 )
 FINAL_TYPES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-# A double of a server: answers everything with 200
-DOUBLE = """
-import contextlib, socket, sys
-server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-while True:
-    with contextlib.suppress(OSError), server.accept()[0] as connection:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
-"""
 
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
     """Give the home's one schedule a cron with seconds, which the command line does not take."""
     deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
-
-
-def write_double(home: Path) -> Path:
-    path = home / "servers" / "double.py"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(DOUBLE)
-    return path
 
 
 class Served:

@@ -76,8 +76,6 @@ def save_adapter(model: Any, directory: Path, base: Path) -> Path:
     return directory
 
 
-def logits(model: Any, ids: Tensor | None = None) -> Tensor:
-    ids = random_ids(5, 2, 12) if ids is None else ids
-    with torch.no_grad():
-        result: Tensor = model.eval()(input_ids=ids).logits
-    return result
+@torch.no_grad()
+def logits(model: Any) -> Any:
+    return model.eval()(input_ids=random_ids(5, 2, 12)).logits

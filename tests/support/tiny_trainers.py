@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.tiny_data import VOCAB
-from support.waiting import hanging
 from torch import Tensor, nn
 
 from ttrain.config import Model, Optim, Schedule, Training
@@ -158,18 +158,15 @@ class Recorder(Callback):
         return {record.step: record.rows().tolist() for record in self.steps}
 
 
-class StopAfter:
-    """Asks for a stop after so many steps of this run, counted from its first call."""
+def stop_after_steps(steps: int | None, loader: Loader) -> Callable[[], bool]:
+    """Ask for a stop after so many steps of this run, counted from the first call."""
+    steps_before: list[int] = []
 
-    def __init__(self, steps: int, loader: Loader) -> None:
-        self.steps = steps
-        self.loader = loader
-        self.first: int | None = None
+    def is_time() -> bool:
+        steps_before.append(loader.consumed)
+        return steps is not None and loader.consumed - steps_before[0] >= steps
 
-    def __call__(self) -> bool:
-        if self.first is None:
-            self.first = self.loader.consumed
-        return self.loader.consumed - self.first >= self.steps
+    return is_time
 
 
 def make_trainer(
@@ -184,7 +181,6 @@ def make_trainer(
     total_rows: int | None = None,
     stop_after: int | None = None,
     validation: Sequence[Batch] = (),
-    quick: Sequence[Batch] = (),
     task: TrainingTask | None = None,
     ranks: Ranks = ALONE,
     keep: int = 2,
@@ -205,12 +201,12 @@ def make_trainer(
         ranks,
         precision.resolve_precision(config.precision, ranks.device),
         Checkpoints(directory, files=dict, keep=keep) if directory else None,
-        Validation(validation, quick),
+        Validation(validation, ()),
         cadence,
         Origin(**origin),
         how,
         night,
-        StopAfter(stop_after, loader) if stop_after else lambda: False,
+        stop_after_steps(stop_after, loader),
     )
     return Trainer(task or LanguageModeling(config, model), loader, options, callbacks)
 
@@ -227,12 +223,11 @@ def in_ranks(
     directory: Path,
     work: Callable[[Ranks], Any],
     *,
-    seconds: float = 60,
     compiles: bool = False,
 ) -> list[Any]:
     """What `work` returns on each rank; ranks are forks of this process that talk through gloo.
 
-    They hang where none has computed for `seconds`. One thread each: OpenMP's do not survive forks.
+    One thread each: OpenMP's do not survive forks. They are killed after five minutes.
     """
     if compiles:
         _import_compiler()
@@ -260,11 +255,10 @@ def in_ranks(
     processes = [fork.Process(target=begin, args=(rank,)) for rank in range(world)]
     for process in processes:
         process.start()
-    late = hanging(processes, seconds)
-    for process in late:
-        process.kill()
+    deadline = time.monotonic() + 300
     for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
         process.join()
-    assert not late, f"{len(late)} of {world} ranks hang"
     assert [process.exitcode for process in processes] == [0] * world
     return [pickle.loads(store.with_suffix(f".{rank}").read_bytes()) for rank in range(world)]
