@@ -15,16 +15,11 @@ from support.planned_homes import remember_modules
 
 def digest_of_the_code() -> str:
     """Of the package's files, the libraries' versions, and the settings and corpus of the run."""
-    digest = hashlib.sha256(sys.version.encode())
-    files = [TESTS / "support" / "pipeline_home.py"]
+    files = [TESTS / "support" / "pipeline_home.py", ROOT / "constraints.txt"]
     for name in ("ttrain", "flows", "tasks", "configs"):
-        files += sorted(path for path in (ROOT / name).rglob("*") if path.is_file())
-    for path in files:
-        if path.suffix != ".pyc":
-            digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    libraries = sorted(path.name for place in sys.path for path in Path(place).glob("*.dist-info"))
-    digest.update(repr(libraries).encode())
-    return digest.hexdigest()[:16]
+        files += sorted(path for path in (ROOT / name).rglob("*") if path.suffix != ".pyc")
+    contents = b"".join(path.read_bytes() for path in files if path.is_file())
+    return hashlib.sha256(contents + sys.version.encode()).hexdigest()[:16]
 
 
 @pytest.fixture(scope="session")

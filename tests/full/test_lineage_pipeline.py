@@ -1,4 +1,4 @@
-"""A whole pipeline's data in MLflow, and that it is reproduced from there."""
+"""A whole pipeline is reproduced from what MLflow knows about it."""
 
 import json
 import shutil
@@ -10,38 +10,7 @@ from support.pipeline_home import Cli
 from ttrain.tracking.client import own_uri
 from ttrain.tracking.mlflow_mirror import prepare
 
-TRAINED_ON = dict.fromkeys(("tokenizer", "pretrain", "sft", "lora"), "training")
-HELD_OUT = dict.fromkeys(("pretrain-heldout", "sft-heldout", "lora-heldout"), "validation")
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
-
-
-def datasets(cli: Cli, tag: str, value: str) -> dict[str, str]:
-    query = """
-    SELECT datasets.name, context.value
-    FROM tags JOIN inputs ON inputs.destination_id = tags.run_uuid
-    JOIN datasets ON datasets.dataset_uuid = inputs.source_id
-    JOIN input_tags AS context ON context.input_uuid = inputs.input_uuid
-    WHERE context.name = 'mlflow.data.context' AND tags.key = ? AND tags.value = ?
-    """
-    return dict(cli.rows("mlflow", query, tag, value))
-
-
-def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) -> None:
-    assert datasets(finished, "ttrain.pipeline", "full") == TRAINED_ON | HELD_OUT
-    of_shards = {"pretrain": "training", "pretrain-heldout": "validation"}
-    for stage, expected in {
-        "sft": {"sft": "training"},
-        "tokenizer": {"tokenizer": "training"},
-        "evaluate": HELD_OUT,
-        "shards-pretrain": of_shards,
-    }.items():
-        assert datasets(finished, "ttrain.stage", stage) == expected
-    query = "SELECT dataset_profile, dataset_source FROM datasets WHERE name = 'pretrain'"
-    [(profile, source)] = finished.rows("mlflow", query)
-    shards = finished.manifest("shards-pretrain")["result"]["train"]
-    assert json.loads(profile) == {"documents": shards["rows"], "bytes": shards["bytes"]}
-    places = [file["location"] for file in json.loads(source)["listed"]]
-    assert places == [str(finished.data / f"docs-{number}.jsonl") for number in (1, 2)]
 
 
 @pytest.mark.soak

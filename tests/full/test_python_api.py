@@ -42,7 +42,6 @@ def test_a_plan_is_that_of_the_command_and_says_why(finished: Any) -> None:
     changed = ttrain.plan("full", settings, home=finished.home)
     assert [stage.name for stage in changed if stage.state == "run"] == ["sft", "lora", "evaluate"]
     assert "sft.optim.lr" in changed["sft"].reasons[0] and changed["lora"].key is None
-    assert "sft.optim.lr" in str(changed) and json.dumps(changed.to_json())
     with pytest.raises(ttrain.TTrainError, match=r"sft\.optim\.lr"):
         ttrain.load_settings(overrides={"sft.optim.rl": 1})
     with pytest.raises(ttrain.TTrainError, match="no pipeline"):
@@ -59,7 +58,6 @@ def test_a_cached_run_has_what_was_made(finished: Any, capfd: pytest.CaptureFixt
     assert run.artifacts.keys() == first.artifacts.keys()
     assert all(run.artifacts[name].path == first.artifacts[name].path for name in run.artifacts)
     assert (run.artifacts["sft"].path / "model" / "model.safetensors").is_file()
-    assert not ttrain.runs(name="another", home=finished.home)
     table = ttrain.runs(home=finished.home).to_pandas()
     assert first.name in list(table["name"]) and table["eval/bits_per_byte"].notna().any()
 
@@ -70,9 +68,8 @@ def test_a_failure_is_an_exception_and_is_recorded(empty: Any) -> None:
     with pytest.raises(ttrain.TTrainError, match=r"docs-1\.jsonl"):
         ttrain.run("full", settings, home=empty.home, only=["tokenizer"])
     assert ttrain.runs(home=empty.home)[0].outcome == "failed"
-    for wrong in ({"engine": "airflow"}, {"pipeline": "nightly"}):
-        with pytest.raises(ttrain.TTrainError, match=r"engine|nightly"):
-            ttrain.run(**wrong, home=empty.home)
+    with pytest.raises(ttrain.TTrainError, match="airflow"):
+        ttrain.run(engine="airflow", home=empty.home)
 
 
 def test_a_model_is_a_plain_object_of_transformers_or_peft(finished: Any) -> None:

@@ -58,7 +58,6 @@ def test_no_file_and_no_line_of_a_run_holds_its_secrets(empty: Cli, site: Site) 
     assert record["outcome"] == "completed"
     assert record["settings"]["data"]["sft"] == [shown(site, "chats.jsonl")]
     assert PASSWORD not in said and SIGNATURE not in said
-    assert len([path for path in empty.home.rglob("*") if path.is_file()]) > 8
     assert files_with_secrets(empty.home) == [] == open_to_others(empty.home / "runs")
 
 

@@ -1,6 +1,5 @@
 """`up` and `down` with the real servers once, and with doubles where only bookkeeping matters."""
 
-import json
 import os
 import random
 import socket
@@ -13,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from support.served import processes_of
-from support.waiting import wait_until
 
 from ttrain.cli.tracking import redirect_page
 from ttrain.flows import servers
@@ -104,22 +102,6 @@ def test_real_servers_ask_for_the_token(real_home: Path, caplog: pytest.LogCaptu
     assert not processes_of(real_home)
     assert not any(psutil.pid_exists(process.pid) for process in family)
     assert servers.down(real_home) == [] and servers.running(real_home) == {}
-
-
-def test_a_second_up_starts_only_a_server_that_was_killed(faked_home: Path) -> None:
-    def process_of(name: str) -> psutil.Process:
-        record = json.loads((faked_home / "servers" / f"{name}.json").read_text())
-        return psutil.Process(record["pid"])
-
-    first = start_both(faked_home)
-    assert first == start_both(faked_home) and len(processes_of(faked_home)) == 2
-    mlflow = process_of("mlflow")
-    process_of("prefect").kill()
-    wait_until(lambda: "prefect" not in servers.running(faked_home), 5)
-    assert "PREFECT_API_URL" not in servers.prefect_environment(faked_home)
-    second = start_both(faked_home)
-    assert second["mlflow"] == first["mlflow"] and mlflow.is_running()
-    assert servers.down(faked_home) == ["prefect", "mlflow"] and not processes_of(faked_home)
 
 
 def test_the_token_is_for_own_servers_alone(

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,15 +84,13 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
     # A server whose SQLite is busy answers 503, and Prefect's own client asks again, too
-    for _ in range(20):
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise
-        time.sleep(1)
-    raise AssertionError(f"{path} stays unavailable")
+
+    def answers() -> list[Any]:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return [json.load(reply)]
+
+    [answer] = wait_until(answers)
+    return answer
 
 
 def flow_runs(home: Path, *states: str) -> Any:
