@@ -33,11 +33,8 @@ from werkzeug.serving import make_server
 initialize_backend_stores(f"sqlite:///{home}/mlflow/mlflow.db", None, "mlflow-artifacts:/")
 make_server("127.0.0.1", int(port), app, threaded=True).serve_forever()
 """
-QUIET = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE": "true",
-}
+QUIET = dict.fromkeys(("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK"), "true")
+QUIET["MLFLOW_SERVER_DISABLE_SECURITY_MIDDLEWARE"] = "true"
 # Headers that hold for one connection
 HOP = ("host", "content-length", "transfer-encoding", "connection", "accept-encoding")
 

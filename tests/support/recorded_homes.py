@@ -75,20 +75,11 @@ def make_run(
             _make_artifact(home, name, made, began)
         stage = {"name": made.stage, "outcome": made.outcome, "key": made.key, "seconds": 5.5}
         listed.append({**stage, **made.noted})
-    record = {
-        "run": name,
-        "pipeline": name.split("-")[0],
-        "outcome": outcome,
-        "started": "",
-        "started_unix": began,
-        "seconds": 60.5,
-        "process": NONE_SUCH,
-        "stages": listed,
-        "metrics": dict(metrics or {}),
-        "settings": Settings.model_validate(dict(settings or {})).model_dump(mode="json"),
-        "tracking": {"run_id": None, "url": None},
-        **noted,
-    }
+    record = {"run": name, "pipeline": name.split("-")[0], "outcome": outcome, "stages": listed}
+    record |= {"started": "", "started_unix": began, "seconds": 60.5, "process": NONE_SUCH}
+    record["metrics"] = dict(metrics or {})
+    record["settings"] = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
+    record |= {"tracking": {"run_id": None, "url": None}, **noted}
     path = home / "runs" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)

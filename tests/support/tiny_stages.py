@@ -35,13 +35,8 @@ from ttrain.tracking.pusher import track
 INPUTS = ("tokenizer", "shards-pretrain", "shards-sft")
 MODEL = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1}
 TRAINING = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
-SPEED = {
-    "device": "cpu",
-    "threads": 1,
-    "rows_per_device": 4,
-    "log_every_steps": 1,
-    "checkpoint_every_steps": 4,
-}
+SPEED = {"device": "cpu", "threads": 1, "rows_per_device": 4}
+SPEED |= {"log_every_steps": 1, "checkpoint_every_steps": 4}
 
 
 @functools.cache

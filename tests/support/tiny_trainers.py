@@ -1,6 +1,5 @@
 """A two-layer model, trainers of it, ranks, and what watches a training."""
 
-import functools
 import multiprocessing
 import os
 import pickle
@@ -57,21 +56,14 @@ def score_of(
 ) -> perplexity.Score:
     options = {"device": CPU, "progress": lambda done, total: None, **more}
     scores = perplexity.score_each(model, sequences, length=length, stride=stride, **options)
-    return perplexity.Score(
-        sum(score.nats for score in scores), sum(score.tokens for score in scores)
-    )
+    nats = sum(score.nats for score in scores)
+    return perplexity.Score(nats, sum(score.tokens for score in scores))
 
 
 def settings_of_training(**changes: Any) -> Training:
-    values: dict[str, Any] = {
-        "tokens": 20 * 96,
-        "tokens_per_step": 96,
-        "row_length": 16,
-        "precision": "fp32",
-        "optim": Optim(lr=1e-2),
-        "schedule": Schedule(warmup_steps=3),
-    }
-    return Training(**{**values, **changes})
+    values: dict[str, Any] = {"tokens": 20 * 96, "tokens_per_step": 96, "row_length": 16}
+    values |= {"optim": Optim(lr=1e-2), "schedule": Schedule(warmup_steps=3)}
+    return Training(**{"precision": "fp32", **values, **changes})
 
 
 @dataclass
@@ -189,13 +181,11 @@ def make_trainer(
     night: Any = None,
     **origin: Any,
 ) -> Trainer:
-    assert config.tokens is not None
-    steps = -(-config.tokens // config.tokens_per_step)
+    steps = -(-(config.tokens or 0) // config.tokens_per_step)
     total_rows = total_rows or steps * config.rows_per_step
     order = ShuffledOrder(len(rows), config.rows_per_step, total_rows, config.seed, rows.row_length)
-    loader = Loader(
-        rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world
-    )
+    place = {"rank": ranks.rank, "world": ranks.world}
+    loader = Loader(rows, order, rows_per_device=rows_per_device, **place)
     options = TrainerOptions(
         weights or Held(model),
         ranks,
@@ -211,26 +201,16 @@ def make_trainer(
     return Trainer(task or LanguageModeling(config, model), loader, options, callbacks)
 
 
-@functools.cache
-def _import_compiler() -> None:
-    """Import what compiling needs, once in this process: in each fork it would take 2 s."""
-    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
-    torch._dynamo.reset()
-
-
 def in_ranks(
-    world: int,
-    directory: Path,
-    work: Callable[[Ranks], Any],
-    *,
-    compiles: bool = False,
+    world: int, directory: Path, work: Callable[[Ranks], Any], *, compiles: bool = False
 ) -> list[Any]:
     """What `work` returns on each rank; ranks are forks of this process that talk through gloo.
 
     One thread each: OpenMP's do not survive forks. They are killed after five minutes.
     """
-    if compiles:
-        _import_compiler()
+    if compiles:  # import what that needs, once: in each fork it would take 2 s
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+        torch._dynamo.reset()
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
 
