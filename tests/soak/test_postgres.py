@@ -111,7 +111,7 @@ def servers(postgres: Postgres, tmp_path: Path) -> Iterator[dict[str, str]]:
     python = [sys.executable, "-m"]
     server = [*python, "prefect", "server", "start", "--host", HOST, "--port", prefect]
     tracker = [*python, "mlflow", "server", "--port", mlflow, "--workers", "2"]
-    tracker += ["--backend-store-uri", postgres.url("mlflow")]
+    tracker += ["--backend-store-uri", postgres.url("mlflow", "postgresql+psycopg2")]
     tracker += ["--artifacts-destination", str(tmp_path / "artifacts")]
     environment = {**os.environ, **QUIET, **dict.fromkeys(OFF, "false"), "PREFECT_API_URL": api}
     environment["PREFECT_HOME"] = str(tmp_path / "prefect")
