@@ -30,20 +30,18 @@ def nothing_set_by_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(scope="module")
-def real_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    home = tmp_path_factory.mktemp("home")
-    yield home
-    servers.down(home)
+@pytest.fixture
+def real_home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    servers.down(tmp_path)
 
 
 @pytest.fixture
-def faked_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def faked_home(real_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     double = ["http.server", "--bind", "127.0.0.1"]
     for name in ("prefect_command", "mlflow_command"):
         monkeypatch.setattr(servers, name, lambda home, port: ([*double, str(port)], {}))
-    yield tmp_path
-    servers.down(tmp_path)
+    return real_home
 
 
 def start_both(home: Path, *ports: int) -> dict[str, str]:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.shard_sets import ALL, build
 from support.tiny_data import LINES, make_tokenizer
 
-from ttrain.config import Reading
-from ttrain.data import sharding, tools
-from ttrain.data.blocks import BlockRecipe, DataFile
+from ttrain.data import tools
+from ttrain.data.blocks import BlockRecipe
 from ttrain.data.encoder import Encoder
 from ttrain.data.jinja_templates import ROLES, SPECIAL_TOKENS
-from ttrain.data.pool import Processes
 from ttrain.data.records import (
     Conversation,
     Record,
@@ -31,13 +30,11 @@ from ttrain.data.records import (
     document_parser,
     parse_conversation,
 )
-from ttrain.data.sharding import Work
 from ttrain.data.shards import ShardSet
 from ttrain.errors import TTrainError
 from ttrain.tasks.shards import recipe_of
 
 LINES_PER_FILE = 1000
-READING = Reading(heldout_fraction=0.0)
 MAX_LINE_BYTES = 4096
 SPECIAL = SPECIAL_TOKENS["ttrain"]
 WORDS = (
@@ -105,20 +102,17 @@ def mutate_structure(value: Any, chance: random.Random) -> Any:
     if not places:
         return junk
     holder, key = chance.choice(places)
+    node = holder[key]
     how = chance.randrange(6)
     if how == 0:
-        holder[key] = junk
-    elif how == 1:
         del holder[key]
-    elif how == 2 and isinstance(holder, list):
-        holder.insert(key, holder[key])
-    elif how == 3 and isinstance(holder, dict):
+    elif how == 1 and isinstance(holder, list):
+        holder.insert(key, node)
+    elif how == 2 and isinstance(holder, dict):
         holder[chance.choice(KEYS)] = holder.pop(key)
-    elif how == 4:
-        node = holder[key]
-        holder[key] = chance.choice([[node], {chance.choice(KEYS): node}, json.dumps(node)])
     else:
-        holder[key] = random_words(chance)
+        deeper = [[node], {chance.choice(KEYS): node}, json.dumps(node)]
+        holder[key] = chance.choice([junk, random_words(chance), chance.choice(deeper)])
     return value
 
 
@@ -177,9 +171,8 @@ def check_build(
     path: Path, output: Path, recipe: BlockRecipe, encoder: Encoder, block_bytes: int
 ) -> Counter[str]:
     """Build a file's shards and compare them with its lines; returns the counts."""
-    files = {"train": [DataFile(str(path))]}
     try:
-        built = sharding.build(Work(output, files, recipe, READING, block_bytes, Processes(1)))
+        built = build(output, [path], recipe, block_bytes=block_bytes)
     except TTrainError as error:
         assert str(path) in str(error), error
         return Counter({"refused files": 1})
@@ -187,15 +180,13 @@ def check_build(
     assert tally.rows == tally.kept + tally.skipped.total() + tally.rejected.total()
     rejected = (output / "run" / "rejected.jsonl").read_bytes()
     listed = [json.loads(line) for line in rejected.splitlines()]
-    bad = {row["line"]: row["reason"] for row in listed}
+    bad = {row["line"] for row in listed}
     assert len(bad) == len(listed) == tally.rejected.total()
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     assert tally.rows == sum(bool(line.strip()) or len(line) > MAX_LINE_BYTES for line in lines)
-    records: dict[Record, None] = {}
-    for number, line in enumerate(lines, start=1):
-        record = understood(line, recipe.kind)
-        if number not in bad and record is not None:
-            records[record] = None
+    good = [line for number, line in enumerate(lines, start=1) if number not in bad]
+    records = dict.fromkeys(understood(line, recipe.kind) for line in good)
+    records.pop(None, None)
     shards = ShardSet(output / "train")
     assert len(shards) == tally.kept == len(records)
     check_rows([shards.row(number) for number in range(len(shards))], list(records), encoder)
@@ -233,7 +224,7 @@ def test_mutated_lines_are_kept_exactly_skipped_or_rejected(tmp_path: Path, line
     chance = random.Random(1)
     counts = Counter[str]()
     encoder = make_tokenizer(tmp_path / "tokenizer")
-    recipes = [recipe_of(READING, tmp_path / "tokenizer", kind) for kind in ("documents", "chats")]
+    recipes = [recipe_of(ALL, tmp_path / "tokenizer", kind) for kind in ("documents", "chats")]
     for number in range(-(-lines // LINES_PER_FILE)):
         path = tmp_path / f"{number}.jsonl"
         mutated = (mutated_line(chance) for _ in range(min(LINES_PER_FILE, lines)))

@@ -79,11 +79,7 @@ class Browser:
             except AssertionError:
                 return None
 
-        def shown() -> str:
-            page = self.evaluate("document.location + ' ' + document.body.innerText")
-            return f"{expression}; the page shows {page[:2000]}; errors: {self.errors[-3:]}"
-
-        return wait_until(value, SECONDS, shown)
+        return wait_until(value, SECONDS, lambda: f"{expression}; errors: {self.errors[-3:]}")
 
     def send(self, method: str, **parameters: Any) -> Any:
         self._number += 1

@@ -1,15 +1,21 @@
-"""A disk that fails at any call, a full one, kills at any moment: a complete checkpoint remains."""
+"""Full disks, disks that fail at any call, kills at any moment: nothing complete is lost."""
 
+import contextlib
 import errno
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import checkpoints, is_snapshot, names, snapshot, steps, write
 from support.kill_points import intercepted, killed_everywhere
+from support.pipeline_home import Cli, write_corpus
 
 from ttrain.errors import ArtifactError
 
@@ -18,6 +24,25 @@ INTACT = (
     r"checkpoint of step 12: (\S+): .*; the checkpoint of step (8|12) is intact, .*"
     "It needs .* MB, and .* are free.*runtime.keep_checkpoints=1.*TTRAIN_HOME"
 )
+# A stage of a second; the others are made in the same way.
+ALONE = ("--engine", "none", "tracking.enabled=false")
+TOKENIZER = ("pipeline", "run", "full", "--until", "tokenizer", *ALONE)
+
+# In a mount namespace of its own: a home on a disk of so many kilobytes; then of 64 MB; then one
+# that cannot be written.
+DISK = """
+set -u
+mount -t tmpfs -o size=$1k none "$TTRAIN_HOME" || exit 99
+shift
+"$@" > small.txt 2>&1; echo "small $?"
+mount -o remount,size=64m "$TTRAIN_HOME"
+"$@" > large.txt 2>&1; echo "large $?"
+mount -o remount,ro "$TTRAIN_HOME"
+"$@" > cached.txt 2>&1; echo "cached $?"
+"$@" tokenizer.vocab_size=390 > refused.txt 2>&1; echo "refused $?"
+%s artifacts verify > verify.txt 2>&1; echo "verify $?"
+%s artifacts list --json > list.txt 2>&1; echo "list $?"
+""".replace("%s", f"{sys.executable} -P -c 'from ttrain.cli.main import main; main()'")
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +182,29 @@ def test_a_process_killed_at_any_call_of_a_write_leaves_a_whole_newest(
         assert not [name for name in names(directory) if name.startswith(".")]
     assert {*newest_steps} == {before, wanted}
     assert newest_steps == sorted(newest_steps), "once the new one is there, it stays"
+
+
+def own_mounts() -> list[str]:
+    for command in (["unshare", "-m"], ["unshare", "-Urm"]):
+        with contextlib.suppress(OSError):
+            if not subprocess.call([*command, "mount", "-t", "tmpfs", "none", "/mnt"]):
+                return command
+    pytest.skip("this machine lets no process mount a disk of its own")
+
+
+@pytest.mark.soak
+def test_a_full_disk_ends_a_run_in_order_and_with_room_it_goes_on(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data")
+    cli = Cli(tmp_path / "home", tmp_path / "data")
+    cli.home.mkdir()
+    command = [*own_mounts(), "sh", "-c", DISK, "sh", "4", *cli.command(*TOKENIZER)]
+    output = subprocess.check_output(command, env=cli.environment, cwd=cli.data, text=True)
+    texts = {path.stem: path.read_text() for path in cli.data.glob("*.txt")}
+    codes = {name: int(code) for name, code in map(str.split, output.splitlines())}
+    assert "Traceback" not in "".join(texts.values())
+    expected = {"small": 1, "large": 0, "cached": 0, "refused": 2, "verify": 0, "list": 0}
+    assert codes == expected, texts
+    assert os.strerror(errno.ENOSPC) in texts["small"]
+    assert "cached" in texts["cached"]
+    assert "set TTRAIN_HOME" in texts["refused"]
+    assert Counter(row["state"] for row in json.loads(texts["list"])) == {"finished": 1}
