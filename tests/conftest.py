@@ -21,7 +21,7 @@ from ttrain.tracking import mlflow_mirror
 gc.disable()
 
 # Modules whose fixtures several folders use.
-NAMES = ("planned_homes", "tiny_stages", "champion_sets", "artifact_home", "web")
+NAMES = ("planned_homes", "tiny_stages", "artifact_home", "web")
 FIXTURES = [f"support.{name}" for name in NAMES]
 pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them
 

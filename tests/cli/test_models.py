@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.champion_sets import SUFFIXES, register
+from support.artifact_home import SUFFIXES, register
 from support.data_commands import Run, in_process
 
 from ttrain.store.registry import Registry

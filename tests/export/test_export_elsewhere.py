@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import fresh, said_with_ttrain, said_without_ttrain
+from support.tiny_models import fresh, said_with_ttrain, said_without_ttrain
 
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export import export as exporting

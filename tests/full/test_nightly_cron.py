@@ -39,5 +39,3 @@ def test_a_slot_of_a_cron_trains_and_promotes_what_is_better(copy_of: Callable[[
     assert champion is not None and champion.version == "2"
     outcomes = cli.outcomes()
     assert {outcomes[name] for name in ("shards-pretrain", "pretrain", "evaluate")} == {"completed"}
-    query = "select name, state_name from task_run where flow_run_id = ?"
-    assert dict(cli.rows("prefect", query, run["id"]))["pretrain"] == "Completed"

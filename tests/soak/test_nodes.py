@@ -28,8 +28,8 @@ def test_two_nodes_train_as_one_and_node_0_tracks_it_all(tmp_path: Path) -> None
     for rank in (0, 1):
         command = both.command(*arguments, *place, f"runtime.node_rank={rank}")
         with (tmp_path / f"output{rank}").open("w") as file:
-            options = {"env": both.environment, "cwd": both.data}
-            nodes.append(subprocess.Popen(command, stdout=file, stderr=file, **options))
+            options = {"env": both.environment, "cwd": both.data, "stdout": file, "stderr": file}
+            nodes.append(subprocess.Popen(command, **options))
     try:
         codes = [node.wait(timeout=600) for node in nodes]
     finally:
@@ -38,13 +38,11 @@ def test_two_nodes_train_as_one_and_node_0_tracks_it_all(tmp_path: Path) -> None
     output = [(tmp_path / f"output{rank}").read_text() for rank in (0, 1)]
     assert codes == [0, 0], "\n".join(output)
     alone(*arguments, "--engine", "none", "runtime.devices=2")
-    contents = [
-        {(a.stage, a.key): a.content for a in ArtifactStore(cli.home).artifacts()}
-        for cli in (both, alone)
-    ]
-    assert contents[0] == contents[1], "as many ranks of one machine leave the same"
-    built = {stage for stage, _ in contents[0]}
-    assert len(built) == len(contents[0]) and {"pretrain", "sft"} <= built, "each stage once"
+    made, expected = (ArtifactStore(cli.home).artifacts() for cli in (both, alone))
+    contents = {(artifact.stage, artifact.key): artifact.content for artifact in made}
+    assert contents == {(each.stage, each.key): each.content for each in expected}
+    built = {stage for stage, _ in contents}
+    assert len(built) == len(contents) and {"pretrain", "sft"} <= built, "each stage once"
     for stage in ("pretrain", "sft"):
         assert ArtifactStore(both.home).latest(stage).result["ranks"] == 2
     first, second = sorted(both.runs(), key=lambda run: "tracking" not in run)

@@ -1,9 +1,8 @@
-"""A user's home with artifacts, for the commands about them."""
+"""A user's home with artifacts or registered sets, for the commands about them."""
 
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +21,11 @@ from ttrain.nightly import records
 from ttrain.store import garbage_collection, runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import JOB, Artifact
+from ttrain.store.registry import ModelSet, Registry
 
 DAY = 86400
 LONG_AGO = 100 * DAY
+SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
 class Home:
@@ -64,11 +65,7 @@ class Home:
         return SimpleNamespace(run=run)
 
     def work(
-        self,
-        stage: str,
-        key: str,
-        age: float = LONG_AGO,
-        reads: Mapping[str, Artifact] | None = None,
+        self, stage: str, key: str, age: float = LONG_AGO, reads: dict[str, Artifact] | None = None
     ) -> Path:
         work = self.store.work(stage, key)
         state = work / "output" / "checkpoints" / "step-7" / "state.json"
@@ -113,3 +110,25 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 def older(planned: Planned) -> dict[str, str]:
     return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}
+
+
+def register(home: Path, number: int, name: str = "mine", **metrics: float) -> ModelSet:
+    registry = Registry(home)
+    run = f"full-{number}"
+    keys = {stage: f"{stage}-{number}" for stage in SUFFIXES}
+    members = []
+    for stage, key in keys.items():
+        manifest = {"files": {"x.txt": {"sha256": key, "bytes": 1}}, "inputs": {}}
+        artifact = Artifact(stage, key, Path("nowhere"), manifest)
+        members.append(registry.register_model(f"{name}-{SUFFIXES[stage]}", artifact, run))
+    keys |= {"evaluate": f"evaluate-{number}", "shards-pretrain": f"shards-{number}"}
+    metrics = {"bits_per_byte": 2 - number / 10, **metrics}
+    return registry.register_set(name, run, members, keys, metrics)
+
+
+@pytest.fixture
+def sets_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "a home"
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    assert [register(home, number).version for number in (1, 2, 3)] == ["1", "2", "3"]
+    return home

@@ -29,9 +29,7 @@ def build(
     return shard_sets.build(output, [path], recipe, READING, **options), output
 
 
-def outcome(
-    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20
-) -> tuple[Outcome, list[int]]:
+def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, Any]:
     """The counts of a file's rows that are not zero, and the lines of the rejected ones.
 
     `check`, which encodes nothing, must count the same.

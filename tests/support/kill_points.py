@@ -73,11 +73,7 @@ def killed_at(
 
 
 def killed_everywhere(
-    template: Path,
-    copies: Path,
-    functions: Sequence[Function],
-    action: Callable[[Path], object],
-    **options: bool,
+    template: Path, copies: Path, functions: Sequence[Function], action: Any, **options: bool
 ) -> int:
     """Run `action(copy)` on copies 1, 2, ... of a directory, each killed one call later.
 

@@ -35,12 +35,7 @@ def completed(
 
 
 def artifact(
-    store: ArtifactStore,
-    stage: str,
-    key: str,
-    files: dict[str, str],
-    published: float | None = None,
-    **manifest: Any,
+    store: ArtifactStore, stage: str, key: str, files: Any, published: float = 0, **manifest: Any
 ) -> Artifact:
     """Publish an artifact with these files, now or at that time."""
     output = store.work(stage, key) / "output"
@@ -50,7 +45,7 @@ def artifact(
         (output / name).write_text(text, encoding="utf-8")
     empty = {"result": {}, "inputs": {}, "ingredients": {"files": {}}}
     artifact = store.publish(stage, key, output, {**empty, **manifest})
-    if published is not None:
+    if published:
         whole = write_manifest(artifact.path, {**artifact.manifest, "published": published})
         artifact = Artifact(stage, key, artifact.path, whole)
     return artifact

@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from support.waiting import wait_until
@@ -107,8 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
     proxy: Proxy
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
+    log_message = staticmethod(lambda *_: None)
 
     def handle_request(self) -> None:
         body = self._body()

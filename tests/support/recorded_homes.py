@@ -33,8 +33,7 @@ class Made:
     outcome: str = "completed"
     key: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    # name: stage, key, content
-    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)  # stage, key, content
     files: Mapping[str, str] = field(default_factory=dict)  # name: sha256
     noted: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)  # files of the artifact

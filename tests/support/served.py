@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import threading
 import urllib.request
@@ -55,14 +54,13 @@ class Served:
         return "".join(self.lines)
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        wait_until(
-            lambda: text in self.said or self.process.poll() is not None, seconds, lambda: self.said
-        )
+        process = self.process
+        wait_until(lambda: text in self.said or process.poll() is not None, seconds)
         assert text in self.said, self.said
 
-    def stop(self, signum: int = signal.SIGTERM, seconds: float = 60) -> int:
-        self.process.send_signal(signum)
-        return self.process.wait(seconds)
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,9 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
 
-# The libraries are loaded once, not by each of a hundred writers
 CONTEXT = multiprocessing.get_context("forkserver")
-MODULES = ["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"]
-CONTEXT.set_forkserver_preload(MODULES)
+# Loaded once, not by each of a hundred writers
+CONTEXT.set_forkserver_preload(["mlflow.tracking", "support.tracked_writer"])
 STAGE = "pretrain"
 KEY = "a" * 64
 

@@ -50,9 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(path)
 
     do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
+    log_message = staticmethod(lambda *_: None)
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # a reader that has seen enough hangs up
@@ -69,17 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, links.encode(), {"Content-Type": "text/html"})
         elif any(name.startswith(f"{path}/") for name in site.files):
             self._send(301, headers={"Location": f"{path}/"})
-        elif path not in site.files:
-            self._send(404)
-        else:
+        elif path in site.files:
             self._send_file(site.files[path])
+        else:
+            self._send(404)
 
     def _send_file(self, data: bytes) -> None:
         headers = {"Content-Type": "application/octet-stream"}
-        if self.site.etags:
-            headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
-        if self.site.dates:
-            headers["Last-Modified"] = "Tue, 03 Mar 2026 10:00:00 GMT"
+        headers |= {"ETag": f'"{hashlib.md5(data).hexdigest()}"'} if self.site.etags else {}
+        headers |= {"Last-Modified": "Tue, 03 Mar 2026 10:00:00 GMT"} if self.site.dates else {}
         wanted = self.headers.get("Range")
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.loadable_models import adapted, fresh
+from support.tiny_models import adapted, fresh
 
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
