@@ -85,10 +85,10 @@ class House:
         return built
 
     def publish(
-        self, planned: Planned, text: str = "", steps: Iterable[int] = (), **more: Any
+        self, planned: Planned, text: str = "", result: Any = RESULT, steps: Any = (), **more: Any
     ) -> Artifact:
         self._write_checkpoints(planned, steps)
-        manifest = {"result": RESULT, "ingredients": planned.ingredients, **more}
+        manifest = {"result": result, "ingredients": planned.ingredients, **more}
         files = {"heldout/file": text}
         return artifact(self.store, planned.stage.name, planned.known_key, files, **manifest)
 
