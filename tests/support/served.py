@@ -87,7 +87,7 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return [json.load(reply)]
 
-    [answer] = wait_until(answers)
+    [answer] = wait_until(answers, 60)
     return answer
 
 
