@@ -21,10 +21,8 @@ from ttrain.tracking import mlflow_mirror
 gc.disable()
 
 # Modules whose fixtures several folders use.
-NAMES = ("planned_homes", "tiny_stages", "champion_sets", "artifact_home", "web")
+NAMES = ("planned_homes", "tiny_stages", "artifact_home", "web")
 FIXTURES = [f"support.{name}" for name in NAMES]
-# Makes the finished home that others wait for, where it is not there yet.
-FIRST = "test_lineage_pipeline.py"
 pytest.register_assert_rewrite(*FIXTURES)  # before other modules import them
 
 # Two workers on two cores, each with one thread: with more, threads wait and take 3 x as long.
@@ -67,7 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != FIRST)
     if not config.getoption("--sample"):
         return
     first = {item.path: item for item in reversed(items)}

@@ -7,25 +7,18 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support import reference
-from support.snippets import (
-    PAGES,
-    ROOT,
-    Command,
-    Snippet,
-    commands,
-    snippets,
-)
-from support.tiny_trainers import tiny_model
+from support.snippets import PAGES, ROOT, Command, Snippet, commands, snippets
+from test_reference import leaf_commands
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from ttrain.cli.main import app
 from ttrain.config import Settings
 from ttrain.config.loading import load, types_by_name
 from ttrain.data import contamination
@@ -65,8 +58,6 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 
 
 def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    from ttrain.cli.main import app
-
     command, context, rest, name = get_command(app), None, list(words), "ttrain"
     while isinstance(command, TyperGroup):
         context = command.make_context(name, rest, parent=context)
@@ -106,7 +97,7 @@ def test_commands_of_pages_have_valid_arguments_and_settings(
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_and_commands_within_sentences_exist(page: str) -> None:
     known = [*types_by_name(Settings)]
-    commands_known = {name for name, _ in reference.leaf_commands()}
+    commands_known = {name for name, _ in leaf_commands()}
     groups = {name.rpartition(" ")[0] for name in commands_known}
     for span in SPAN.findall(prose(page)):
         if (setting := SETTING.fullmatch(span)) and not span.endswith((".json", ".safetensors")):
@@ -138,41 +129,16 @@ def test_yaml_is_settings_or_a_suite_or_a_manifest(snippet: Snippet, tmp_path: P
         assert load((), files=[path], environment={}).settings
 
 
-@pytest.mark.parametrize("snippet", snippets("json", "toml"), **IDS)
-def test_json_is_an_item_and_toml_is_toml(snippet: Snippet) -> None:
-    if snippet.language == "toml":
-        assert tomllib.loads(snippet.text)
-    for line in snippet.text.splitlines() if snippet.language == "json" else ():
-        row = json.loads(line)
+@pytest.mark.parametrize("snippet", snippets("json"), **IDS)
+def test_json_is_an_item(snippet: Snippet) -> None:
+    for row in map(json.loads, snippet.text.splitlines()):
         assert preference_of(row) if is_preference(row) else contamination.of_row(row) is not None
 
 
-def page_code(page: str, holds: str) -> str:
-    texts = [snippet.text for snippet in snippets("python") if snippet.page == page]
-    (code,) = [text for text in texts if holds in text]
-    return code
-
-
-def test_the_adapters_of_the_page_switch_and_merge(tmp_path: Path) -> None:
-    from support.tiny_adapters import disturb, save_adapter, save_base, settings
-
-    from ttrain.model import adapters, factory
-
-    base = save_base(tiny_model(kind="llama"), tmp_path / "base")
-    places = []
-    for number in (1, 2):
-        model = disturb(adapters.attach(factory.load(base), settings(kind="lora")), seed=number)
-        places.append(save_adapter(model, tmp_path / str(number), base))
-    values: dict[str, Any] = {"base": base, "directory": places[0], "another": places[1]}
-    exec(page_code("docs/adapters.md", "model.set_adapter"), values)
-    assert not hasattr(values["merged"], "peft_config")
-
-
 def test_the_tutorial_s_script_makes_data_that_its_settings_name(tmp_path: Path) -> None:
-    import sysconfig
-
     script = tmp_path / "make_data.py"
-    script.write_text(page_code("docs/tutorial.md", "ast.parse"), encoding="utf-8")
+    codes = [snippet.text for snippet in snippets("python") if "ast.parse" in snippet.text]
+    script.write_text("".join(codes), encoding="utf-8")
     package = Path(sysconfig.get_path("stdlib")) / "json"
     subprocess.run([sys.executable, script, package, "stdlib"], cwd=tmp_path, check=True)
     documents, chats = (

@@ -1,14 +1,11 @@
-"""Files for installation and contribution: pins, image, services, workflow."""
+"""Files for installation: pins, image, services."""
 
-import re
 import tomllib
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import yaml
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -22,20 +19,6 @@ def test_uv_gets_the_pins_of_pip_and_no_lock_file_is_committed() -> None:
     assert "uv.lock" in content(".gitignore").split()
 
 
-def test_the_image_copies_what_a_wheel_is_made_of_and_runs_as_a_user() -> None:
-    text = content("Dockerfile")
-    copies = [line.split()[:-1] for line in re.findall(r"^COPY (.*)", text, flags=re.MULTILINE)]
-    copied = {*chain.from_iterable(copies)}
-    sources = {path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values()}
-    files = {"constraints.txt", "pyproject.toml", PROJECT["project"]["readme"], "LICENSE"}
-    assert copied >= sources | files | {"ttrain"}
-    allowed = {line[1:] for line in content(".dockerignore").split() if line.startswith("!")}
-    assert copied == allowed and all((ROOT / name).exists() for name in copied)
-    assert text.index("\nUSER ttrain") < text.index("ENTRYPOINT")
-    (extras,) = re.findall(r"ARG EXTRAS=(.*)", text)
-    assert {*extras.split(",")} <= PROJECT["project"]["optional-dependencies"].keys()
-
-
 def test_services_listen_on_this_machine_alone_and_need_passwords() -> None:
     services: dict[str, Any] = yaml.safe_load(content("compose.yaml"))["services"]
     assert {*services} == {"postgres", "mlflow", "prefect", "worker"}
@@ -44,14 +27,3 @@ def test_services_listen_on_this_machine_alone_and_need_passwords() -> None:
         for name, value in service["environment"].items():
             assert "PASSWORD" not in name or value.startswith("${"), name
     assert "PREFECT_SERVER_API_AUTH_STRING" in services["prefect"]["environment"]
-
-
-def test_the_workflow_calls_what_the_makefile_has() -> None:
-    jobs = yaml.safe_load(content(".github/workflows/ci.yml"))["jobs"]
-    steps = chain.from_iterable(job["steps"] for job in jobs.values())
-    assert ["make", "lint", "test"] in [step.get("run", "").split() for step in steps]
-    classifiers = [text.split(" :: ") for text in PROJECT["project"]["classifiers"]]
-    versions = [words[-1] for words in classifiers if words[-1].startswith("3.")]
-    assert jobs["test"]["strategy"]["matrix"]["python"] == versions
-    targets = re.findall(r"^(\w+):", content("Makefile"), flags=re.MULTILINE)
-    assert {"lint", "test", "run", "soak"} <= {*targets}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 import pytest
-from support.loadable_models import TALKATIVE
+from support.tiny_models import TALKATIVE
 from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Settings

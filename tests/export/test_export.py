@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from support.loadable_models import fresh
+from support.tiny_models import fresh
 
 from ttrain.core.files import temporary_path
 from ttrain.data.encoder import Encoder

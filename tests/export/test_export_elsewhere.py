@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import fresh, said_with_ttrain, said_without_ttrain
+from support.tiny_models import fresh, said_with_ttrain, said_without_ttrain
 
 from ttrain.export.export import Request, export
 from ttrain.lineage.lookup import resolve

@@ -1,12 +1,9 @@
 """A finished run, copies of it, and empty homes for the tests of this folder."""
 
 import hashlib
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,25 +12,14 @@ from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
 
-MAKE_DATABASE = """
-import asyncio
-from prefect.server.database import provide_database_interface
-asyncio.run(provide_database_interface().create_db())
-"""
-
 
 def digest_of_the_code() -> str:
     """Of the package's files, the libraries' versions, and the settings and corpus of the run."""
-    digest = hashlib.sha256(sys.version.encode())
-    files = [TESTS / "support" / "pipeline_home.py"]
+    files = [TESTS / "support" / "pipeline_home.py", ROOT / "constraints.txt"]
     for name in ("ttrain", "flows", "tasks", "configs"):
-        files += sorted(path for path in (ROOT / name).rglob("*") if path.is_file())
-    for path in files:
-        if path.suffix != ".pyc":
-            digest.update(f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
-    libraries = sorted(path.name for place in sys.path for path in Path(place).glob("*.dist-info"))
-    digest.update(repr(libraries).encode())
-    return digest.hexdigest()[:16]
+        files += sorted(path for path in (ROOT / name).rglob("*") if path.suffix != ".pyc")
+    contents = b"".join(path.read_bytes() for path in files if path.is_file())
+    return hashlib.sha256(contents + sys.version.encode()).hexdigest()[:16]
 
 
 @pytest.fixture(scope="session")
@@ -69,20 +55,6 @@ def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
     return copy
 
 
-@pytest.fixture(scope="session")
-def prefect_database(request: pytest.FixtureRequest) -> Path:
-    """Prefect's database without runs, made once for each version of Prefect: it takes 13 s."""
-    folder = request.config.cache.mkdir("prefect-databases") / version("prefect")  # type: ignore[union-attr]
-    path = folder / "prefect.db"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not path.exists():
-            environment = {**os.environ, "PREFECT_HOME": str(folder / "new")}
-            subprocess.run([sys.executable, "-c", MAKE_DATABASE], env=environment, check=True)
-            (folder / "new" / "prefect.db").rename(path)
-    return path
-
-
 @pytest.fixture
 def empty(tmp_path: Path) -> Cli:
     """A home that holds no more than the digests of the modules, and the corpus."""
@@ -92,8 +64,5 @@ def empty(tmp_path: Path) -> Cli:
 
 
 @pytest.fixture
-def fresh(empty: Cli, prefect_database: Path) -> Cli:
-    """The same with Prefect's database."""
-    (empty.home / "prefect").mkdir()
-    shutil.copy(prefect_database, empty.home / "prefect")
+def fresh(empty: Cli) -> Cli:
     return empty

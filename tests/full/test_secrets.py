@@ -32,15 +32,10 @@ def shown(site: Site, name: str) -> str:
 def sources(cli: Cli, site: Site) -> list[str]:
     place = site.url.replace("://", f"://user:{PASSWORD}@")
     documents = sorted(path.name for path in cli.data.glob("docs*.jsonl"))
-    settings = []
-    for key, names in (
-        ("pretrain", documents),
-        ("sft", ["chats.jsonl"]),
-        ("lora", ["domain.jsonl"]),
-    ):
-        urls = [f"{place}/data/{name}?part=1&sig={SIGNATURE}" for name in names]
-        settings.append(f"data.{key}={json.dumps(urls)}")
-    return settings
+    names = {"pretrain": documents, "sft": ["chats.jsonl"], "lora": ["domain.jsonl"]}
+    query = f"part=1&sig={SIGNATURE}"
+    urls = {key: [f"{place}/data/{name}?{query}" for name in names[key]] for key in names}
+    return [f"data.{key}={json.dumps(urls[key])}" for key in urls]
 
 
 def files_with_secrets(root: Path) -> list[str]:
@@ -63,7 +58,6 @@ def test_no_file_and_no_line_of_a_run_holds_its_secrets(empty: Cli, site: Site) 
     assert record["outcome"] == "completed"
     assert record["settings"]["data"]["sft"] == [shown(site, "chats.jsonl")]
     assert PASSWORD not in said and SIGNATURE not in said
-    assert len([path for path in empty.home.rglob("*") if path.is_file()]) > 8
     assert files_with_secrets(empty.home) == [] == open_to_others(empty.home / "runs")
 
 
@@ -93,17 +87,6 @@ def test_servers_nights_and_deployments_get_no_secret(fresh: Cli, site: Site) ->
         options = ["--json"] if command == "plan" else []
         for pipeline in ("full", "nightly"):
             said += fresh("pipeline", command, pipeline, *options, *own)
-    again = ("pipeline", "rerun", "evaluate", "evaluate.new_tokens=6")
-    assert "without its" in fresh(*again, code=2, settings=False)
-    variables = {}
-    for setting in sources(fresh, site):
-        key, _, value = setting.partition("=")
-        variables[f"TTRAIN__{key.upper().replace('.', '__')}"] = value
-    without = fresh.environment
-    fresh.environment = without | variables
-    said += fresh(*again, settings=False)
-    assert [*fresh.outcomes().values()].count("completed") == 1, "the keys are the same"
-    fresh.environment = without
     [night] = Nights(fresh.home, "tiny-test").newest_first()
     assert night.outcome == "promoted"
     assert [file["location"] for file in night.frozen.files["sft"]] == [shown(site, "chats.jsonl")]
@@ -112,7 +95,6 @@ def test_servers_nights_and_deployments_get_no_secret(fresh: Cli, site: Site) ->
         server.wait_for("scheduled: full/tiny-test")
         run = ended(fresh, start(fresh, "evaluate.new_tokens=5"), server)
         assert run["state"]["type"] == "COMPLETED", server.said
-        assert run["parameters"] == {"changes": ["evaluate.new_tokens=5"]}, "no server has settings"
         said += server.said
     kept = fresh.home / "schedules" / "full-tiny-test.json"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600

@@ -1,12 +1,13 @@
 """Two pipelines at once through one Prefect and one MLflow server on a PostgreSQL lose nothing."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from support.waiting import wait_until
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 SHARDS = ["shards-pretrain", "shards-sft", "shards-lora"]
 STAGES = ["tokenizer", *SHARDS, "pretrain", "sft", "lora", "evaluate"]
-MODELS = ("tokenizer", "base", "sft", "lora")
 USER = "ttrain"
 HOST = "127.0.0.1"
 OFF = ("PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_SERVER_UI_ENABLED")
@@ -34,7 +34,6 @@ LOSSES = """
 SELECT count(*) FROM metrics JOIN tags USING (run_uuid)
 WHERE metrics.key = 'loss' AND tags.key = 'ttrain.key' AND tags.value = '{}'
 """
-VERSIONS = "SELECT name, count(*), count(DISTINCT run_id) FROM model_versions GROUP BY name"
 
 
 def programs() -> Path:
@@ -60,77 +59,69 @@ class Postgres:
         return [line.split("\t") for line in output.splitlines()]
 
 
-@pytest.fixture(scope="module")
+@contextlib.contextmanager
+def running(
+    name: str, command: list[Any], root: Path, **options: Any
+) -> Iterator[Callable[[], str]]:
+    """A process until the end of the block, as what returns its log."""
+    path = root / f"{name}.log"
+    with path.open("wb") as log:
+        options |= {"cwd": root, "stdout": log, "stderr": log, "start_new_session": True}
+        process = subprocess.Popen(command, **options)
+    try:
+        yield path.read_text
+    finally:
+        # PostgreSQL does not wait for those who are connected
+        os.killpg(process.pid, signal.SIGINT if name == "postgres" else signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+@pytest.fixture
 def postgres() -> Iterator[Postgres]:
     """In a directory that its own user may enter: it refuses to run as root."""
     pytest.importorskip("psycopg2", reason="MLflow's driver: pip install 'ttrain[postgres]'")
-    place = programs()
+    server = Postgres(programs(), free_port())
     root = Path(tempfile.mkdtemp(prefix="ttrain-postgres-"))
-    options: dict[str, Any] = {"cwd": root}
+    user: dict[str, Any] = {}
     if os.getuid() == 0:
         shutil.chown(root, "nobody")
-        options |= {"user": "nobody", "extra_groups": []}
-    server = Postgres(place, free_port())
-    data = str(root / "data")
+        user = {"user": "nobody", "extra_groups": []}
     address = ["-h", HOST, "-p", str(server.port)]
+    data = ["-D", str(root / "data")]
+    init = [server.bin / "initdb", *data, "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C"]
+    command = [server.bin / "postgres", *data, *address, "-k", str(root), "-c", "fsync=off"]
     try:
-        init = [place / "initdb", "-D", data, "-U", USER, "-A", "trust", "-E", "UTF8"]
-        subprocess.run([*init, "--locale=C", "--no-sync"], check=True, **options)
-        command = [place / "postgres", "-D", data, *address, "-k", str(root), "-c", "fsync=off"]
-        with (root / "log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, **options)
-        try:
+        subprocess.run([*init, "--no-sync"], check=True, cwd=root, **user)
+        with running("postgres", command, root, **user) as log:
             for database in ("prefect", "mlflow"):
-                create = [place / "createdb", *address, "-U", USER, database]
-                wait_until(lambda: not subprocess.call(create), 60, (root / "log").read_text)  # noqa: B023
+                create = [server.bin / "createdb", *address, "-U", USER, database]
+                wait_until(lambda: not subprocess.call(create), 60, log)  # noqa: B023
             yield server
-        finally:
-            process.send_signal(signal.SIGINT)  # without waiting for those who are connected
-            process.wait(timeout=30)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def servers(
-    postgres: Postgres, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, str]]:
-    root = tmp_path_factory.mktemp("servers")
-    ports = {name: str(free_port()) for name in ("prefect", "mlflow")}
-    urls = {name: f"http://{HOST}:{port}" for name, port in ports.items()}
-    api = f"{urls['prefect']}/api"
-    store = ("--backend-store-uri", postgres.url("mlflow"))
-    files = ("--artifacts-destination", str(root / "artifacts"))
-    commands = {
-        "prefect": ("prefect", "server", "start", "--host", HOST, "--port", ports["prefect"]),
-        "mlflow": ("mlflow", "server", "--port", ports["mlflow"], "--workers", "2", *store, *files),
-    }
-    health = {"prefect": f"{api}/health", "mlflow": f"{urls['mlflow']}/health"}
-    environment = {
-        **os.environ,
-        **QUIET,
-        **dict.fromkeys(OFF, "false"),
-        "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_API_URL": api,
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": postgres.url("prefect", "postgresql+asyncpg"),
-    }
-    processes = {}
-    try:
-        for name, words in commands.items():
-            with (root / f"{name}.log").open("wb") as log:
-                command = [sys.executable, "-m", *words]
-                options: dict[str, Any] = {"env": environment, "cwd": root, "stdout": log}
-                options |= {"stderr": log, "start_new_session": True}
-                processes[name] = subprocess.Popen(command, **options)
-        for name, process in processes.items():
-            wait_until(lambda: answers(health[name]) or process.poll() is not None, 240)  # noqa: B023
-            assert process.poll() is None, (root / f"{name}.log").read_text()[-4000:]
-        yield {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": urls["mlflow"]}
-    finally:
-        for process in processes.values():
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in processes.values():
-            process.wait(timeout=30)
+@pytest.fixture
+def servers(postgres: Postgres, tmp_path: Path) -> Iterator[dict[str, str]]:
+    prefect, mlflow = (str(free_port()) for _ in range(2))
+    api = f"http://{HOST}:{prefect}/api"
+    url = f"http://{HOST}:{mlflow}"
+    python = [sys.executable, "-m"]
+    server = [*python, "prefect", "server", "start", "--host", HOST, "--port", prefect]
+    tracker = [*python, "mlflow", "server", "--port", mlflow, "--workers", "2"]
+    tracker += ["--backend-store-uri", postgres.url("mlflow", "postgresql+psycopg2")]
+    tracker += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    environment = {**os.environ, **QUIET, **dict.fromkeys(OFF, "false"), "PREFECT_API_URL": api}
+    environment["PREFECT_HOME"] = str(tmp_path / "prefect")
+    database = postgres.url("prefect", "postgresql+asyncpg")
+    environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
+    with (
+        running("prefect", server, tmp_path, env=environment) as prefect_log,
+        running("mlflow", tracker, tmp_path, env=environment) as mlflow_log,
+    ):
+        wait_until(lambda: answers(f"{api}/health"), 240, prefect_log)
+        wait_until(lambda: answers(f"{url}/health"), 240, mlflow_log)
+        yield {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": url}
 
 
 def test_two_pipelines_at_once(tmp_path: Path, postgres: Postgres, servers: dict[str, str]) -> None:
@@ -172,7 +163,7 @@ def assert_prefect_has(postgres: Postgres, runs: dict[str, Cli]) -> None:
 
 
 def assert_mlflow_has(postgres: Postgres, workers: list[Cli], records: list[Any]) -> None:
-    """Of each run: a parent, a child for each stage, each point of the loss, a model's version."""
+    """Of each run: a parent, a child for each stage, each point of the loss."""
     runs = postgres.ask("mlflow", TRACKED)
     keys = {stage["key"] for record in records for stage in record["stages"]}
     assert len(runs) == 2 * (1 + len(STAGES)) and {status for status, _ in runs} == {"FINISHED"}
@@ -182,6 +173,3 @@ def assert_mlflow_has(postgres: Postgres, workers: list[Cli], records: list[Any]
         losses = sum('"loss"' in line for line in curve.read_text().splitlines())
         [[count]] = postgres.ask("mlflow", LOSSES.format(curve.parents[1].name))
         assert int(count) == losses >= 2, curve
-    versions = {name: counts for name, *counts in postgres.ask("mlflow", VERSIONS)}
-    for name in MODELS:
-        assert versions.get(f"tiny-test-{name}") == ["2", "2"]

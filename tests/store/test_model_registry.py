@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.champion_sets import SUFFIXES, register
+from support.artifact_home import SUFFIXES, register
 from support.night_files import artifact
 
 from ttrain.errors import UsageError

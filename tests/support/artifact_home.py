@@ -1,12 +1,13 @@
-"""A user's home with artifacts, for the commands about them."""
+"""A user's home with artifacts or registered sets, for the commands about them."""
 
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from support.night_files import artifact as publish
@@ -19,10 +20,12 @@ from ttrain.engine.planner import key_of
 from ttrain.nightly import records
 from ttrain.store import garbage_collection, runs
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import JOB, Artifact, write_manifest
+from ttrain.store.layout import JOB, Artifact
+from ttrain.store.registry import ModelSet, Registry
 
 DAY = 86400
 LONG_AGO = 100 * DAY
+SUFFIXES = {"pretrain": "base", "lora": "lora"}  # two of the models of a run
 
 
 class Home:
@@ -39,37 +42,30 @@ class Home:
         }
         manifest = {"ingredients": ingredients, "inputs": sources, "result": {"loss": 1.5}}
         manifest |= {"seconds": 1.0, "provenance": {"libraries": {"torch": "2.13"}}}
-        artifact = publish(self.store, stage, key, {"model/weights.bin": name * 1000}, **manifest)
+        files = {"model/weights.bin": name * 1000}
+        artifact = publish(self.store, stage, key, files, time.time() - age, **manifest)
         shutil.rmtree(self.store.work(stage, key))
-        write_manifest(artifact.path, {**artifact.manifest, "published": time.time() - age})
-        aged = self.store.find(stage, key)
-        assert aged is not None
-        return aged
+        return artifact
 
     def run(
         self, *artifacts: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str
-    ) -> runs.RunRecord:
-        stages = [artifact.stage for artifact in artifacts]
-        record = runs.RunRecord(self.store.root, "full", [*stages, *pending], {})
-        for artifact in artifacts:
-            record.stage(artifact.stage, outcome="completed", key=artifact.key)
-        for stage, state in pending.items():
-            record.stage(stage, outcome=state)
+    ) -> SimpleNamespace:
         began = datetime.fromtimestamp(time.time() - age, UTC)
-        record.note(outcome=outcome, started_unix=began.timestamp(), started=began.isoformat())
-        name = f"full-{began:%Y%m%d-%H%M%S}-{record.run[-4:]}"
-        path = self.store.root / "runs" / f"{name}.json"
-        record.path.unlink()
-        runs.events_of(record.path).rename(runs.events_of(path))
-        write_json(path, {**record.snapshot(), "run": name})
-        return record
+        run = f"full-{began:%Y%m%d-%H%M%S}-{uuid4().hex[:4]}"
+        stages = [
+            {"name": made.stage, "outcome": "completed", "key": made.key} for made in artifacts
+        ]
+        stages += [{"name": stage, "outcome": state} for stage, state in pending.items()]
+        record = {"run": run, "pipeline": "full", "outcome": outcome, "stages": stages}
+        record |= {"started": began.isoformat(), "started_unix": began.timestamp()}
+        record |= {"process": runs.this_process(), "settings": {}, "metrics": {}}
+        path = self.store.root / "runs" / f"{run}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, record)
+        return SimpleNamespace(run=run)
 
     def work(
-        self,
-        stage: str,
-        key: str,
-        age: float = LONG_AGO,
-        reads: Mapping[str, Artifact] | None = None,
+        self, stage: str, key: str, age: float = LONG_AGO, reads: dict[str, Artifact] | None = None
     ) -> Path:
         work = self.store.work(stage, key)
         state = work / "output" / "checkpoints" / "step-7" / "state.json"
@@ -114,3 +110,25 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 def older(planned: Planned) -> dict[str, str]:
     return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}
+
+
+def register(home: Path, number: int, name: str = "mine", **metrics: float) -> ModelSet:
+    registry = Registry(home)
+    run = f"full-{number}"
+    keys = {stage: f"{stage}-{number}" for stage in SUFFIXES}
+    members = []
+    for stage, key in keys.items():
+        manifest = {"files": {"x.txt": {"sha256": key, "bytes": 1}}, "inputs": {}}
+        artifact = Artifact(stage, key, Path("nowhere"), manifest)
+        members.append(registry.register_model(f"{name}-{SUFFIXES[stage]}", artifact, run))
+    keys |= {"evaluate": f"evaluate-{number}", "shards-pretrain": f"shards-{number}"}
+    metrics = {"bits_per_byte": 2 - number / 10, **metrics}
+    return registry.register_set(name, run, members, keys, metrics)
+
+
+@pytest.fixture
+def sets_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "a home"
+    monkeypatch.setenv("TTRAIN_HOME", str(home))
+    assert [register(home, number).version for number in (1, 2, 3)] == ["1", "2", "3"]
+    return home

@@ -1,11 +1,9 @@
-"""Headless Chromium over its DevTools protocol: opens pages, reads them, takes pictures."""
+"""Headless Chromium over its DevTools protocol: opens pages and reads them."""
 
-import base64
 import json
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
@@ -53,8 +51,9 @@ class Browser:
         self._socket = connect(wait_until(page, SECONDS), max_size=None, open_timeout=SECONDS)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.resize(*self._size)
-        self.prefer("light")
+        width, height = self._size
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,14 +61,6 @@ class Browser:
         self._process.terminate()
         self._process.wait(SECONDS)
         shutil.rmtree(self._profile, ignore_errors=True)
-
-    def prefer(self, scheme: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.send("Emulation.setEmulatedMedia", features=features)
-
-    def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
@@ -88,46 +79,22 @@ class Browser:
             except AssertionError:
                 return None
 
-        def shown() -> str:
-            page = self.evaluate("document.location + ' ' + document.body.innerText")
-            return f"{expression}; the page shows {page[:2000]}; errors: {self.errors[-3:]}"
-
-        return wait_until(value, SECONDS, shown)
-
-    def settle(self, seconds: float = 1.0) -> None:
-        """Wait until two pictures, so many seconds apart, are equal."""
-        pictures = [b""]
-
-        def is_still() -> bool:
-            time.sleep(seconds)
-            pictures.append(self.picture())
-            return pictures[-1] == pictures[-2]
-
-        wait_until(is_still, SECONDS)
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        return wait_until(value, SECONDS, lambda: f"{expression}; errors: {self.errors[-3:]}")
 
     def send(self, method: str, **parameters: Any) -> Any:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
             message = json.loads(self._socket.recv(timeout=SECONDS))
-            self._note(message.get("method"), message.get("params", {}))
+            self._note(message.get("method", ""), message.get("params", {}))
             if message.get("id") == self._number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return message["result"]
 
-    def _note(self, method: str | None, event: dict[str, Any]) -> None:
-        match method:
-            case "Network.requestWillBeSent":
-                self.requests.append(event["request"]["url"])
-                return
-            case "Runtime.exceptionThrown":
-                is_error = True
-            case "Runtime.consoleAPICalled":
-                is_error = event.get("type") in ("error", "assert")
-            case _:
-                is_error = event.get("entry", {}).get("level") == "error"
-        if is_error:
+    def _note(self, method: str, event: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(event["request"]["url"])
+        is_logged = event.get("entry", event).get("level", event.get("type")) in ("error", "assert")
+        is_log = method in ("Runtime.consoleAPICalled", "Log.entryAdded")
+        if method == "Runtime.exceptionThrown" or (is_log and is_logged):
             self.errors.append(json.dumps(event))

@@ -26,12 +26,9 @@ def make(directory: Path, template: str | None, **config: Any) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, **options)
     tokenizer.train_from_iterator([TEXT] * 5, trainer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

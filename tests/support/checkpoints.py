@@ -17,16 +17,13 @@ def snapshot(step: int, rows: int = 3) -> Snapshot:
     """A state that is all `step`: `rows` x 4 weights, a moment, a count."""
     weights = {"w": torch.full((rows, 4), float(step))}
     moment = torch.full((rows, 4), -float(step), dtype=torch.bfloat16)
-    return Snapshot(
-        step, weights, {"m|w": moment, "step|w": torch.tensor(step)}, {"last_loss": 0.5}
-    )
+    optimizer = {"m|w": moment, "step|w": torch.tensor(step)}
+    return Snapshot(step, weights, optimizer, {"last_loss": 0.5})
 
 
 def checkpoints(directory: Path, **options: Any) -> Checkpoints:
-    number = itertools.count(1)
-    return Checkpoints(
-        directory, files=lambda: {"config.json": b'{"a": %d}' % next(number)}, **options
-    )
+    texts = (b'{"a": %d}' % number for number in itertools.count(1))
+    return Checkpoints(directory, files=lambda: {"config.json": next(texts)}, **options)
 
 
 def write(

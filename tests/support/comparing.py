@@ -29,12 +29,10 @@ def with_gradients(
     out: Tensor, upstream: Tensor, leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """`out`, and the gradient of each leaf that it depends on."""
-    gradients = torch.autograd.grad(
-        out, [*leaves.values()], upstream.to(out.dtype), allow_unused=True
-    )
-    by_name = dict(zip(leaves, gradients, strict=True))
-    slopes = {name: slope for name, slope in by_name.items() if slope is not None}
-    return {"out": out.detach(), **slopes}
+    tensors = [*leaves.values()]
+    slopes = torch.autograd.grad(out, tensors, upstream.to(out.dtype), allow_unused=True)
+    named = {"out": out.detach(), **dict(zip(leaves, slopes, strict=True))}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -45,20 +43,21 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """The norm of the difference, relative to that of `first`."""
 
-    def flat(tensors: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([tensors[name].double().flatten() for name in first])
-
     assert {*first} == {*second}
-    return float((flat(first) - flat(second)).norm() / flat(first).norm())
+    ours, theirs = (
+        torch.cat([tensors[name].double().flatten() for name in first])
+        for tensors in (first, second)
+    )
+    return float((ours - theirs).norm() / ours.norm())
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl without what differs between two runs."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        for name in PERFORMANCE:
-            line["metrics"].pop(name, None)
-    return [{"step": line["step"], "metrics": line["metrics"]} for line in lines]
+    lines = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        metrics = {name: line["metrics"][name] for name in line["metrics"].keys() - {*PERFORMANCE}}
+        lines.append({"step": line["step"], "metrics": metrics})
+    return lines
 
 
 def logged_steps(lines: list[dict[str, Any]], metric: str) -> list[int]:

@@ -19,10 +19,8 @@ from ttrain.engine import processes
 from ttrain.engine.stage_worker import job_of
 from ttrain.tasks import Stage
 
-WORDS = (
-    *("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from", "🙂"),
-    *("def", "return"),
-)
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "東京", "is", "far", "Grüße", "from")
+WORDS += ("🙂", "def", "return")
 ESCAPES = "\x1b[31mred\x1b[0m \x07bell \x9b1m c1 \u202eright"
 
 
@@ -57,9 +55,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Run:
 def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a task's or a gate's stage in this process, without the seconds its imports take."""
 
-    def run(
-        stage: Stage, settings: Settings, work: Path, log_path: Path, report: Any, stop: Any
-    ) -> Any:
+    def run(stage: Stage, settings: Settings, work: Path, *unused: Any) -> Any:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 return import_module(stage.module).run(*job_of(work))

@@ -31,32 +31,19 @@ class Uniform(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Subject(LoadedModel):
-    """A model that says what `said` returns, else the likeliest token each, without a cache."""
+    """A model that says what `said` returns, which gets the longest prompt first."""
 
-    said: Callable[[Sequence[Sequence[int]], int], Said] | None = None
+    said: Callable[[Sequence[Sequence[int]], int], Said] = lambda prompts, count: [
+        ([], True) for _ in prompts
+    ]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, *unused: Any
     ) -> list[Completion]:
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        longest_first = [prompts[number] for number in order]
-        answers = (self.said or self._likeliest)(longest_first, new_tokens)
+        answers = self.said([prompts[number] for number in order], new_tokens)
         by_number = dict(zip(order, answers, strict=True))
         return [Completion(*by_number[number], 0.0) for number in range(len(prompts))]
-
-    @torch.no_grad()
-    def _likeliest(self, prompts: Sequence[Sequence[int]], count: int) -> Said:
-        answers = []
-        for prompt in prompts:
-            ids = list(prompt)
-            has_ended = False
-            limit = min(len(prompt) + count, self.max_length or 0)
-            while len(ids) < limit and not has_ended:
-                token = int(self.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
-                has_ended = token in self.stop_ids
-                ids += [] if has_ended else [token]
-            answers.append((ids[len(prompt) :], has_ended))
-        return answers
 
 
 def subject_of(model: Any, encoder: Encoder, **changes: Any) -> Subject:

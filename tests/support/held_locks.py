@@ -23,9 +23,8 @@ with ArtifactStore(Path(sys.argv[1])).lock(sys.argv[2], sys.argv[3]):
 def held_elsewhere(home: Path, stage: str, key: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-P", "-c", HOLD, str(home), stage, key]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "held\n"
             yield process

@@ -5,12 +5,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from support import shard_sets
+
 from ttrain.config import Reading
-from ttrain.data import sharding
-from ttrain.data.blocks import BlockRecipe, DataFile
+from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
-from ttrain.data.pool import Processes
-from ttrain.data.sharding import ShardSetResult, Work
+from ttrain.data.sharding import ShardSetResult
 from ttrain.data.shards import ShardSet
 
 READING = Reading(heldout_fraction=0.0, rejected_fraction=1.0)
@@ -25,14 +25,11 @@ def build(
     path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None
 ) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
-    files = {"train": [DataFile(str(path))]}
-    work = Work(output, files, recipe, READING, block_bytes, pool or Processes(1))
-    return sharding.build(work), output
+    options = {"block_bytes": block_bytes, "pool": pool}
+    return shard_sets.build(output, [path], recipe, READING, **options), output
 
 
-def outcome(
-    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20
-) -> tuple[Outcome, list[int]]:
+def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, Any]:
     """The counts of a file's rows that are not zero, and the lines of the rejected ones.
 
     `check`, which encodes nothing, must count the same.

@@ -10,7 +10,7 @@ from ttrain.engine.graph import Graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifact
+from ttrain.store.layout import Artifact, write_manifest
 
 BERLIN = "Europe/Berlin"
 NONE = InputSnapshot({}, {})
@@ -35,14 +35,20 @@ def completed(
 
 
 def artifact(
-    store: ArtifactStore, stage: str, key: str, files: dict[str, str], **manifest: Any
+    store: ArtifactStore, stage: str, key: str, files: Any, published: float = 0, **manifest: Any
 ) -> Artifact:
+    """Publish an artifact with these files, now or at that time."""
     output = store.work(stage, key) / "output"
+    output.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text(text, encoding="utf-8")
     empty = {"result": {}, "inputs": {}, "ingredients": {"files": {}}}
-    return store.publish(stage, key, output, {**empty, **manifest})
+    artifact = store.publish(stage, key, output, {**empty, **manifest})
+    if published:
+        whole = write_manifest(artifact.path, {**artifact.manifest, "published": published})
+        artifact = Artifact(stage, key, artifact.path, whole)
+    return artifact
 
 
 def inbox(tmp_path: Path, **files: str) -> Settings:

@@ -21,10 +21,8 @@ WHERE key = 'ttrain.key' GROUP BY name, value HAVING COUNT(*) > 1
 def add_documents(data: Path, number: int, rng: random.Random, *, near: float = 0.0) -> None:
     """A new file of documents; the fraction `near` repeats the file before, with a word more."""
     count = round(near * DOCUMENTS)
-    texts = []
-    for _ in range(DOCUMENTS - count):
-        words = rng.choices(ENGLISH, k=rng.randint(20, 60))
-        texts.append(" ".join([f"night {number}:", *words]))
+    words = (rng.choices(ENGLISH, k=rng.randint(20, 60)) for _ in range(DOCUMENTS - count))
+    texts = [" ".join([f"night {number}:", *some]) for some in words]
     before = data / f"docs-night-{number - 1}.jsonl"
     lines = before.read_text(encoding="utf-8").splitlines()[:count] if count else []
     texts += [json.loads(line)["text"] + " again" for line in lines]

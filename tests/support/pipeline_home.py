@@ -73,15 +73,10 @@ class Cli:
         return [sys.executable, "-P", "-c", "from ttrain.cli.main import main; main()", *words]
 
     def start(self, *arguments: str, settings: bool = True) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*arguments, settings=settings),
-            env=self.environment,
-            cwd=self.data,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        options: dict[str, Any] = {"env": self.environment, "cwd": self.data, "text": True}
+        options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        command = self.command(*arguments, settings=settings)
+        return subprocess.Popen(command, stderr=subprocess.STDOUT, **options)
 
     def __call__(self, *arguments: str, code: int = 0, settings: bool = True) -> str:
         with self.start(*arguments, settings=settings) as process:

@@ -85,18 +85,12 @@ class House:
         return built
 
     def publish(
-        self,
-        planned: Planned,
-        text: str = "",
-        result: dict[str, Any] | None = None,
-        steps: Iterable[int] = (),
-        **more: Any,
+        self, planned: Planned, text: str = "", result: Any = RESULT, steps: Any = (), **more: Any
     ) -> Artifact:
-        assert planned.key
         self._write_checkpoints(planned, steps)
-        manifest = {"result": result or RESULT, "ingredients": planned.ingredients, **more}
+        manifest = {"result": result, "ingredients": planned.ingredients, **more}
         files = {"heldout/file": text}
-        return artifact(self.store, planned.stage.name, planned.key, files, **manifest)
+        return artifact(self.store, planned.stage.name, planned.known_key, files, **manifest)
 
     def leave(self, planned: Planned, *steps: int) -> Path:
         """The work of a run that was killed after checkpoints of these steps."""
@@ -105,8 +99,7 @@ class House:
         return work
 
     def _write_checkpoints(self, planned: Planned, steps: Iterable[int]) -> Path:
-        assert planned.key
-        work = self.store.work(planned.stage.name, planned.key)
+        work = self.store.work(planned.stage.name, planned.known_key)
         for step in steps:
             checkpoint = work / "output" / "checkpoints" / f"step-{step:08d}"
             checkpoint.mkdir(parents=True)

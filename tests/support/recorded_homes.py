@@ -9,23 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.night_files import artifact
 from support.tracked_stores import pushed
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.core.hashing import digest_of
-from ttrain.store.layout import FORMAT, write_manifest
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.runs import process_started
 
 BEGAN = 1_795_000_000.0  # seconds since 1970, of the first run
 TOKENS_PER_STEP = 512
 NONE_SUCH = {"pid": 2**22 + 1, "started": 1.0, "host": platform.node()}  # a process that is gone
-PROVENANCE = {
-    "ttrain": "0",
-    "python": "3.11.9",
-    "platform": "Linux",
-    "libraries": {"torch": "2.13.0"},
-}
+PROVENANCE = {"ttrain": "0", "python": "3.11.9", "libraries": {"torch": "2.13.0"}}
 
 
 @dataclass
@@ -37,10 +33,8 @@ class Made:
     outcome: str = "completed"
     key: str = ""
     result: Mapping[str, Any] = field(default_factory=dict)
-    # name: stage, key, content
-    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)  # stage, key, content
     files: Mapping[str, str] = field(default_factory=dict)  # name: sha256
-    code: Mapping[str, str] = field(default_factory=dict)
     noted: Mapping[str, Any] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)  # files of the artifact
 
@@ -80,20 +74,11 @@ def make_run(
             _make_artifact(home, name, made, began)
         stage = {"name": made.stage, "outcome": made.outcome, "key": made.key, "seconds": 5.5}
         listed.append({**stage, **made.noted})
-    record = {
-        "run": name,
-        "pipeline": name.split("-")[0],
-        "outcome": outcome,
-        "started": "",
-        "started_unix": began,
-        "seconds": 60.5,
-        "process": NONE_SUCH,
-        "stages": listed,
-        "metrics": dict(metrics or {}),
-        "settings": Settings.model_validate(dict(settings or {})).model_dump(mode="json"),
-        "tracking": {"run_id": None, "url": None},
-        **noted,
-    }
+    record = {"run": name, "pipeline": name.split("-")[0], "outcome": outcome, "stages": listed}
+    record |= {"started": "", "started_unix": began, "seconds": 60.5, "process": NONE_SUCH}
+    record["metrics"] = dict(metrics or {})
+    record["settings"] = Settings.model_validate(dict(settings or {})).model_dump(mode="json")
+    record |= {"tracking": {"run_id": None, "url": None}, **noted}
     path = home / "runs" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, record)
@@ -105,41 +90,19 @@ def make_run(
 
 
 def _make_artifact(home: Path, run: str, made: Made, began: float) -> None:
-    directory = home / "store" / made.stage / made.key
-    (directory / "run").mkdir(parents=True, exist_ok=True)
-    for name, text in made.texts.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text, encoding="utf-8")
+    files = dict(made.texts)
     if made.losses:
         lines = (json.dumps(row) + "\n" for row in rows_of(made.losses, began))
-        (directory / "run" / "metrics.jsonl").write_text("".join(lines))
-    inputs = {
-        name: dict(zip(("stage", "key", "content"), source, strict=True))
-        for name, source in made.inputs.items()
-    }
-    files = [{"name": name, "sha256": digest} for name, digest in made.files.items()]
-    ingredients = {
-        "stage": made.stage,
-        "settings": {},
-        "code": dict(made.code),
-        "inputs": {name: source["content"] for name, source in inputs.items()},
-        "files": {"train": files} if files else {},
-    }
-    manifest = {
-        "format": FORMAT,
-        "stage": made.stage,
-        "key": made.key,
-        "published": began + 30.0,
-        "seconds": 5.5,
-        "files": {},
-        "inputs": inputs,
-        "result": dict(made.result),
-        "continued": [],
-        "extends": None,
-        "ingredients": ingredients,
-        "provenance": {**PROVENANCE, "run": run},
-    }
-    write_manifest(directory, manifest)
+        files["run/metrics.jsonl"] = "".join(lines)
+    names = ("stage", "key", "content")
+    sources = {name: dict(zip(names, source, strict=True)) for name, source in made.inputs.items()}
+    read = [{"name": name, "sha256": digest} for name, digest in made.files.items()]
+    ingredients = {"stage": made.stage, "settings": {}, "code": {}}
+    ingredients["inputs"] = {name: source["content"] for name, source in sources.items()}
+    ingredients["files"] = {"train": read} if read else {}
+    manifest = {"inputs": sources, "result": dict(made.result), "ingredients": ingredients}
+    manifest |= {"seconds": 5.5, "provenance": {**PROVENANCE, "run": run}}
+    artifact(ArtifactStore(home), made.stage, made.key, files, began + 30.0, **manifest)
 
 
 def alive() -> dict[str, Any]:

@@ -3,11 +3,8 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,27 +26,11 @@ FINAL_STATES = (
     *("Unfinished", "Promoted", "Kept", "NothingNew", "Skipped"),
 )
 FINAL_TYPES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-# A double of a server: answers everything with 200
-DOUBLE = """
-import contextlib, socket, sys
-server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-while True:
-    with contextlib.suppress(OSError), server.accept()[0] as connection:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
-"""
 
 
 def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
     """Give the home's one schedule a cron with seconds, which the command line does not take."""
     deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
-
-
-def write_double(home: Path) -> Path:
-    path = home / "servers" / "double.py"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(DOUBLE)
-    return path
 
 
 class Served:
@@ -73,14 +54,13 @@ class Served:
         return "".join(self.lines)
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        wait_until(
-            lambda: text in self.said or self.process.poll() is not None, seconds, lambda: self.said
-        )
+        process = self.process
+        wait_until(lambda: text in self.said or process.poll() is not None, seconds)
         assert text in self.said, self.said
 
-    def stop(self, signum: int = signal.SIGTERM, seconds: float = 60) -> int:
-        self.process.send_signal(signum)
-        return self.process.wait(seconds)
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager
@@ -102,15 +82,13 @@ def call(home: Path, path: str, body: dict[str, Any] | None = None) -> Any:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/api/{path}", data, headers)
     # A server whose SQLite is busy answers 503, and Prefect's own client asks again, too
-    for _ in range(20):
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return json.load(reply)
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise
-        time.sleep(1)
-    raise AssertionError(f"{path} stays unavailable")
+
+    def answers() -> list[Any]:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return [json.load(reply)]
+
+    [answer] = wait_until(answers, 60)
+    return answer
 
 
 def flow_runs(home: Path, *states: str) -> Any:

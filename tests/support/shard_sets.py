@@ -26,13 +26,12 @@ BLOCK = 4096
 opened = functools.cache(Encoder)
 
 
-def write_lines(path: Path, rows: Sequence[Any], end: bytes = b"\n") -> Path:
+def write_lines(path: Path, rows: Sequence[Any]) -> Path:
     """Write rows as JSON, and bytes as they are."""
     with path.open("wb") as file:
         for row in rows:
             is_raw = isinstance(row, bytes)
-            file.write(row if is_raw else json.dumps(row, ensure_ascii=False).encode())
-            file.write(end)
+            file.write((row if is_raw else json.dumps(row, ensure_ascii=False).encode()) + b"\n")
     return path
 
 
@@ -58,9 +57,8 @@ def build(
     **more: Any,
 ) -> ShardSetResult:
     recipe = replace(recipe, heldout_fraction=reading.heldout_fraction, seed=reading.seed)
-    given = {"train": [DataFile(str(path)) for path in files]}
-    if heldout:
-        given["heldout"] = [DataFile(str(path)) for path in heldout]
+    parts = {"train": files, **({"heldout": heldout} if heldout else {})}
+    given = {name: [DataFile(str(path)) for path in paths] for name, paths in parts.items()}
     work = Work(output, given, recipe, reading, block_bytes, pool or Processes(1))
     return sharding.build(work, **more)
 

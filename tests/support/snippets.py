@@ -7,15 +7,10 @@ from typing import NamedTuple
 
 from support.paths import ROOT
 
-PAGES = (
-    "README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-    "artifacts/README.md",
-)
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", *DOCS, "artifacts/README.md")
 EXAMPLES = {"docs/examples/ttrain.sbatch": "sh", "docs/examples/job.yaml": "yaml"}
-FENCED = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
-)
+FENCED = re.compile(r"(?ms)^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$")
 SHELL = ("console", "sh")
 OUTPUT = {"", "text"}  # of commands, lists of files; of such a block only its commands are tried
 
@@ -41,14 +36,12 @@ class Command(NamedTuple):
 
 
 def snippets(*languages: str) -> list[Snippet]:
-    found = []
+    found = [Snippet(name, 1, EXAMPLES[name], (ROOT / name).read_text()) for name in EXAMPLES]
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         for match in FENCED.finditer(text):
             line = text[: match.start()].count("\n") + 1
             found.append(Snippet(page, line, match["language"], match["text"]))
-    for name, language in EXAMPLES.items():
-        found.append(Snippet(name, 1, language, (ROOT / name).read_text(encoding="utf-8")))
     return [snippet for snippet in found if not languages or snippet.language in languages]
 
 
@@ -65,13 +58,13 @@ def shell_lines(snippet: Snippet) -> Iterator[str]:
 
 
 def commands(*pages: str) -> list[Command]:
-    found = []
-    for snippet in snippets(*SHELL, *OUTPUT):
-        if pages and snippet.page not in pages:
-            continue
-        for line in shell_lines(snippet):
-            found += [Command(snippet.name, words) for words in _calls(line)]
-    return found
+    return [
+        Command(snippet.name, words)
+        for snippet in snippets(*SHELL, *OUTPUT)
+        if not pages or snippet.page in pages
+        for line in shell_lines(snippet)
+        for words in _calls(line)
+    ]
 
 
 def _calls(line: str) -> Iterator[tuple[str, ...]]:

@@ -30,20 +30,10 @@ CASE_IDS = [f"{kind} on {shape}" for shape, kind in CASES]
 
 def settings(**changes: Any) -> Lora:
     """Eight steps of six rows of sixteen tokens, in fp32, at a rate that moves every logit."""
-    values: dict[str, Any] = {
-        "rank": 2,
-        "alpha": 8.0,
-        "virtual_tokens": 4,
-        "row_length": 16,
-        "tokens": 8 * 96,
-        "epochs": None,
-        "tokens_per_step": 96,
-        "precision": "fp32",
-        "optim": Optim(lr=3e-2, weight_decay=0.0),
-        "schedule": Schedule(warmup_steps=1),
-        **changes,
-    }
-    return Lora(**values)
+    values: dict[str, Any] = {"rank": 2, "alpha": 8.0, "virtual_tokens": 4, "row_length": 16}
+    values |= {"tokens": 8 * 96, "epochs": None, "tokens_per_step": 96, "precision": "fp32"}
+    values |= {"optim": Optim(lr=3e-2, weight_decay=0.0), "schedule": Schedule(warmup_steps=1)}
+    return Lora(**{**values, **changes})
 
 
 def random_ids(seed: int, *shape: int) -> Tensor:
@@ -59,25 +49,22 @@ def disturb(model: Any, seed: int = 1, by: float = 0.3) -> Any:
 
 
 def save_base(model: Any, directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, data in factory.files(model).items():
-        (directory / name).write_bytes(data)
-    path = directory / "model.safetensors"
-    save_file(copy_tensors(factory.state(model)), path, metadata={"format": "pt"})
-    return directory
+    return save(directory, factory.files(model), "model.safetensors", factory.state(model))
 
 
 def save_adapter(model: Any, directory: Path, base: Path) -> Path:
-    directory.mkdir(parents=True)
     files = adapters.files(model, base="a-base", base_digest=weights_digest(base))
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
-    save_file(copy_tensors(adapters.state(model)), directory / ADAPTER, metadata={"format": "pt"})
+    return save(directory, files, ADAPTER, adapters.state(model))
+
+
+def save(directory: Path, files: dict[str, bytes], name: str, state: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, data in files.items():
+        (directory / file).write_bytes(data)
+    save_file(copy_tensors(state), directory / name, metadata={"format": "pt"})
     return directory
 
 
-def logits(model: Any, ids: Tensor | None = None) -> Tensor:
-    ids = random_ids(5, 2, 12) if ids is None else ids
-    with torch.no_grad():
-        result: Tensor = model.eval()(input_ids=ids).logits
-    return result
+@torch.no_grad()
+def logits(model: Any) -> Any:
+    return model.eval()(input_ids=random_ids(5, 2, 12)).logits

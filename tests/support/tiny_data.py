@@ -63,25 +63,20 @@ def write_shards(
     entries: list[dict[str, Any]] = []
     live = None
     start = 0
-    size = 0
-    for end, (ids, _) in enumerate(records, start=1):
-        size += len(ids)
-        if size < tokens_per_shard and end < len(records):
+    for end in range(1, len(records) + 1):
+        rows = [np.asarray(ids) for ids, _ in records[start:end]]
+        offsets = np.cumsum([0, *map(len, rows)])
+        if offsets[-1] < tokens_per_shard and end < len(records):
             continue
-        ids_of_rows = [np.asarray(ids) for ids, _ in records[start:end]]
-        offsets = np.cumsum([0, *map(len, ids_of_rows)])
         if kind == "chats":
             live = np.concatenate([np.asarray(mask, np.uint8) for _, mask in records[start:end]])
-        column = Column(np.concatenate(ids_of_rows), offsets, live)
+        column = Column(np.concatenate(rows), offsets, live)
         entry = write_shard(directory / f"{len(entries):016x}.arrow", column, vocab_size)
         group = groups[len(entries)] if groups else 0
-        entries.append({**entry, "bytes": 2 * size, "group": group})
+        entries.append({**entry, "bytes": 2 * int(offsets[-1]), "group": group})
         start = end
-        size = 0
-    more = {"weights": list(weights)} if weights else {}
-    return write_index(
-        directory, kind=kind, vocab_size=vocab_size, tokenizer=tokenizer, shards=entries, **more
-    )
+    more = {"tokenizer": tokenizer, **({"weights": list(weights)} if weights else {})}
+    return write_index(directory, kind=kind, vocab_size=vocab_size, shards=entries, **more)
 
 
 def make_shards(
@@ -115,16 +110,12 @@ class NumberedRows(Rows):
     pad_id = 0
 
     def __init__(
-        self,
-        count: int,
-        row_length: int = 16,
-        live: Sequence[int] | None = None,
-        vocab: int = VOCAB,
+        self, count: int, row_length: int = 16, live: Sequence[int] = (), vocab: int = VOCAB
     ) -> None:
         self.count = count
         self.row_length = row_length
         self.vocab = vocab
-        self._live = live  # live tokens of each row; None: about two thirds of them
+        self._live = live  # live tokens of each row; without them about two thirds
         self.asked: list[int] = []
 
     def __len__(self) -> int:
@@ -138,7 +129,7 @@ class NumberedRows(Rows):
             ids = generator.integers(9, self.vocab, T + 1)
             border = int(generator.integers(1, T))
             live = generator.random(T) < 2 / 3
-            if self._live is not None:
+            if self._live:
                 live = np.arange(T) < self._live[row]
             batch.input_ids_BT[line] = ids[:-1]
             batch.labels_BT[line] = np.where(live, ids[1:], -100)

@@ -31,10 +31,10 @@ def blocks(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if hasattr(part, "gate") and hasattr(part, "experts")]
 
 
-def padded_rows(count: int = 6) -> Batch:
+def padded_rows() -> Batch:
     """Rows of sixteen tokens: row n ends with n of padding; row 4 has no target."""
-    batch = NumberedRows(count).batch(range(count))
-    for row in range(count):
+    batch = NumberedRows(6).batch(range(6))
+    for row in range(6):
         batch.segments_BT[row, 16 - row :] = -1
         batch.labels_BT[row, 16 - row :] = -100
     batch.labels_BT[4] = -100

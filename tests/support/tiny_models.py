@@ -1,24 +1,38 @@
-"""Tiny models in directories, as `ttrain chat` finds them."""
+"""Tiny models in directories, as `ttrain chat` and MLflow open them, with ttrain and without."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.tiny_adapters import save_base
+from support.tiny_adapters import disturb, save_adapter, save_base
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
 from torch import nn
 
+from ttrain.config import Lora, Model
+from ttrain.data.encoder import Encoder
 from ttrain.inference import gate_router
 from ttrain.inference.chat import Chat
 from ttrain.inference.loading import LoadedModel, load
 from ttrain.inference.sampling import Sampling
 from ttrain.lineage.lookup import resolve
-from ttrain.store.model_files import Reference
+from ttrain.model import adapters, factory
+from ttrain.store.model_files import Reference, weights_digest
+from ttrain.tasks import new_model
+from ttrain.tracking.tracked_runs import ADAPTER, MODEL
 
 NEVER = 10**6  # an id that no model here says
 SHORT = Sampling(max_tokens=6)
+# With small tied weights a model repeats its last token for ever
+TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}
+SIZES = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def chat_with(model: LoadedModel, sampling: Sampling = SHORT, **options: Any) -> Chat:
@@ -49,3 +63,41 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def fresh(directory: Path, **settings: Any) -> Path:
+    tokenizer = directory / "tokenizer"
+    encoder = make_tokenizer(tokenizer)
+    config = Model.model_validate({**SIZES, **TALKATIVE, **settings})
+    new_model.write(new_model.new(config, encoder, seed=3), tokenizer, directory / MODEL)
+    return directory / MODEL
+
+
+def adapted(directory: Path, base: Path, **settings: Any) -> Path:
+    config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
+    model = disturb(adapters.attach(factory.load(base), config), seed=5, by=0.2)
+    save_adapter(model, directory / ADAPTER, base)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(base / name, directory / ADAPTER / name)
+    return directory / ADAPTER
+
+
+def said_with_ttrain(
+    prompt: str, new_tokens: int, model: Path, adapter: Path | None = None
+) -> list[int]:
+    network: Any = factory.load(model)
+    if adapter:
+        network = adapters.load(network, adapter, weights_digest(model))
+    encoder = Encoder(adapter or model)
+    ids = [encoder.bos_id, *encoder.encode([prompt])[0]]
+    tokens = greedy(network.eval(), ids, new_tokens)
+    stops = [tokens.index(id_) for id_ in (encoder.eos_id, encoder.end_id) if id_ in tokens]
+    return tokens[: min(stops, default=None)]
+
+
+def said_without_ttrain(code: str, *words: str, directory: Path, **environment: str) -> Any:
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, "-P", "-c", code, *words]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=directory)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.partition("SAID")[2])

@@ -23,7 +23,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.engine import launch
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import NOTHING_AGAIN, Graph, Plan, Planned, Rerun
+from ttrain.engine.graph import Graph, Plan, Planned, Rerun
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.store.artifacts import ArtifactStore
@@ -35,13 +35,8 @@ from ttrain.tracking.pusher import track
 INPUTS = ("tokenizer", "shards-pretrain", "shards-sft")
 MODEL = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64, "dropout": 0.1}
 TRAINING = {"tokens_per_step": 256, "row_length": 32, "validation_rows": 8, "precision": "fp32"}
-SPEED = {
-    "device": "cpu",
-    "threads": 1,
-    "rows_per_device": 4,
-    "log_every_steps": 1,
-    "checkpoint_every_steps": 4,
-}
+SPEED = {"device": "cpu", "threads": 1, "rows_per_device": 4}
+SPEED |= {"log_every_steps": 1, "checkpoint_every_steps": 4}
 
 
 @functools.cache
@@ -106,18 +101,12 @@ def stage_settings(
         "sft": {"epochs": 1.0, **TRAINING},
         "lora": {"epochs": 1.0, "rank": 2, **TRAINING},
         "evaluate": {"row_length": 32, "stride": 16, "new_tokens": 8},
-        "runtime": {**SPEED, **runtime},
     }
-    return Settings.model_validate(tree)
+    return Settings.model_validate({**tree, "runtime": {**SPEED, **runtime}})
 
 
 def run_here(
-    module: Any,
-    settings: Settings,
-    output: Path,
-    inputs: Mapping[str, Path],
-    runtime: Runtime,
-    **job: Any,
+    module: Any, settings: Settings, output: Path, inputs: Any, runtime: Runtime, **job: Any
 ) -> Any:
     """The results of a stage that runs here, under other random numbers each time."""
     progress = ProgressWriter(None)
@@ -169,11 +158,10 @@ def build_stage(
     stage: Stage,
     settings: Settings,
     store: ArtifactStore,
-    inputs: Mapping[str, Artifact],
+    inputs: Any,
     watcher: Watcher,
-    rerun: Rerun = NOTHING_AGAIN,
-    *,
-    forced: bool = False,
+    *rerun: Rerun,
+    **forced: bool,
 ) -> launch.StageOutcome:
-    planned = plan_stage(stage, settings, store, inputs, rerun, forced=forced)
+    planned = plan_stage(stage, settings, store, inputs, *rerun, **forced)
     return launch.build(planned, settings, store, watcher, watcher)

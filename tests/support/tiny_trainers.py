@@ -1,10 +1,10 @@
 """A two-layer model, trainers of it, ranks, and what watches a training."""
 
-import functools
 import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.tiny_data import VOCAB
-from support.waiting import hanging
 from torch import Tensor, nn
 
 from ttrain.config import Model, Optim, Schedule, Training
@@ -57,21 +56,14 @@ def score_of(
 ) -> perplexity.Score:
     options = {"device": CPU, "progress": lambda done, total: None, **more}
     scores = perplexity.score_each(model, sequences, length=length, stride=stride, **options)
-    return perplexity.Score(
-        sum(score.nats for score in scores), sum(score.tokens for score in scores)
-    )
+    nats = sum(score.nats for score in scores)
+    return perplexity.Score(nats, sum(score.tokens for score in scores))
 
 
 def settings_of_training(**changes: Any) -> Training:
-    values: dict[str, Any] = {
-        "tokens": 20 * 96,
-        "tokens_per_step": 96,
-        "row_length": 16,
-        "precision": "fp32",
-        "optim": Optim(lr=1e-2),
-        "schedule": Schedule(warmup_steps=3),
-    }
-    return Training(**{**values, **changes})
+    values: dict[str, Any] = {"tokens": 20 * 96, "tokens_per_step": 96, "row_length": 16}
+    values |= {"optim": Optim(lr=1e-2), "schedule": Schedule(warmup_steps=3)}
+    return Training(**{"precision": "fp32", **values, **changes})
 
 
 @dataclass
@@ -158,18 +150,15 @@ class Recorder(Callback):
         return {record.step: record.rows().tolist() for record in self.steps}
 
 
-class StopAfter:
-    """Asks for a stop after so many steps of this run, counted from its first call."""
+def stop_after_steps(steps: int | None, loader: Loader) -> Callable[[], bool]:
+    """Ask for a stop after so many steps of this run, counted from the first call."""
+    steps_before: list[int] = []
 
-    def __init__(self, steps: int, loader: Loader) -> None:
-        self.steps = steps
-        self.loader = loader
-        self.first: int | None = None
+    def is_time() -> bool:
+        steps_before.append(loader.consumed)
+        return steps is not None and loader.consumed - steps_before[0] >= steps
 
-    def __call__(self) -> bool:
-        if self.first is None:
-            self.first = self.loader.consumed
-        return self.loader.consumed - self.first >= self.steps
+    return is_time
 
 
 def make_trainer(
@@ -184,7 +173,6 @@ def make_trainer(
     total_rows: int | None = None,
     stop_after: int | None = None,
     validation: Sequence[Batch] = (),
-    quick: Sequence[Batch] = (),
     task: TrainingTask | None = None,
     ranks: Ranks = ALONE,
     keep: int = 2,
@@ -193,49 +181,36 @@ def make_trainer(
     night: Any = None,
     **origin: Any,
 ) -> Trainer:
-    assert config.tokens is not None
-    steps = -(-config.tokens // config.tokens_per_step)
+    steps = -(-(config.tokens or 0) // config.tokens_per_step)
     total_rows = total_rows or steps * config.rows_per_step
     order = ShuffledOrder(len(rows), config.rows_per_step, total_rows, config.seed, rows.row_length)
-    loader = Loader(
-        rows, order, rows_per_device=rows_per_device, rank=ranks.rank, world=ranks.world
-    )
+    place = {"rank": ranks.rank, "world": ranks.world}
+    loader = Loader(rows, order, rows_per_device=rows_per_device, **place)
     options = TrainerOptions(
         weights or Held(model),
         ranks,
         precision.resolve_precision(config.precision, ranks.device),
         Checkpoints(directory, files=dict, keep=keep) if directory else None,
-        Validation(validation, quick),
+        Validation(validation, ()),
         cadence,
         Origin(**origin),
         how,
         night,
-        StopAfter(stop_after, loader) if stop_after else lambda: False,
+        stop_after_steps(stop_after, loader),
     )
     return Trainer(task or LanguageModeling(config, model), loader, options, callbacks)
 
 
-@functools.cache
-def _import_compiler() -> None:
-    """Import what compiling needs, once in this process: in each fork it would take 2 s."""
-    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
-    torch._dynamo.reset()
-
-
 def in_ranks(
-    world: int,
-    directory: Path,
-    work: Callable[[Ranks], Any],
-    *,
-    seconds: float = 60,
-    compiles: bool = False,
+    world: int, directory: Path, work: Callable[[Ranks], Any], *, compiles: bool = False
 ) -> list[Any]:
     """What `work` returns on each rank; ranks are forks of this process that talk through gloo.
 
-    They hang where none has computed for `seconds`. One thread each: OpenMP's do not survive forks.
+    One thread each: OpenMP's do not survive forks. They are killed after five minutes.
     """
-    if compiles:
-        _import_compiler()
+    if compiles:  # import what that needs, once: in each fork it would take 2 s
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+        torch._dynamo.reset()
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / f"store-{world}-{len(list(directory.iterdir()))}"
 
@@ -260,11 +235,10 @@ def in_ranks(
     processes = [fork.Process(target=begin, args=(rank,)) for rank in range(world)]
     for process in processes:
         process.start()
-    late = hanging(processes, seconds)
-    for process in late:
-        process.kill()
+    deadline = time.monotonic() + 300
     for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
         process.join()
-    assert not late, f"{len(late)} of {world} ranks hang"
     assert [process.exitcode for process in processes] == [0] * world
     return [pickle.loads(store.with_suffix(f".{rank}").read_bytes()) for rank in range(world)]

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.outage_proxy import Proxy
@@ -17,10 +18,9 @@ from ttrain.store.layout import TRACKED
 from ttrain.store.runs import RunRecord
 from ttrain.tracking import pusher
 
-# The libraries are loaded once, not by each of a hundred writers
 CONTEXT = multiprocessing.get_context("forkserver")
-MODULES = ["mlflow.tracking", "mlflow.utils.rest_utils", "support.tracked_writer"]
-CONTEXT.set_forkserver_preload(MODULES)
+# Loaded once, not by each of a hundred writers
+CONTEXT.set_forkserver_preload(["mlflow.tracking", "support.tracked_writer"])
 STAGE = "pretrain"
 KEY = "a" * 64
 
@@ -29,13 +29,17 @@ def work_of(home: Path) -> Path:
     return ArtifactStore(home).work(STAGE, KEY)
 
 
+def curve_in(home: Path) -> Path:
+    return work_of(home) / "output" / "run" / "metrics.jsonl"
+
+
 def write(home: Path, last: int, pace: float, url: str) -> None:
     os.environ.update({"MLFLOW_TRACKING_URI": url, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"})
     pusher.INTERVAL_SECONDS = 0.02
     pusher.RETRY_SECONDS = 0.2
     settings = Settings().replaced({"tracking": {"experiment": "outages"}})
     record = RunRecord(home, "full", [STAGE], settings.model_dump())
-    path = work_of(home) / "output" / "run" / "metrics.jsonl"
+    path = curve_in(home)
     path.parent.mkdir(parents=True, exist_ok=True)
     known = work_of(home) / TRACKED
     identity = read_object(known).get("id") or f"{record.run}/{STAGE}"
@@ -62,20 +66,17 @@ def write_through(
     home: Path,
     *,
     steps_in_all: int,
-    modes: tuple[str, ...],
-    seconds: float = 0.4,
-    pace: float = 0.001,
+    modes: Sequence[str],
+    seconds: float,
+    pace: float,
 ) -> None:
     """Kill a writer in each of these outages, then let the last one finish."""
-
-    def size() -> int:
-        return sum(path.stat().st_size for path in work_of(home).glob("output/run/metrics.jsonl"))
-
+    path = curve_in(home)
     for mode in modes:
         writer = CONTEXT.Process(target=write, args=(home, steps_in_all, pace, proxy.url))
-        before = size()
+        before = path.stat() if path.exists() else None
         writer.start()
-        wait_until(lambda: size() != before or not writer.is_alive(), 120)  # noqa: B023
+        wait_until(lambda: path.exists() and path.stat() != before, 120)  # noqa: B023
         assert writer.is_alive()
         time.sleep(seconds / 2)
         proxy.mode = mode

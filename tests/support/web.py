@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -28,8 +28,8 @@ class Site:
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
     url: str = ""
 
-    def requests(self, method: str) -> list[tuple[str, str]]:
-        return [(path, wanted) for asked, path, wanted in self.asked if asked == method]
+    def requests(self, method: str) -> list[str]:
+        return [path for asked, path, _ in self.asked if asked == method]
 
 
 @dataclass
@@ -50,9 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(path)
 
     do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
+    log_message = staticmethod(lambda *_: None)
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # a reader that has seen enough hangs up
@@ -69,17 +67,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, links.encode(), {"Content-Type": "text/html"})
         elif any(name.startswith(f"{path}/") for name in site.files):
             self._send(301, headers={"Location": f"{path}/"})
-        elif path not in site.files:
-            self._send(404)
-        else:
+        elif path in site.files:
             self._send_file(site.files[path])
+        else:
+            self._send(404)
 
     def _send_file(self, data: bytes) -> None:
         headers = {"Content-Type": "application/octet-stream"}
-        if self.site.etags:
-            headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
-        if self.site.dates:
-            headers["Last-Modified"] = "Tue, 03 Mar 2026 10:00:00 GMT"
+        headers |= {"ETag": f'"{hashlib.md5(data).hexdigest()}"'} if self.site.etags else {}
+        headers |= {"Last-Modified": "Tue, 03 Mar 2026 10:00:00 GMT"} if self.site.dates else {}
         wanted = self.headers.get("Range")
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -125,19 +121,15 @@ class _HubHandler(_Handler):
                 return self._refuse(404, "EntryNotFound")
             etag = f'"{hashlib.sha1(data).hexdigest()}"'
             return self._send(200, data, {"X-Repo-Commit": commit, "ETag": etag})
-        if action == "tree":
-            entry = {"type": "file", "oid": "0" * 40}
-            tree = [{**entry, "path": path, "size": len(data)} for path, data in files.items()]
-            return self._send_json(tree)
-        siblings = [{"rfilename": name} for name in files]
-        about = {"id": repo, "sha": commit, "siblings": siblings, "tags": []}
-        return self._send_json({**about, "downloads": 0, "likes": 0})
+        entry = {"type": "file", "oid": "0" * 40}
+        tree = [{**entry, "path": path, "size": len(data)} for path, data in files.items()]
+        about = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+        about |= {"tags": [], "downloads": 0, "likes": 0}
+        answer = json.dumps(tree if action == "tree" else about).encode()
+        return self._send(200, answer, {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code})
-
-    def _send_json(self, value: Any) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
 
 @contextmanager
@@ -160,12 +152,12 @@ def served_hub(hub: FakeHub) -> Iterator[FakeHub]:
         yield hub
 
 
-def cache(home: Path, files: dict[str, bytes], commit: str = COMMIT) -> Path:
+def cache(home: Path, files: dict[str, bytes]) -> Path:
     """Put a model's files where the Hub's library keeps what it has fetched."""
     repository = home / "hub" / "models--someone--small"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    snapshot = repository / "snapshots" / commit
+    (repository / "refs" / "main").write_text(COMMIT)
+    snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     for name, data in files.items():
         (snapshot / name).write_bytes(data)
