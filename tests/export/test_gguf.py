@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.loadable_models import fresh
+from support.tiny_models import fresh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ttrain.errors import TTrainError, UsageError

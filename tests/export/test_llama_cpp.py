@@ -1,18 +1,22 @@
 """GGUF files in llama.cpp itself, where the extra `llama` is installed."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.loadable_models import adapted, fresh, said_with_ttrain
+from support.tiny_adapters import disturb, save_adapter
+from support.tiny_models import fresh, said_with_ttrain
 
+from ttrain.config import Lora
 from ttrain.data.chat import prompt_ids
 from ttrain.data.chat_templates import Message
 from ttrain.data.encoder import Encoder
 from ttrain.export.export import Request, export
 from ttrain.inference.loading import load
 from ttrain.lineage.lookup import resolve
+from ttrain.model import adapters, factory
 
 llama_cpp: Any = pytest.importorskip(
     "llama_cpp", reason="llama.cpp is not installed: pip install 'ttrain[llama]' builds it"
@@ -112,7 +116,12 @@ def test_a_chat_is_asked_by_the_template_and_ends_by_itself(tmp_path: Path) -> N
 
 def test_an_adapter_beside_its_base(tmp_path: Path) -> None:
     source = fresh(tmp_path / "model", hidden_size=64, kind="llama")
-    adapter = adapted(tmp_path, source)
+    model = disturb(adapters.attach(factory.load(source), Lora(rank=2)), seed=5, by=0.2)
+    adapter = tmp_path / "adapter"
+    save_adapter(model, adapter, source)
+    for file in source.glob("*token*"):
+        shutil.copy(file, adapter)
+    shutil.copy(source / "chat_template.jinja", adapter)
     export(resolve(str(source)), tmp_path / "base", Request(gguf="f32"))
     export(resolve(str(adapter), base=str(source)), tmp_path / "lora", Request(gguf="f32"))
     model = opened(
