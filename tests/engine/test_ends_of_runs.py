@@ -1,0 +1,115 @@
+"""How runs end: at a deadline, without a new document, and with registered models."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.night_files import artifact
+from support.shard_sets import write_lines
+from support.tiny_stages import Home, planned, run_of
+
+from ttrain.config import Settings
+from ttrain.config.loading import load
+from ttrain.engine.execution import PipelineRun
+from ttrain.engine.graph import Graph, Plan
+from ttrain.engine.planner import plan
+from ttrain.errors import Interrupted, NothingNew, UsageError
+from ttrain.flows.engine import RunOptions, run_pipeline
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.registry import Registry
+from ttrain.tasks import SHARDS_PRETRAIN
+
+FIXED = ["tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
+STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
+RESULT = {"metrics": {"bits_per_byte": 2.5}, "counts": {}}
+SECOND_NODE = {"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1"}
+
+
+def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:
+    settings = load(["tracking.enabled=false"], environment={}).settings
+    execution = run_of(ArtifactStore(tmp_path), settings, planned("sft"))
+    began = time.time()
+    with execution.stopping_at(began + 0.2):
+        pass
+    execution.wait(0.4)
+    assert time.time() - began >= 0.4 and not execution.signum, "it had ended"
+    began = time.time()
+    with execution.stopping_at(began + 0.3):
+        execution.wait(60)  # ends with the request to stop
+        assert 0.3 <= time.time() - began < 30
+    execution.ask_to_stop(2, "cancelled in Prefect")
+    with pytest.raises(Interrupted, match="deadline reached"):  # the first reason stays
+        execution.raise_if_signalled()
+
+
+def make_shards(home: Home, texts: Sequence[str], **learnt: Artifact) -> PipelineRun:
+    path = write_lines(home.store.root.parent / "docs.jsonl", [{"text": text} for text in texts])
+    settings = load([f"data.pretrain={path}", *FIXED], environment={}).settings
+    graph = Graph()
+    graph.add(SHARDS_PRETRAIN, tokenizer=home.tokenizer, **learnt)
+    planned = Plan("nightly", settings, home.store, graph, plan(graph, settings, home.store))
+    return run_pipeline(planned, Console(quiet=True), RunOptions("none"))
+
+
+def test_a_run_without_a_new_document_ends_as_nothing_new(tmp_path: Path) -> None:
+    home = Home.make(tmp_path / "home")
+    texts = [" ".join(f"{word}{number}" for word in range(40)) for number in range(40)]
+    learnt = make_shards(home, texts).artifacts["shards-pretrain"]
+    with pytest.raises(NothingNew, match=r"data\.pretrain: of 40 rows 40 are near-duplicates"):
+        make_shards(home, [f"{text} more" for text in texts], **{"learnt-0000": learnt})
+    [night, _] = runs.history(home.store.root)
+    assert night["outcome"] == night["stages"][0]["outcome"] == "nothing-new"
+    assert "error" not in night
+
+
+def finish(
+    home: Path,
+    outcome: str = "completed",
+    registers: bool = True,
+    stages: tuple[str, ...] = STAGES,
+    lora: str = "lora",
+    **settings: Any,
+) -> PipelineRun:
+    """An untracked run that took all its artifacts from the store, to its end."""
+    tree = Settings(**{"tracking": {"enabled": False}, "name": "own", **settings})
+    store = ArtifactStore(home)
+    execution = run_of(store, tree, planned(*stages), registers=registers)
+    for stage in stages:
+        key = lora if stage == "lora" else stage
+        files = {f"{name}/config.json": key for name in ("model", "adapter")}
+        result = RESULT if stage == "evaluate" else {}
+        execution.artifacts[stage] = artifact(store, stage, key, files, result=result)
+    execution.finish(outcome)
+    return execution
+
+
+def test_a_completed_run_registers_its_models_as_one_set(tmp_path: Path) -> None:
+    run = finish(tmp_path)
+    (own,) = Registry(tmp_path).sets("own")
+    names = {stage: member.name for stage, member in own.members.items()}
+    suffixes = {"tokenizer": "tokenizer", "pretrain": "base", "sft": "sft", "lora": "lora"}
+    assert names == {stage: f"own-{suffix}" for stage, suffix in suffixes.items()}
+    assert (own.run, own.aliases) == (run.record.run, ("challenger",))
+    assert own.metrics == RESULT["metrics"]
+    assert finish(tmp_path, lora="changed").model_set == "2"
+    newest = Registry(tmp_path).find("own", "2").members
+    versions = {stage: member.version for stage, member in newest.items()}
+    assert versions == {**dict.fromkeys(names, "1"), "lora": "2"}
+    assert finish(tmp_path, name="other").model_set == "1", "known artifacts, another name"
+    runs = [*tmp_path.glob("runs/*.json")]
+    with pytest.raises(UsageError, match="own-sft"):
+        finish(tmp_path, name="own-sft")
+    assert [*tmp_path.glob("runs/*.json")] == runs, "refused before the run"
+
+
+def test_other_runs_register_nothing(tmp_path: Path) -> None:
+    finish(tmp_path, stages=STAGES[:-1])
+    finish(tmp_path, "interrupted")
+    finish(tmp_path, registers=False)
+    finish(tmp_path, runtime=SECOND_NODE)
+    assert Registry(tmp_path).sets() == []
