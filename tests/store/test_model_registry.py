@@ -97,12 +97,9 @@ def test_registered_models_keep_their_inputs_and_the_champion_its_data(tmp_path:
     assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}
 
 
-def test_the_file_is_for_its_owner(sets_home: Path) -> None:
-    assert stat.S_IMODE((sets_home / "registry.json").stat().st_mode) == 0o600
-
-
-def test_a_damaged_file_is_an_error_with_its_path_and_a_fix(sets_home: Path) -> None:
+def test_the_file_is_for_its_owner_and_a_damaged_one_is_an_error(sets_home: Path) -> None:
     path, registry = sets_home / "registry.json", Registry(sets_home)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(damaged := path.read_text()[:100])
     for call in (registry.keys, lambda: register(sets_home, 4)):
         with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*; restore"):

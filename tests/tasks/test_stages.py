@@ -31,6 +31,27 @@ from ttrain.train import checkpoint_format
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 
+SPY = """
+from ttrain.train.callbacks import Callback
+
+seen, reasons = [], []
+HOOKS = "start epoch_start step_start step_end log validated saved epoch_end end failed"
+
+class Spy(Callback):
+    def stop_reason(self):
+        return reasons[-1] if reasons else None
+
+def recorder(hook):
+    return lambda self, argument, *_: seen.append(f"{hook} {getattr(argument, 'step', argument)}")
+
+for hook in HOOKS.split():
+    setattr(Spy, hook, recorder(hook))
+"""
+STEPS = 8
+DECAY_BEGINS = 5
+SCHEDULE = {"kind": "infinite", "decay_fraction": 0.375}  # the decay has the steps 5 to 7
+NIGHT = {"schedule": {**SCHEDULE, "warmup_steps": 0}, "seed": 2}
+
 
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_a_process_gets_the_settings_that_its_stage_sees_and_no_others(stage: Stage) -> None:
@@ -73,26 +94,6 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
     assert torch.equal(state, torch.get_rng_state())
 
 
-SPY = """
-from ttrain.train.callbacks import Callback
-
-seen, reasons = [], []
-HOOKS = "start epoch_start step_start step_end log validated saved epoch_end end failed"
-
-class Spy(Callback):
-    def stop_reason(self):
-        return reasons[-1] if reasons else None
-
-def recorder(hook):
-    def record(self, argument, *others):
-        seen.append(f"{type(self).__name__}.{hook} {getattr(argument, 'step', argument)}")
-    return record
-
-for hook in HOOKS.split():
-    setattr(Spy, hook, recorder(hook))
-"""
-
-
 def install(site: Path, monkeypatch: Any) -> Any:
     """Install a package with a callback; returns its module."""
     info = site / "spies-1.0.dist-info"
@@ -108,18 +109,14 @@ def install(site: Path, monkeypatch: Any) -> Any:
 def test_a_callback_of_a_package_sees_every_hook(tmp_path: Path, monkeypatch: Any) -> None:
     home = Home.make(tmp_path / "home")
     settings = stage_settings(2, {"validate_every_steps": 2}, quick_validations=0)
-
-    def key() -> str | None:
-        store = ArtifactStore(tmp_path / "home")
-        return plan_stage(PRETRAIN, settings, store, home.pretrain_inputs()).key
-
-    original = key()
+    key = plan_stage(PRETRAIN, settings, home.store, home.pretrain_inputs()).key
     spies = install(tmp_path / "site", monkeypatch)
     home.pretrain(settings, tmp_path / "out")
     first = "start 0, epoch_start 0, step_start 1, step_end 1, log 1"
     second = "step_start 2, step_end 2, log 2, validated 2, log 2, saved 2, epoch_end 0, end 2"
-    assert ", ".join(spies.seen).replace("Spy.", "") == f"{first}, {second}"
-    assert key() == original
+    assert ", ".join(spies.seen) == f"{first}, {second}"
+    store = ArtifactStore(home.store.root)
+    assert plan_stage(PRETRAIN, settings, store, home.pretrain_inputs()).key == key
 
 
 def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, monkeypatch: Any) -> None:
@@ -129,19 +126,13 @@ def test_in_a_stage_a_callback_of_a_package_may_not_stop(tmp_path: Path, monkeyp
         home.pretrain(settings, tmp_path / "out")
 
 
-STEPS = 8
-DECAY_BEGINS = 5
-SCHEDULE = {"kind": "infinite", "decay_fraction": 0.375}  # the decay has the steps 5 to 7
-INFINITE = {"schedule": {**SCHEDULE, "warmup_steps": 2}}
-NIGHT = {"schedule": {**SCHEDULE, "warmup_steps": 0}, "seed": 2}
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Home]:
     """The champion's artifact, and the home of any pretraining."""
     root = tmp_path_factory.mktemp("plateau")
     home = Home.make(root / "home")
-    home.pretrain(stage_settings(STEPS, INFINITE), root / "champion")
+    settings = stage_settings(STEPS, {"schedule": {**SCHEDULE, "warmup_steps": 2}})
+    home.pretrain(settings, root / "champion")
     return root / "champion", home
 
 
