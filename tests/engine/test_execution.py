@@ -1,5 +1,9 @@
-"""How runs end: at a deadline, without a new document, and with registered models."""
+"""Runs of pipelines: their log, progress and system metrics, and how they end."""
 
+import io
+import json
+import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +17,74 @@ from support.tiny_stages import Home, planned, run_of
 
 from ttrain.config import Settings
 from ttrain.config.loading import load
+from ttrain.engine import display as displays
+from ttrain.engine import stage_worker
+from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph, Plan
 from ttrain.engine.planner import plan
+from ttrain.engine.system_metrics import SystemMetrics, file_name
 from ttrain.errors import Interrupted, NothingNew, UsageError
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
+from ttrain.store.runs import RunRecord
 from ttrain.tasks import SHARDS_PRETRAIN
 
 FIXED = ["tracking.enabled=false", "reading.near_duplicates=0.8", "runtime.workers=1"]
 STAGES = ("tokenizer", "pretrain", "sft", "lora", "evaluate")
 RESULT = {"metrics": {"bits_per_byte": 2.5}, "counts": {}}
 SECOND_NODE = {"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1"}
+
+
+def test_a_log_line_has_its_time_and_stays_one_line(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, "full", [], {})
+    record.log("pretrain", "2026-11-21 22:59:54,854 rank 1: step 5/40")
+    record.log("sft", "bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京\tok")
+    timed, untimed, end = record.path.with_suffix(".log").read_text(encoding="utf-8").split("\n")
+    assert timed == "2026-11-21 22:59:54 pretrain: rank 1: step 5/40"
+    forged = r"bar\rbaz\n2026-11-21 00:00:00 lora: forged \x1b[31m\u2028 東京" + "\tok"
+    assert re.fullmatch(r"\d{4}(-\d\d){2} \d\d(:\d\d){2} sft: " + re.escape(forged), untimed)
+    assert end == ""
+
+
+def test_progress_shows_speed_and_time_left(monkeypatch: Any) -> None:
+    """An earlier attempt trained on the first 1,000 tokens."""
+    clock = [100.0]
+    monkeypatch.setattr(displays.time, "monotonic", lambda: clock[0])
+    output = io.StringIO()
+    display = Display(Console(file=output, width=150))
+    for done in (1000, 2000, 3000):
+        progress = {"done": done, "total": 10_000, "first": 1000, "seconds": done / 50 - 20}
+        metrics = {"unit": "tokens", "figures": {"loss": 7.25}}
+        display("pretrain", "progressed", {**progress, **metrics})
+        clock[0] += 20
+    display.close()
+    shown = output.getvalue()
+    assert "30 %" in shown and "loss 7.250, 50 tokens/s, 2 min 20 s left" in shown
+
+
+def test_system_metrics_of_a_continued_stage_follow_its_last_complete_line(tmp_path: Path) -> None:
+    path = tmp_path / "system-node1.jsonl"
+    lines = '{"step": 10}\n{"step": 20}\n'
+    path.write_text(lines + '{"step": 30, "ti')
+    SystemMetrics(tmp_path / file_name(1), 600, node=1).stop()
+    last = path.read_text().removeprefix(lines)
+    assert last.startswith('{"step": 21, ') and last.count("\n") == 1
+    assert all(name.startswith("system/node_1/") for name in json.loads(last)["metrics"])
+
+
+def test_a_stage_is_sampled_and_never_fails_by_it(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "ttrain")
+    (tmp_path / "file").write_text("where its directory should be")
+    for name, seconds, warnings in (("off", 0, 0), ("on", 600, 0), ("file", 600, 1)):
+        job = {"runtime": {"system_metrics_seconds": seconds, "nodes": 1}, "output": name}
+        with stage_worker.sample_system_metrics(tmp_path, job):
+            pass
+        assert len(caplog.records) == warnings
+    assert [*tmp_path.rglob("system*")] == [tmp_path / "on" / "run" / "system.jsonl"]
 
 
 def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:
