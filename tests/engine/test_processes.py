@@ -83,7 +83,6 @@ def describe(server: ForkServer) -> tuple[int, int, dict[str, Any], str]:
     environment = {**os.environ, "MARK": "a b\udcff"}
     with tempfile.TemporaryFile() as output:
         process = server.start("errand", [DESCRIBE], environment, output.fileno())
-        assert process is not None
         code = process.wait()
         output.seek(0)
         described, errors = output.read().decode().splitlines()
@@ -134,18 +133,15 @@ def test_loaded_code_is_shared_and_changed_code_is_loaded_again(package: Path) -
 
 def test_nothing_outlives_a_killed_launcher(package: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, UP]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    pids = [int(launcher.stdout.readline())]
-    # A child stopped before its first instruction cannot have asked to end with the server.
-    lines = sorted(launcher.stdout.readline() for _ in range(4))
-    assert lines[2:] == ["up\n", "up\n"]
-    pids += [*map(int, lines[:2])]
-    psutil.Process(pids[1]).suspend()
-    assert all(map(is_running, pids))
-    launcher.kill()
-    launcher.wait()
-    launcher.stdout.close()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        pids = [int(launcher.stdout.readline())]
+        # A child stopped before its first instruction cannot have asked to end with the server.
+        lines = sorted(launcher.stdout.readline() for _ in range(4))
+        assert lines[2:] == ["up\n", "up\n"]
+        pids += [*map(int, lines[:2])]
+        psutil.Process(pids[1]).suspend()
+        assert all(map(is_running, pids))
+        launcher.kill()
     wait_until(lambda: not any(map(is_running, pids)))
 
 

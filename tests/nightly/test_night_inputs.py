@@ -262,10 +262,8 @@ class Night:
 def night(tmp_path: Path, store: ArtifactStore) -> Night:
     """The champion's base left a plateau, its adapter belongs to its SFT model."""
     publish(store, "tokenizer", "t", "tokenizer.json")
-    documents, chats = (
-        publish(store, stage, key, "train/index.json")
-        for stage, key in (("shards-pretrain", "d"), ("shards-sft", "c"))
-    )
+    documents = publish(store, "shards-pretrain", "d", "train/index.json")
+    chats = publish(store, "shards-sft", "c", "train/index.json")
     plateau = ("plateau/model.safetensors", "plateau/optimizer.safetensors")
     publish(store, "pretrain", "p", MODEL, *plateau, shards=documents)
     publish(store, "pretrain", "old", MODEL)
@@ -311,9 +309,8 @@ def test_shards_and_replay_read_what_earlier_nights_hold_out(night: Night) -> No
 
 def test_without_near_duplicates_a_night_holds_out_the_least_share(night: Night) -> None:
     """Rows that the champion was trained on could be among the larger share of `auto`."""
-    shares = ((0.8, "auto", "auto"), (0, "auto", 0.02), (0, 0.3, 0.3))
-    for near_duplicates, fraction, share in shares:
-        reading = {"near_duplicates": near_duplicates, "heldout_fraction": fraction}
+    for nearness, fraction, share in ((0.8, "auto", "auto"), (0, "auto", 0.02), (0, 0.3, 0.3)):
+        reading = {"near_duplicates": nearness, "heldout_fraction": fraction}
         assert night.inputs({"reading": reading}).settings.reading.heldout_fraction == share
 
 

@@ -133,7 +133,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_found_by_every_name_it_and_its_models_have(home: Path) -> None:
     base = ArtifactStore(home).find("pretrain", PRETRAIN.key)
-    assert base is not None
     Registry(home).register_model("mine-base", base, FIRST)
     for text in (FIRST, FIRST[:16], FIRST[-5:], "b2" * 16, "mine-base/1", "models:/mine-base/1"):
         assert read_run(home, text).name == FIRST
