@@ -6,6 +6,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -95,12 +96,9 @@ def test_the_address_is_used_whole_and_shown_without_its_path() -> None:
 
 
 def test_a_run_of_full_sends_why_it_failed(house: House, posts: Any, monkeypatch: Any) -> None:
-    def run_stages(*_: object) -> None:
-        raise StageFailed("the stage sft failed")
-
-    monkeypatch.setattr(flows_engine.PipelineRun, "run_stages", run_stages)
-    settings = house.settings("tracking.enabled=false", "name=mine")
-    settings = settings.replaced({"notify": {"webhook": URL}})
+    fail = Mock(side_effect=StageFailed("the stage sft failed"))
+    monkeypatch.setattr(flows_engine.PipelineRun, "run_stages", fail)
+    settings = house.settings("tracking.enabled=false", "name=mine", f"notify.webhook={URL}")
     planned = api.plan("full", settings, home=house.store.root)
     with pytest.raises(StageFailed):
         flows_engine.run_pipeline(planned, Console(quiet=True), flows_engine.RunOptions("none"))

@@ -2,7 +2,6 @@
 
 import re
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,14 @@ from ttrain.store.name_syntax import registered
 from ttrain.store.registry import Registry
 
 
-def entry(home: Path) -> Mapping[str, Any]:
+def entry(home: Path) -> Any:
     """The sets "mine" as the file has them."""
-    return dict(Registry(home).read()["sets"]["mine"])
+    return Registry(home).read()["sets"]["mine"]
 
 
 def resolved(home: Path, text: str) -> str:
-    reference = registered(text)
-    assert reference is not None
-    resolved = Registry(home).resolve(reference)
-    return f"{resolved.name}/{resolved.version}"
+    member = Registry(home).resolve(registered(text))
+    return f"{member.name}/{member.version}"
 
 
 def test_the_same_models_are_one_set_that_knows_its_newest_evaluation(sets_home: Path) -> None:
@@ -52,9 +49,8 @@ def test_all_models_of_a_run_become_champion_together(sets_home: Path) -> None:
             assert resolved(sets_home, f"{name}@champion") == f"{name}/{version}"
         assert promoted.keys["lora"] == f"lora-{version}"
     assert entry(sets_home)["champions"] == ["2", "3"], "promoted twice is promoted once"
-    champion = registry.champion("mine")
-    assert champion is not None and champion.last is not None
-    assert (champion.last.stage, champion.last.key) == ("lora", "lora-3")
+    last = registry.champion("mine").last
+    assert (last.stage, last.key) == ("lora", "lora-3")
     assert registry.rollback("mine").version == "2"
 
 
@@ -97,12 +93,9 @@ def test_registered_models_keep_their_inputs_and_the_champion_its_data(tmp_path:
     assert registry.keys() == expected | {"evaluate-1", "shards-sft-1"}
 
 
-def test_the_file_is_for_its_owner(sets_home: Path) -> None:
-    assert stat.S_IMODE((sets_home / "registry.json").stat().st_mode) == 0o600
-
-
-def test_a_damaged_file_is_an_error_with_its_path_and_a_fix(sets_home: Path) -> None:
+def test_the_file_is_for_its_owner_and_a_damaged_one_is_an_error(sets_home: Path) -> None:
     path, registry = sets_home / "registry.json", Registry(sets_home)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(damaged := path.read_text()[:100])
     for call in (registry.keys, lambda: register(sets_home, 4)):
         with pytest.raises(UsageError, match=f"{re.escape(str(path))}.*; restore"):

@@ -29,9 +29,8 @@ from ttrain.train import preference_tuning
 WORDS = "the quick brown fox jumps over a lazy dog and returns nothing"
 ROWS = 48  # a quarter of them held out
 WEIGHTS = Path("model") / "model.safetensors"
-# Passes and writes, before one of which a stage is killed
-PASSES = ((preference_tuning, "score_answers"), (reference, "score_answers"))
-CALLS = (*PASSES, "fsync", "replace")
+# A stage is killed before one of these calls.
+CALLS = ((preference_tuning, "score_answers"), (reference, "score_answers"), "fsync", "replace")
 
 
 def settings_of(**changes: Any) -> Settings:

@@ -3,14 +3,14 @@ and so is the best."""
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.data_commands import Run, in_process, trains_here
+from support.data_commands import in_process, trains_here
 from support.shard_sets import write_lines
 from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
@@ -78,26 +78,20 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     return made
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line, which trains in this process."""
+def test_a_gate_routes_to_the_planted_experts(
+    planted: Planted, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digests() -> dict[Path, str]:
+        return {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()}
+
     trains_here(monkeypatch)
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TTRAIN__RUNTIME__THREADS", "1")
     monkeypatch.chdir(tmp_path)
-    return partial(in_process(capsys), "gate")
-
-
-SIZES = "buckets=512 embedding_size=8 hidden=8 ngram_characters=2"
-SMALL = f"{SIZES} epochs=8 row_length=64 stride=32 lr=0.03".split()
-
-
-def test_a_gate_routes_to_the_planted_experts(run: Run, planted: Planted, tmp_path: Path) -> None:
-    def digests() -> dict[Path, str]:
-        return {path: sha256_file(path) for path in planted.home.rglob("*") if path.is_file()}
-
-    before, experts = digests(), ",".join(planted.names)
-    words = ("train", "--experts", experts, "--data", planted.data, "--out", "gate", *SMALL)
+    before, experts, run = digests(), ",".join(planted.names), in_process(capsys)
+    small = "buckets=512 embedding_size=8 hidden=8 ngram_characters=2 epochs=8 row_length=64"
+    options = (*small.split(), "stride=32", "lr=0.03", "--data", planted.data, "--out", "gate")
+    words = ("gate", "train", "--experts", experts, *options)
     done = run(*words, "--json")
     assert done.code == 0, done.err
     assert digests() == before

@@ -1,5 +1,7 @@
-"""What a night reads again: a sample of known documents, and its exact share of the rows."""
+"""What nights hold out, and what they read again: samples of known documents, their share."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +12,17 @@ from support.shard_sets import build, write_lines
 from support.tiny_data import make_tokenizer
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Pretrain, Reading, Settings
+from ttrain.config import Pretrain, Reading, Runtime, Settings
+from ttrain.config.evaluate import Evaluate
+from ttrain.core.files import write_json
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import MixedRows
 from ttrain.data.record_rows import SeparateDocumentRows
 from ttrain.data.shards import Column, ShardSet, write_index, write_shard
-from ttrain.tasks import heldout, new_model, replay, sft
+from ttrain.evaluate.task_result import record_name
+from ttrain.tasks import evaluate, heldout, new_model, replay, sft
 from ttrain.tasks.common import rows
-from ttrain.tasks.shards import heldout_records, recipe_of
+from ttrain.tasks.shards import heldout_records, recipe_of, scored_documents
 
 VOCAB = 300
 
@@ -28,13 +33,9 @@ def documents(first: int, count: int) -> list[list[int]]:
     return [[100, n % 256, n // 256, *range(2 + n % 20)] for n in numbers]
 
 
-def write(
-    directory: Path,
-    sources: list[list[list[int]]],
-    heldout: list[list[int]],
-    weights: tuple[float, ...] = (),
-) -> Path:
-    for part, groups in (("train", sources), ("heldout", [heldout])):
+def write(directory: Path, sources: Any, held: Any, weights: tuple[float, ...] = ()) -> Path:
+    """Shards of documents, each source a group, and of held-out ones."""
+    for part, groups in (("train", sources), ("heldout", [held])):
         (directory / part).mkdir(parents=True)
         entries = []
         for group, records in enumerate(groups):
@@ -42,9 +43,8 @@ def write(
             column = Column(tokens, np.cumsum([0, *map(len, records)]))
             entry = write_shard(directory / part / f"{group}.arrow", column, VOCAB)
             entries.append({**entry, "bytes": 0, "group": group})
-        index: dict[str, Any] = {"kind": "documents", "vocab_size": VOCAB, "tokenizer": "mine"}
-        if weights and part == "train":
-            index["weights"] = weights
+        index: dict[str, Any] = {"weights": weights} if weights and part == "train" else {}
+        index |= {"kind": "documents", "vocab_size": VOCAB, "tokenizer": "mine"}
         write_index(directory / part, shards=entries, **index)
     return directory
 
@@ -64,14 +64,31 @@ def nights(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def run(
-    nights: dict[str, Path], output: Path, share: float, **budget: Any
-) -> tuple[dict[str, Any], list[list[int]]]:
+def run(nights: dict[str, Path], output: Path, share: float, **budget: Any) -> Any:
+    """The result of the stage `replay`, and the documents that it sampled."""
     pretrain = Pretrain(**{"tokens": None, "epochs": 1.0, **budget})
     config = Settings.model_validate({"nightly": {"replay": share}, "pretrain": pretrain})
     result = replay.run(config, SimpleNamespace(inputs=nights, output=output))  # type: ignore[arg-type]
     shards = ShardSet(output / "train")
     return result, [shards.row(number)[0].tolist() for number in range(len(shards))]
+
+
+def heldout_set(directory: Path, texts: Iterable[str]) -> Path:
+    """A set of shards with these held-out documents."""
+    part = directory / "heldout"
+    part.mkdir(parents=True)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (part / "r.jsonl").write_text("".join(lines), encoding="utf-8")
+    shard = {"records": "r.jsonl", "rows": len(lines), "tokens": 9}
+    write_json(part / "index.json", {"format": 2, "shards": [shard]})
+    return directory
+
+
+def hold_out(output: Path, earlier: Path, documents: Path, max_bytes: int = 10**6) -> Any:
+    """Run the stage `heldout`; its result."""
+    settings = Settings.model_validate({"evaluate": {"max_bytes": max_bytes}})
+    inputs = {"earlier": earlier, "documents": documents}
+    return run_here(heldout, settings, output, inputs, Runtime())
 
 
 def test_a_sample_has_the_share_of_each_night_and_source(
@@ -130,20 +147,16 @@ def test_what_earlier_nights_hold_out_is_not_sampled(tmp_path: Path) -> None:
     sets = {"a": files[:1], "b": files[1:2], "all": files[:3], "tonight": files[3:]}
     for name, set_files in sets.items():
         build(tmp_path / name, set_files, recipe, reading)
-    both = {"earlier": tmp_path / "a", "documents": tmp_path / "b"}
-    job: Any = SimpleNamespace(inputs=both, output=tmp_path / "ab")
-    heldout.run(Settings.model_validate({"evaluate": {"max_bytes": 10**6}}), job)
+    hold_out(tmp_path / "ab", tmp_path / "a", tmp_path / "b")
     held = {record["text"] for record in heldout_records(tmp_path / "ab")}
     inputs = {"documents": tmp_path / "tonight", "learnt-0000": tmp_path / "all"}
 
-    def sampled(name: str, **more: Path) -> set[str]:
-        _, sample = run({**inputs, **more}, tmp_path / name, 0.9)
-        return {encoder.decode(tokens) for tokens in sample}
-
-    everything = sampled("without")
-    assert len(held) == 2 and held & everything, "all files together hold out at most one of them"
-    sample = sampled("with", tokenizer=tmp_path / "tokenizer", earlier=tmp_path / "ab")
-    assert sample == everything - held
+    _, everything = run(inputs, tmp_path / "without", 0.9)
+    earlier = {"tokenizer": tmp_path / "tokenizer", "earlier": tmp_path / "ab"}
+    _, sample = run(inputs | earlier, tmp_path / "with", 0.9)
+    texts_of_all, texts_left = ({*map(encoder.decode, each)} for each in (everything, sample))
+    assert len(held) == 2 and held & texts_of_all, "all files together hold out at most one of them"
+    assert texts_left == texts_of_all - held
 
 
 def test_chats_are_sampled_with_their_masks_and_sft_learns_them(tmp_path: Path) -> None:
@@ -179,3 +192,46 @@ def test_a_night_reads_its_exact_share_of_old_rows(nights: dict[str, Path], tmp_
     read_rows = np.concatenate([order.step_rows(step) for step in range(order.steps)]).tolist()
     assert sorted(row for row in read_rows if row < len(new)) == list(range(len(new)))
     assert len({row for row in read_rows if row >= len(new)}) == mixed.epoch - len(new)
+
+
+def test_the_set_has_every_record_once_in_an_order_that_mixes_old_and_new(tmp_path: Path) -> None:
+    old, new = ([f"{age} {number}" for number in range(40)] for age in ("old", "new"))
+    output = tmp_path / "output"
+    inputs = (heldout_set(tmp_path / "a", old), heldout_set(tmp_path / "b", [*new, "old 3"]))
+    result = hold_out(output, *inputs)
+    assert result == {"records": 80, "new": 40, "unscored": 0, "nights": [40, 40]}
+    texts = [record["text"] for record in heldout_records(output)]
+    assert sorted(texts) == sorted([*old, *new])
+    assert 8 <= sum(text.startswith("old") for text in texts[:40]) <= 32
+    nights = heldout.read_nights(output)
+    assert nights == [sorted(map(record_name, texts)) for texts in (old, new)]
+    later = hold_out(tmp_path / "third", output, heldout_set(tmp_path / "c", ["newer", "new 3"]))
+    assert later["nights"] == [40, 40, 1]
+    assert heldout.read_nights(tmp_path / "third")[:2] == nights
+
+
+def test_the_scored_documents_of_a_night_are_bounded_and_stay_the_same(tmp_path: Path) -> None:
+    last = heldout_set(tmp_path / "0", (f"before {number:03}" for number in range(100)))
+    for night in range(1, 11):
+        texts = (f"night {night:02} {number:03}" for number in range(100))
+        documents, output = heldout_set(tmp_path / f"new-{night}", texts), tmp_path / str(night)
+        result = hold_out(output, last, documents, max_bytes=5000)
+        before, nights = heldout.read_nights(last), heldout.read_nights(output)
+        assert nights[: len(before)] == before and len(nights) == night + 1
+        # 500 bytes of 12 each
+        assert (result["nights"][-1], result["unscored"]) == (41, 59)
+        last = output
+    [scored] = evaluate.heldout_items({"documents": last}, Evaluate(max_bytes=5000))
+    assert len(scored.items) == sum(result["nights"]) > 10 * 41, "of each night all that it brought"
+
+
+def test_too_long_documents_are_skipped() -> None:
+    for sizes, expected in (
+        ([10, 10, 90, 30, 40], [10, 10, 30, 40]),
+        ([10, 51, 50, 41, 20], [10, 51]),
+        ([60, 60, 60, 1], [60]),
+        ([300, 200, 250], [200]),
+        ([], []),
+    ):
+        scored = scored_documents([{"text": "x" * size} for size in sizes], 100)
+        assert [len(document["text"]) for document in scored] == expected

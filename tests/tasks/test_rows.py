@@ -118,29 +118,24 @@ def test_weights_mix_the_training_rows_alone(tmp_path: Path, encoder: Encoder) -
         order_of(config, open_rows(path, encoder, config))
 
 
-def weighted(path: Path, encoder: Encoder, weights: Sequence[float], kind: str) -> Path:
-    """Records of eleven tokens, each filled with a number of its own, with these weights."""
-    numbers = range(len(weights))
-    ids = np.concatenate([[encoder.bos_id, *[30 + n] * 9, encoder.eos_id] for n in numbers])
-    live = np.tile([0] * 5 + [1] * 6, len(weights)) if kind == "chats" else None
-    column = Column(ids, np.arange(len(weights) + 1) * 11, live, weights=np.array(weights))
-    return write_set(path, encoder, column, kind)
-
-
 @pytest.mark.parametrize(("kind", "packing"), [("documents", "none"), ("chats", "best-fit")])
 def test_rows_are_drawn_by_weight(
     tmp_path: Path, encoder: Encoder, kind: str, packing: str
 ) -> None:
     """Nine of ten draws, where as many have a weight of 1; rows of one weight share packed rows."""
-    path = weighted(tmp_path, encoder, [9, 1] * 8, kind)
+    numbers = range(16)  # each fills a record
+    ids = np.concatenate([[encoder.bos_id, *[30 + n] * 9, encoder.eos_id] for n in numbers])
+    live = np.tile([0] * 5 + [1] * 6, 16) if kind == "chats" else None
+    column = Column(ids, np.arange(17) * 11, live, weights=np.array([9.0, 1.0] * 8))
+    path = write_set(tmp_path, encoder, column, kind)
     config = settings(packing=packing, row_length=20, tokens_per_step=20, epochs=2000)
     rows = open_rows(path, encoder, config)
     order = order_of(config, rows)
     drawn = order.rows_at(np.arange(10_000))
-    ids = rows.batch(range(len(rows))).input_ids_BT[:, 1::10]
-    records = [{*line.tolist()} & {*range(30, 60)} for line in ids]
-    numbers = [number for row in drawn.tolist() for number in records[row]]
-    assert abs(sum(number % 2 == 0 for number in numbers) / len(numbers) - 0.9) < 0.01
+    lines = rows.batch(range(len(rows))).input_ids_BT[:, 1::10].tolist()
+    records = [{*line} & {*range(30, 60)} for line in lines]
+    drawn_records = [number for row in drawn.tolist() for number in records[row]]
+    assert abs(np.mean([number % 2 == 0 for number in drawn_records]) - 0.9) < 0.01
     resumed = order_of(config, rows).rows_at(np.arange(7001, 10_000))
     assert np.array_equal(drawn[7001:], resumed)
     assert {*range(len(rows))} == {*drawn[: 20 * len(rows)].tolist()}, "none is left out"
