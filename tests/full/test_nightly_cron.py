@@ -18,7 +18,7 @@ ENDS = ("Promoted", "Kept", "Failed", "Crashed")
 @pytest.mark.soak
 def test_a_slot_of_a_cron_trains_and_promotes_what_is_better(copy_of: Callable[[], Cli]) -> None:
     cli = copy_of()
-    cli.here("pipeline", "run", "nightly", "--engine", "none")  # cached: the first champion
+    cli("pipeline", "run", "nightly", "--engine", "none")  # cached: the first champion
     add_similar_documents(cli, "docs-3", 3)
     cli("pipeline", "schedule", "nightly", "--cron", YEARLY)
     with serving(cli) as served:
@@ -30,7 +30,7 @@ def test_a_slot_of_a_cron_trains_and_promotes_what_is_better(copy_of: Callable[[
         assert run["state"]["name"] == "Promoted", run["state"]
         assert run["auto_scheduled"] and run["name"] == "night-000002"
         assert served.stop() == 0, served.said
-    wait_until(lambda: not processes_of(cli.home), 10, lambda: str(processes_of(cli.home)))
+    wait_until(lambda: not processes_of(cli.home), 10)
     nights = {night.name: night for night in Nights(cli.home, NAME).newest_first()}
     night = nights[run["name"]]
     assert (night.outcome, night.data["version"]) == ("promoted", "2")
