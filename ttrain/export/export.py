@@ -91,7 +91,7 @@ SHARD_SIZE = re.compile(
 
 SHOWN_LICENCES = 8
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-SCORED_BYTES = 65_536  # of held-out text, with which GGUF files are compared with the model
+SCORED_BYTES = 32_768  # of held-out text, with which GGUF files are compared with the model
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
