@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,6 +137,8 @@ def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: B
 
 
 PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
+COUNTS = ("records", "pairs", "rated_answers", "cut_records", "too_long_dropped", "target_tokens")
+COUNTS += ("dropped_tokens",)
 
 
 class Record(NamedTuple):
@@ -204,31 +207,26 @@ def test_rows_hold_the_pairs_of_a_naive_reference(
     records = some_records(seed, rated=rated)
     shards = shards_of(tmp_path, records)
     rows = PairRows(shards, row_length, PAD, END, header_length=1, packed=packed)
-    expected: list[tuple[Any, ...]] = []
-    cut = kept = too_long = targets = 0
+    expected = list[tuple[Any, ...]]()
+    counts = Counter(records=len(records), dropped_tokens=shards.tokens)
     for number, record in enumerate(records):
         fitting = [n for n in range(len(record.turns)) if record.size(n) <= row_length]
         if not fitting:
-            too_long += 1
+            counts["too_long_dropped"] += 1
             continue
         first = fitting[0]
-        cut += first > 0
-        kept += record.size(first) + 1
+        counts["cut_records"] += first > 0
+        counts["rated_answers" if rated else "pairs"] += 1
+        counts["dropped_tokens"] -= record.size(first) + 1
         prompt = record.prompt(first)
         for part, ids in record.answers.items():
             side, labels = part - CHOSEN, [*[IGNORE] * (len(prompt) - 1), *ids]
             inputs, positions = [*prompt, *ids[:-1]], [*range(len(labels))]
             expected.append((2 * number + side, 1 - 2 * side, inputs, labels, positions))
-            targets += len(ids)
+            counts["target_tokens"] += len(ids)
     batches = [rows.batch([row]) for row in range(len(rows))]
     assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(expected)
-    counts = rows.counts()
-    assert (counts["cut_records"], counts["too_long_dropped"]) == (cut, too_long)
-    assert counts["records"] == len(records)
-    numbers = (0, len(records) - too_long) if rated else (len(records) - too_long, 0)
-    assert (counts["pairs"], counts["rated_answers"]) == numbers
-    assert counts["target_tokens"] == targets
-    assert counts["dropped_tokens"] == shards.tokens - kept
+    assert {name: rows.counts()[name] for name in COUNTS} == {name: counts[name] for name in COUNTS}
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
