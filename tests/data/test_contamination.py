@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.tiny_stages import Home, run_here, stage_settings
 
 from ttrain.config import Evaluate, Settings
 from ttrain.data import contamination
-from ttrain.data.contamination import GramIndex
+from ttrain.data.contamination import GramIndex, OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.plain_text import plain, words_of
 from ttrain.engine.input_files import data_files, evaluation_files
@@ -73,6 +74,7 @@ def test_what_many_items_begin_with_identifies_none_of_them() -> None:
 
 
 CHOICES: Json = {"question": QUESTION, "choices": ["a", ANSWER]}
+LAST_WORD = {"context": "The old bridge of the village crosses the", "target": " Rhine"}
 BOTH = plain(QUESTION + ANSWER)
 ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({**CHOICES, "answer": 1}, BOTH),
@@ -80,7 +82,7 @@ ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({"question": QUESTION, "answer": ANSWER}, BOTH),
     ({"messages": TURNS}, BOTH),
     ({**CHOICES, "answer": 7}, plain(QUESTION)),
-    ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
+    (LAST_WORD, plain(LAST_WORD["context"] + LAST_WORD["target"])),
     ({"text": POEM}, plain(POEM)),
 ]
 
@@ -97,16 +99,6 @@ def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
-def build(out: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True) -> Any:
-    against = None
-    if items:
-        left_out = Counter[str]()
-        read = contamination.read_items(str(items), left_out)
-        against = contamination.OverlapCheck(read, remove, left_out)
-    recipe = recipe_of(ALL, encoder.directory, "documents")
-    return shard_sets.build(out, [rows], recipe, block_bytes=2048, against=against)
-
-
 @pytest.mark.parametrize("remove", [True, False])
 def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, remove: bool) -> None:
     rng = random.Random(1)
@@ -121,8 +113,11 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     ]
     items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    output = tmp_path / "out"
-    built = build(output, encoder, documents, items, remove)
+    output, left_out = tmp_path / "out", Counter[str]()
+    check = OverlapCheck(contamination.read_items(str(items), left_out), remove, left_out)
+    recipe = recipe_of(ALL, encoder.directory, "documents")
+    make = partial(shard_sets.build, output, [documents], recipe, block_bytes=2048)
+    built = make(against=check)
     report = json.loads((output / contamination.REPORT).read_bytes())
     counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
     assert report["tasks"] == {"items.jsonl": counts}
@@ -137,7 +132,7 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     assert tally.skipped[contamination.OVERLAPS] == removed
     kept = shard_sets.texts_in(output, encoder.directory)
     assert any("床前" in text for text in kept) is not remove
-    assert build(output, encoder, documents, None).parts["train"]["rows"] == 30
+    assert make().parts["train"]["rows"] == 30
     assert not (output / contamination.REPORT).exists()
 
 
@@ -155,12 +150,8 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
         evaluation_files((str(suite),))
 
 
-EVALUATED: dict[str, Json] = {
-    "choices": {**CHOICES, "answer": 1},
-    "last_word": {"context": "The old bridge of the village crosses the", "target": " Rhine"},
-    "text": {"text": POEM},
-    "chats": {"messages": TURNS},
-}
+KINDS = ("choices", "last_word", "text", "chats")
+EVALUATED = dict(zip(KINDS, (ITEM_ROWS[number][0] for number in (0, 5, 6, 3)), strict=True))
 
 
 def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None:
