@@ -41,13 +41,8 @@ def test_a_url_is_shown_without_user_password_query_and_fragment(location: str, 
     assert settings.data.sft == (location,), "within the process it is complete"
 
 
-def test_a_path_or_an_open_url_is_shown_as_it_is() -> None:
-    assert [redact.url(location) for location in OPEN] == OPEN
-    assert not any(map(is_hidden, OPEN))
-    assert masked({"data.sft": OPEN}) == {"data.sft": OPEN}
-
-
-def test_a_text_keeps_what_stands_around_its_urls() -> None:
+def test_a_text_keeps_open_urls_and_what_stands_around_them() -> None:
+    assert masked({"data.sft": OPEN}) == {"data.sft": OPEN} and not any(map(is_hidden, OPEN))
     shown = redact.url("https://host/x.jsonl?sig=1")
     assert redact.text(f"{shown}:12: no text") == "https://host/x.jsonl?***:12: no text"
     listed = redact.text("['https://a/x?1', 'https://u:p@b/y']")

@@ -1,7 +1,8 @@
-"""Items of evaluations in training shards: matched, marked, and left out on request."""
+"""Items of evaluations in training shards; the held-out part of the quickstart's data."""
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -13,8 +14,8 @@ from support import shard_sets
 from support.shard_sets import ALL, write_lines
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, Settings
-from ttrain.data import contamination
+from ttrain.config import Evaluate, PythonDocs, Settings
+from ttrain.data import contamination, python_docs
 from ttrain.data.contamination import GramIndex, OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.plain_text import plain, words_of
@@ -177,3 +178,19 @@ def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None
     assert metrics[f"{name}:no"] != pytest.approx(metrics[f"{name}:yes"], rel=1e-6)
     for end in ("overlap:no", "overlap:yes"):
         assert {metric.split("/")[0] for metric in metrics if metric.endswith(end)} == {*EVALUATED}
+
+
+def modules(*paths: Path) -> set[str]:
+    rows = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    sources = [row["source"].partition(":")[2].partition(".")[0] for row in rows]
+    return {re.sub("^_(py)?", "", source) for source in sources}
+
+
+def test_no_module_is_on_both_sides_and_the_settings_say_how_much_is_taken(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in python_docs.build(tmp_path, PythonDocs())}
+    heldout = modules(files["pretrain_heldout"], files["sft_heldout"])
+    assert len(heldout) > 10
+    assert not heldout & modules(files["pretrain"], files["sft"])
+    counts = python_docs.build(tmp_path, PythonDocs(chat_rows=200, document_bytes=300_000))
+    assert [counts[name]["rows"] for name in ("sft", "dpo", "lora")] == [200, 75, 800]
+    assert 290_000 < counts["pretrain"]["bytes"] + counts["pretrain_heldout"]["bytes"] <= 300_000
