@@ -45,9 +45,9 @@ def test_an_unusable_file_is_named_and_hides_no_others(
 
 
 def test_one_percent_of_bad_rows_pass_and_one_more_does_not(run: Run, tmp_path: Path) -> None:
-    rows = [{"text": text} for text in texts(990)]
-    write(tmp_path / "some.jsonl", [*rows, *[{"body_text": 1, "id": 2}] * 10])
-    write(tmp_path / "more.jsonl", [*rows, *[{"body_text": 1, "id": 2}] * 11])
+    rows, bad = [{"text": text} for text in texts(990)], {"body_text": 1, "id": 2}
+    for name, count in (("some", 10), ("more", 11)):
+        write(tmp_path / f"{name}.jsonl", [*rows, *[bad] * count])
     assert run("data", "check", "some.jsonl", "--json").code == 0
     done = run("data", "check", "more.jsonl", "--json")
     assert done.code == 1 and "more.jsonl:991" in done.json["error"]
@@ -122,19 +122,17 @@ def test_a_stage_is_its_newest_artifact_with_tokenizer(
     assert done.code == 2 and talks.index["tokenizer"][:12] in done.err
 
 
-FILES = {
-    "docs.jsonl": {"text": "a"},
-    "my chats.jsonl": chat("q", "a"),
-    "qa.jsonl": {"question": "q", "answer": "a"},
-    "chats-val.jsonl": chat("q", "a"),
-    "pairs.jsonl": {"prompt": "q", "chosen": "a", "rejected": "b"},
-    "other.jsonl": {"Title": "t"},
-}
-
-
 @pytest.fixture
 def folder(tmp_path: Path, run: Run) -> Path:
-    for name, row in FILES.items():
+    files = {
+        "docs.jsonl": {"text": "a"},
+        "my chats.jsonl": chat("q", "a"),
+        "qa.jsonl": {"question": "q", "answer": "a"},
+        "chats-val.jsonl": chat("q", "a"),
+        "pairs.jsonl": {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "other.jsonl": {"Title": "t"},
+    }
+    for name, row in files.items():
         write(tmp_path / name, [row])
     (tmp_path / "t.csv").write_text("a,b\n1,2\n3,4\n")
     (tmp_path / "book.txt").write_text("once\n")
