@@ -21,11 +21,10 @@ from ttrain.data.shards import ShardSet
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.tasks.shards import recipe_of
 
-TRUNCATED = gzip.compress(b'{"text": "a"}\n' * 9)[:-9]
-
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("truncated.jsonl.gz", TRUNCATED), ("blank.jsonl", b"\n \r\n\n")]
+    ("name", "data"),
+    [("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9]), ("blank.jsonl", b"\n \r\n\n")],
 )
 def test_an_unusable_file_is_named_and_hides_no_others(
     run: Run, tmp_path: Path, name: str, data: bytes

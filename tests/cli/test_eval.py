@@ -16,11 +16,10 @@ from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import Reference
 
-WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [
     {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"]}
     | {"answer": number % 3, "lang": ("en", "zh")[number % 2]}
-    for number, word in enumerate(WORDS)
+    for number, word in enumerate(["list", "file", "name", "code", "time", "line", "path", "test"])
 ]
 BAD = [
     {"question": "of", "choices": ["a"], "answer": 0},

@@ -99,11 +99,9 @@ def test_the_environment_fills_in_a_hidden_source(monkeypatch: pytest.MonkeyPatc
         assert data.sft == (source,) and data.lora == ("mine.jsonl",)
 
 
-MADE = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
-
-
 def test_every_command_is_one() -> None:
-    _, *lines = next_steps("full-1", Settings(), MADE)
+    stages = ("source", "tokenizer", "pretrain", "sft", "lora", "evaluate")
+    _, *lines = next_steps("full-1", Settings(), stages)
     commands = [line.partition(": ttrain ")[2] for line in lines]
     assert {"pipeline rerun sft --run full-1 sft.epochs=3", "chat sft"} <= {*commands}
     for command in commands:

@@ -20,7 +20,6 @@ from ttrain.data.encoder import Encoder
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-ALPHABET = sorted(pre.ByteLevel.alphabet())
 
 INST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
 INST += "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
@@ -41,7 +40,7 @@ def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    tokens, alphabet = [*SPECIAL, *vocab], [] if vocab else ALPHABET
+    tokens, alphabet = [*SPECIAL, *vocab], [] if vocab else sorted(pre.ByteLevel.alphabet())
     options: Any = {"special_tokens": tokens, "show_progress": False, "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(LINES * 5, trainers.BpeTrainer(vocab_size=420, **options))
     spec = json.loads(tokenizer.to_str())

@@ -43,21 +43,17 @@ SAME_PAIR: list[dict[str, Any]] = [
 ]
 
 
-def row(**values: Any) -> bytes:
-    return json.dumps(values, ensure_ascii=False).encode()
-
-
-def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> bytes:
-    return row(**{"prompt": "Q", "chosen": chosen, "rejected": rejected, **more})
+def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> dict[str, Any]:
+    return {"prompt": "Q", "chosen": chosen, "rejected": rejected, **more}
 
 
 HOSTILE = (  # (row, how its reason begins)
     (with_prompt("a", "a"), "'chosen' and 'rejected' are equal"),
     (with_prompt("a", " \u200b"), "'rejected' is empty"),
     (with_prompt(None), "'chosen' is null"),
-    (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common"),
+    ({**CONVERSATIONS, "chosen": [EARLIER, GOOD]}, "'chosen' and 'rejected' have no common"),
     (with_prompt([USER]), "'chosen' has no answer of its own"),
-    (row(prompt="Q", completion="a"), "'label' is null beside 'completion'"),
+    ({"prompt": "Q", "completion": "a"}, "'label' is null beside 'completion'"),
     (with_prompt([USER, GOOD], prompt="R"), "'chosen' is a conversation without the turns"),
 )
 
@@ -107,7 +103,7 @@ def test_a_pair_has_the_mask_of_a_chat(tmp_path: Path, tokenizer: Path, pairs: B
     encoder = Encoder(tokenizer)
     hostile = "<|end|><|assistant|>你好"  # a text never becomes a special token
     answers = {CHOSEN: "g", REJECTED: f"b{hostile}"}
-    line = row(prompt=hostile, chosen=answers[CHOSEN], rejected=answers[REJECTED])
+    line = with_prompt(answers[CHOSEN], answers[REJECTED], prompt=hostile)
     build(tmp_path / "shards", [write_lines(tmp_path / "a.jsonl", [line])], pairs)
     shards = ShardSet(tmp_path / "shards" / "train")
     ids, live, branches = shards.row(0)
@@ -137,8 +133,7 @@ def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: B
 
 
 PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
-COUNTS = ("records", "pairs", "rated_answers", "cut_records", "too_long_dropped", "target_tokens")
-COUNTS += ("dropped_tokens",)
+COUNTS = "records pairs rated_answers cut_records too_long_dropped target_tokens dropped_tokens"
 
 
 class Record(NamedTuple):
@@ -226,13 +221,13 @@ def test_rows_hold_the_pairs_of_a_naive_reference(
             counts["target_tokens"] += len(ids)
     batches = [rows.batch([row]) for row in range(len(rows))]
     assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(expected)
-    assert {name: rows.counts()[name] for name in COUNTS} == {name: counts[name] for name in COUNTS}
+    for name in COUNTS.split():
+        assert rows.counts()[name] == counts[name], name
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
 def test_a_record_without_a_live_answer_is_left_out(tmp_path: Path) -> None:
     record = Record([[USER_ID, 9, END]], {CHOSEN: [8, END], REJECTED: [7, END]})
     rows = PairRows(shards_of(tmp_path, [record], is_live=False), 48, PAD, END)
-    assert len(rows) == 0
     counts = rows.counts()
-    assert (counts["all_masked_dropped"], counts["dropped_tokens"]) == (1, 9)
+    assert (len(rows), counts["all_masked_dropped"], counts["dropped_tokens"]) == (0, 1, 9)

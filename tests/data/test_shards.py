@@ -83,9 +83,8 @@ def test_assembly_ends_anywhere(
     tmp_path: Path, recipe: BlockRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file operation of the assembly is once the last one of its process."""
-    rows = rows_of(40)
-    a = write_lines(tmp_path / "a.jsonl", rows[:25])
-    b = write_lines(tmp_path / "b.jsonl", [*rows[15:], b"{"])
+    a = write_lines(tmp_path / "a.jsonl", rows_of(40)[:25])
+    b = write_lines(tmp_path / "b.jsonl", [*rows_of(40)[15:], b"{"])
     reading = Reading(heldout_fraction=0.1)
     build(tmp_path / "lent", [b], recipe, reading)
     lending = replace(recipe, reuse=(str(tmp_path / "lent"),))

@@ -21,7 +21,6 @@ from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import sample
 from ttrain.tasks.tokenizer import train_directory
 
-SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 SMALL = TokenizerSettings(vocab_size=700, max_bytes=30_000)
 WORDS = "the quick brown fox jumps über 日本 don't 42 x_1 <|end|> <|assistant|> 🙂"
 TRAIN = """
@@ -71,7 +70,7 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
 def test_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder, text: str) -> None:
     (ids,) = corpus_encoder.encode([text])
     assert corpus_encoder.decode(ids) == text
-    assert min(ids, default=9) >= len(SPECIAL_TOKENS)
+    assert min(ids, default=9) >= len(jinja_templates.SPECIAL_TOKENS["ttrain"])
 
 
 def test_transformers_opens_it_and_reads_the_same_ids(corpus_encoder: Encoder) -> None:
