@@ -42,7 +42,6 @@ PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
 def outcome_of(lines: str, *signals: int, under: tuple[str, ...] = ()) -> tuple[str, int]:
-    """What the program printed, and its exit code; it asks once, unless it ignores a signal."""
     with subprocess.Popen([*under, sys.executable, "-c", PROGRAM], **PIPES) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         for number, signum in enumerate(signals):

@@ -76,7 +76,6 @@ def install(directory: Path, kind: str, template: str) -> Encoder:
 
 
 def conversations(count: int) -> Iterator[Messages]:
-    """Chats of one to three questions, some behind a system turn, with awkward texts."""
     chance = random.Random(count)
     pieces = [*LINES, " ", "\n\n", "  two  ", "你好，世界", "🙂", "\u3000", "<think>", "Café"]
     for _ in range(count):
@@ -86,7 +85,6 @@ def conversations(count: int) -> Iterator[Messages]:
 
 
 def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
-    """The text of each stretch of live tokens, special tokens in it."""
     pairs = zip(*chat.encode_chat(encoder, turns), strict=True)
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
     stretches = itertools.groupby(pairs, key=lambda pair: pair[1])

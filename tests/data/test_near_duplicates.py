@@ -107,7 +107,6 @@ def near_files(output: Path) -> dict[Path, bytes]:
 def test_nights_and_a_growing_set_keep_what_one_set_of_all_keeps(
     tmp_path: Path, tokenizer: Path, recipe: BlockRecipe
 ) -> None:
-    """With near-duplicates within and between the nights; a night knows those before."""
     texts = [*itertools.chain(*planted(80, seed=3))]
     random.Random(1).shuffle(texts)
     size, whole, grown = len(texts) // 3, tmp_path / "whole", tmp_path / "grown"

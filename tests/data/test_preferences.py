@@ -198,7 +198,6 @@ def answers_in(batch: Any) -> Iterator[tuple[Any, ...]]:
 def test_rows_hold_the_pairs_of_a_naive_reference(
     tmp_path: Path, seed: int, row_length: int, rated: bool, packed: bool
 ) -> None:
-    """Each pair is cut at the first turn that makes it fit, or left out."""
     records = some_records(seed, rated=rated)
     shards = shards_of(tmp_path, records)
     rows = PairRows(shards, row_length, PAD, END, header_length=1, packed=packed)

@@ -73,7 +73,7 @@ def test_finished_blocks_are_kept_and_new_files_alone_encoded(
 
 def test_a_killed_worker_is_reported(tmp_path: Path, recipe: BlockRecipe) -> None:
     path = write_lines(tmp_path / "a.jsonl", rows_of(60))
-    with pytest.raises(StageFailed, match=r"killed.*runtime\.workers"):
+    with pytest.raises(StageFailed, match=r"runtime\.workers"):
         build(tmp_path / "out", [path], recipe, pool=Killing(2))
     assert build(tmp_path / "out", [path], recipe).parts["train"]["rows"] == 60
     assert multiprocessing.active_children() == []
