@@ -198,11 +198,7 @@ COPIES = [FIRST, FIRST, b'{"id": 1, "text": "A first line."}']
 TWICE = [b'{"text": "x", "text": "A first line."}', FIRST, b'{"text": "x", "text": null}', LAST]
 # {name: (lines, outcome, numbers of the bad lines)}; which texts a document has: test_records.py
 DOCUMENTS: dict[str, tuple[Sequence[bytes], hostile_rows.Outcome, list[int]]] = {
-    "broken JSON": (
-        between(b'{"text": "cut off in the mid'),
-        bad(json_error("unexpected end of data")),
-        [2],
-    ),
+    "broken JSON": (between(b'{"text": "cut off in the mid'), bad(END), [2]),
     "invalid UTF-8": (between(b'{"text": "\xff"}'), bad(NOT_UTF8), [2]),
     "a BOM at the start": ([BOM + FIRST, LAST], KEPT, []),
     "a BOM in the middle, as of joined files": ([FIRST, BOM + FIRST, LAST], bad(MARK), [2]),
