@@ -16,11 +16,10 @@ from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import Reference
 
-WORDS = ("list", "file", "name", "code", "time", "line", "path", "test")
 CHOICES: list[dict[str, Any]] = [
     {"question": f"Return the {word} of", "choices": ["a list", "a file", "a name"]}
     | {"answer": number % 3, "lang": ("en", "zh")[number % 2]}
-    for number, word in enumerate(WORDS)
+    for number, word in enumerate(["list", "file", "name", "code", "time", "line", "path", "test"])
 ]
 BAD = [
     {"question": "of", "choices": ["a"], "answer": 0},
@@ -32,36 +31,31 @@ BAD = [
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eval")
     home = Home.make(root / "home")
-    manifest: dict[str, Any] = {"result": {}, "ingredients": {}, "provenance": {"run": "full-1"}}
-    documents, chats = (
-        {"stage": shards.stage, "key": shards.key, "content": shards.content}
-        for shards in (home.documents, home.chats)
-    )
-    write_model(root / "made" / "model", max_length=64)
-    manifest["inputs"] = {"shards": documents}
-    home.store.publish("pretrain", "3" * 64, root / "made", manifest)
-    write_model(root / "tuned" / "model", seed=3, max_length=64)
-    manifest["inputs"] = {"base": {"stage": "pretrain", "key": "3" * 64}, "shards": chats}
-    home.store.publish("sft", "4" * 64, root / "tuned", manifest)
+    provenance = {"run": "full-1"}
+    base: Any = {"base": {"stage": "pretrain", "key": "3" * 64}}
+    for stage, key, shards, more in (
+        ("pretrain", "3", home.documents, {}),
+        ("sft", "4", home.chats, base),
+    ):
+        entry = {"stage": shards.stage, "key": shards.key, "content": shards.content}
+        inputs = {"shards": entry, **more}
+        manifest = {"result": {}, "ingredients": {}, "provenance": provenance, "inputs": inputs}
+        write_model(root / stage / "model", seed=int(key), max_length=64)
+        home.store.publish(stage, key * 64, root / stage, manifest)
     write_model(root / "other", seed=2, max_length=64)
     write_lines(root / "words.jsonl", [*CHOICES, *BAD])
     return root
 
 
 @pytest.fixture
-def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(root)
-    return root
-
-
-@pytest.fixture
-def run(here: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return partial(in_process(capsys), "eval")
 
 
-def test_two_models_stand_side_by_side_on_the_same_items(here: Path, run: Run) -> None:
+def test_two_models_stand_side_by_side_on_the_same_items(root: Path, run: Run) -> None:
     models = ["pretrain", "./other"]
     report = run(*models, "--choices", "words.jsonl", "--json", "--items", "items.jsonl").json
     (task,) = report["tasks"]
@@ -73,17 +67,16 @@ def test_two_models_stand_side_by_side_on_the_same_items(here: Path, run: Run) -
     for metric in (first, second):
         assert metric["interval"][0] <= metric["value"] <= metric["interval"][1]
     by_accuracy, by_answers = report["comparisons"]
-    assert by_accuracy["figure"] == "accuracy"
-    assert by_answers["figure"] == "bits_per_byte", "which tells small models apart"
+    assert (by_accuracy["figure"], by_answers["figure"]) == ("accuracy", "bits_per_byte")
     assert by_accuracy["difference"] == pytest.approx(first["value"] - second["value"])
-    rows = [json.loads(line) for line in (here / "items.jsonl").read_bytes().splitlines()]
+    rows = [json.loads(line) for line in (root / "items.jsonl").read_bytes().splitlines()]
     assert [row["model"] for row in rows] == [name for name in models for _ in CHOICES]
 
 
-def test_without_a_task_held_out_data_of_the_runs_is_scored(here: Path, run: Run) -> None:
+def test_without_a_task_held_out_data_of_the_runs_is_scored(root: Path, run: Run) -> None:
     (task,) = run("./other", "pretrain", "--json").json["tasks"]
-    store = ArtifactStore(here / "home")
-    heldout = heldout_of([resolve("pretrain", here / "home")], store)
+    store = ArtifactStore(root / "home")
+    heldout = heldout_of([resolve("pretrain", root / "home")], store)
     assert set(heldout) == {"documents"}
     assert (task["task"], task["items"]) == ("documents", len(heldout["documents"]))
     # A base model has no chats, its fine-tuned one has: both together are asked chats, too.

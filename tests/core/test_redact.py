@@ -41,23 +41,17 @@ def test_a_url_is_shown_without_user_password_query_and_fragment(location: str, 
     assert settings.data.sft == (location,), "within the process it is complete"
 
 
-def test_a_path_or_an_open_url_is_shown_as_it_is() -> None:
-    assert [redact.url(location) for location in OPEN] == OPEN
-    assert not any(map(is_hidden, OPEN))
-    assert masked({"data.sft": OPEN}) == {"data.sft": OPEN}
-
-
-def test_a_text_keeps_what_stands_around_its_urls() -> None:
+def test_a_text_keeps_open_urls_and_what_stands_around_them() -> None:
+    assert masked({"data.sft": OPEN}) == {"data.sft": OPEN} and not any(map(is_hidden, OPEN))
     shown = redact.url("https://host/x.jsonl?sig=1")
     assert redact.text(f"{shown}:12: no text") == "https://host/x.jsonl?***:12: no text"
-    listed = redact.text("['https://a/x?1', 'https://u:p@b/y']")
-    assert listed == "['https://a/x?***', 'https://***@b/y']"
     assert redact.text("use ghp_" + "a" * 36 + " here") == "use *** here"
     assert redact.without_user("http://u:p@host:5000/x?y=1") == "http://host:5000/x?y=1"
     for words, shown in (
         (f"https://h/a b?sig={SECRET}&se=2026", "https://h/a b?sig=***&se=2026"),
         (f"X-Amz-Token={SECRET}, signature={SECRET}", "X-Amz-Token=***, signature=***"),
         (f"host=h user=u password={SECRET}", "host=h user=u password=***"),
+        ("['https://a/x?1', 'https://u:p@b/y']", "['https://a/x?***', 'https://***@b/y']"),
         ("key=1a2b tokens=5 token=7 model.signature=x design=9",) * 2,
     ):
         assert redact.text(words) == redact.text(shown) == shown

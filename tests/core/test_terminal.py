@@ -38,35 +38,27 @@ for number in range(20_000):
 os.write(int(sys.argv[1]), b'to the end')
 """
 NOTE = "standard output cannot be written ({}); the command goes on without it\n"
-
-
 PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
 
-def outcome_of(first: int, second: int | None, lines: str) -> tuple[str, int]:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], **PIPES) as process:
+def outcome_of(lines: str, *signals: int, under: tuple[str, ...] = ()) -> tuple[str, int]:
+    with subprocess.Popen([*under, sys.executable, "-c", PROGRAM], **PIPES) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(first)
-        assert process.stdout.readline() == "asked\n"
-        if second is not None:
-            process.send_signal(second)
+        for number, signum in enumerate(signals):
+            process.send_signal(signum)
+            if not number and not under:
+                assert process.stdout.readline() == "asked\n"
         out, _ = process.communicate(lines, timeout=60)
     return out, process.returncode
 
 
-def test_signals_ask_to_stop_and_a_second_one_ends_at_once() -> None:
-    assert outcome_of(signal.SIGINT, None, "\n\n") == ("stopped\n", 130)
+def test_signals_ask_to_stop_a_second_one_ends_at_once_and_nohup_is_obeyed() -> None:
+    assert outcome_of("\n\n", signal.SIGINT) == ("stopped\n", 130)
     # As `timeout` sends it: to its command, then to the group.
-    assert outcome_of(signal.SIGTERM, signal.SIGTERM, "\n\n") == ("stopped\n", 143)
-    out, code = outcome_of(signal.SIGHUP, signal.SIGTERM, "")
+    assert outcome_of("\n\n", signal.SIGTERM, signal.SIGTERM) == ("stopped\n", 143)
+    out, code = outcome_of("", signal.SIGHUP, signal.SIGTERM)
     assert "interrupted twice" in out and code == 143
-
-
-def test_nohup_is_obeyed() -> None:
-    with subprocess.Popen(["nohup", sys.executable, "-c", PROGRAM], **PIPES) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGHUP)
-        assert process.communicate("\n\n", timeout=60)[0] == "" and process.returncode == 0
+    assert outcome_of("\n\n", signal.SIGHUP, under=("nohup",)) == ("", 0)
 
 
 def output_of(stdout: Any) -> tuple[int, str, str]:

@@ -1,9 +1,11 @@
-"""Items of evaluations in training shards: matched, marked, and left out on request."""
+"""Items of evaluations in training shards; the held-out part of the quickstart's data."""
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from support import shard_sets
 from support.shard_sets import ALL, write_lines
 from support.tiny_stages import Home, run_here, stage_settings
 
-from ttrain.config import Evaluate, Settings
-from ttrain.data import contamination
-from ttrain.data.contamination import GramIndex
+from ttrain.config import Evaluate, PythonDocs, Settings
+from ttrain.data import contamination, python_docs
+from ttrain.data.contamination import GramIndex, OverlapCheck
 from ttrain.data.encoder import Encoder
 from ttrain.data.plain_text import plain, words_of
 from ttrain.engine.input_files import data_files, evaluation_files
@@ -73,6 +75,7 @@ def test_what_many_items_begin_with_identifies_none_of_them() -> None:
 
 
 CHOICES: Json = {"question": QUESTION, "choices": ["a", ANSWER]}
+LAST_WORD = {"context": "The old bridge of the village crosses the", "target": " Rhine"}
 BOTH = plain(QUESTION + ANSWER)
 ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({**CHOICES, "answer": 1}, BOTH),
@@ -80,7 +83,7 @@ ITEM_ROWS: list[tuple[Json, bytes]] = [
     ({"question": QUESTION, "answer": ANSWER}, BOTH),
     ({"messages": TURNS}, BOTH),
     ({**CHOICES, "answer": 7}, plain(QUESTION)),
-    ({"context": "The bridge crosses the", "target": " Rhine"}, b"thebridgecrossestherhine"),
+    (LAST_WORD, plain(LAST_WORD["context"] + LAST_WORD["target"])),
     ({"text": POEM}, plain(POEM)),
 ]
 
@@ -97,16 +100,6 @@ def test_rows_of_every_kind_of_task_are_items(tmp_path: Path) -> None:
         contamination.read_items(str(write_lines(tmp_path / "none.jsonl", bad)), Counter())
 
 
-def build(out: Path, encoder: Encoder, rows: Path, items: Path | None, remove: bool = True) -> Any:
-    against = None
-    if items:
-        left_out = Counter[str]()
-        read = contamination.read_items(str(items), left_out)
-        against = contamination.OverlapCheck(read, remove, left_out)
-    recipe = recipe_of(ALL, encoder.directory, "documents")
-    return shard_sets.build(out, [rows], recipe, block_bytes=2048, against=against)
-
-
 @pytest.mark.parametrize("remove", [True, False])
 def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, remove: bool) -> None:
     rng = random.Random(1)
@@ -121,8 +114,11 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     ]
     items = write_lines(tmp_path / "items.jsonl", [*rows, {"question": ["bad"]}])
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
-    output = tmp_path / "out"
-    built = build(output, encoder, documents, items, remove)
+    output, left_out = tmp_path / "out", Counter[str]()
+    check = OverlapCheck(contamination.read_items(str(items), left_out), remove, left_out)
+    recipe = recipe_of(ALL, encoder.directory, "documents")
+    make = partial(shard_sets.build, output, [documents], recipe, block_bytes=2048)
+    built = make(against=check)
     report = json.loads((output / contamination.REPORT).read_bytes())
     counts = {"items": 4, "too_short": 1, "overlapping": 2, "left_out": 1}
     assert report["tasks"] == {"items.jsonl": counts}
@@ -135,9 +131,9 @@ def test_documents_with_items_are_left_out(tmp_path: Path, encoder: Encoder, rem
     assert built.parts["train"]["rows"] == 30 - removed
     assert tally.kept + tally.skipped.total() + tally.rejected.total() == tally.rows == 30
     assert tally.skipped[contamination.OVERLAPS] == removed
-    kept = shard_sets.texts_in(output, encoder.directory)
-    assert any("床前" in text for text in kept) is not remove
-    assert build(output, encoder, documents, None).parts["train"]["rows"] == 30
+    kept = "".join(shard_sets.texts_in(output, encoder.directory))
+    assert ("床前" in kept) is not remove
+    assert make().parts["train"]["rows"] == 30
     assert not (output / contamination.REPORT).exists()
 
 
@@ -155,12 +151,8 @@ def test_files_of_evaluations_are_inputs_of_shards_and_count_by_their_bytes(tmp_
         evaluation_files((str(suite),))
 
 
-EVALUATED: dict[str, Json] = {
-    "choices": {**CHOICES, "answer": 1},
-    "last_word": {"context": "The old bridge of the village crosses the", "target": " Rhine"},
-    "text": {"text": POEM},
-    "chats": {"messages": TURNS},
-}
+KINDS = ("choices", "last_word", "text", "chats")
+EVALUATED = dict(zip(KINDS, (ITEM_ROWS[number][0] for number in (0, 5, 6, 3)), strict=True))
 
 
 def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None:
@@ -186,3 +178,19 @@ def test_the_evaluation_marks_items_that_its_shards_hold(tmp_path: Path) -> None
     assert metrics[f"{name}:no"] != pytest.approx(metrics[f"{name}:yes"], rel=1e-6)
     for end in ("overlap:no", "overlap:yes"):
         assert {metric.split("/")[0] for metric in metrics if metric.endswith(end)} == {*EVALUATED}
+
+
+def modules(*paths: Path) -> set[str]:
+    rows = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    sources = [row["source"].partition(":")[2].partition(".")[0] for row in rows]
+    return {re.sub("^_(py)?", "", source) for source in sources}
+
+
+def test_no_module_is_on_both_sides_and_the_settings_say_how_much_is_taken(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in python_docs.build(tmp_path, PythonDocs())}
+    heldout = modules(files["pretrain_heldout"], files["sft_heldout"])
+    assert len(heldout) > 10
+    assert not heldout & modules(files["pretrain"], files["sft"])
+    counts = python_docs.build(tmp_path, PythonDocs(chat_rows=200, document_bytes=300_000))
+    assert [counts[name]["rows"] for name in ("sft", "dpo", "lora")] == [200, 75, 800]
+    assert 290_000 < counts["pretrain"]["bytes"] + counts["pretrain_heldout"]["bytes"] <= 300_000

@@ -20,33 +20,27 @@ from ttrain.data.encoder import Encoder
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-ALPHABET = sorted(pre.ByteLevel.alphabet())
 
-END = "{% endif %}{% endfor %}"
-IM_START = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 INST = "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
 INST += "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
-INST += "{{ ' ' + m['content'] + eos_token }}" + END
-THOUGHT = IM_START + "{% if m['role'] == 'assistant' and loop.last %}"
-THOUGHT += "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-THOUGHT += "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}" + HEADER
-MARKED = IM_START + "{% if m['role'] == 'assistant' %}{{ '<mood>calm</mood>' }}{% generation %}"
+INST += "{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+# What ends the last question only: an earlier prompt does not begin the chat.
+LAST = "{% if loop.revindex0 < 2 %}{{ ' Be brief.' }}{% endif %}"
+SYSTEM_LAST = INST.replace(" + ' [/INST]' }}", " }}" + LAST + "{{ '[/INST]' }}")
+THINKS = "'<think>\n\n</think>\n\n' * (message['role'] == 'assistant' and loop.last)"
+THOUGHT = CHATML.replace("message['content']", f"{THINKS} + message['content']")
+MARKED = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+MARKED += "{% if m['role'] == 'assistant' %}{{ '<mood>calm</mood>' }}{% generation %}"
 MARKED += "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
 MARKED += "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + HEADER
-# The system turn is written into the last question: an earlier prompt does not begin the chat.
-SYSTEM_LAST = "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] }}"
-SYSTEM_LAST += "{% if loop.revindex0 < 2 %}{{ ' Be brief.' }}{% endif %}"
-SYSTEM_LAST += "{{ '[/INST]' }}{% else %}{{ ' ' + m['content'] + eos_token }}" + END
 IM = ["Blue.<|im_end|>", "Deep.<|im_end|>"]
-TEMPLATES = {"chatml": CHATML, "inst": INST, "thought": THOUGHT, "marked": MARKED}
-TEMPLATES |= dict.fromkeys(["ttrain", "tinyseek"])
 
 
 def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    tokens, alphabet = [*SPECIAL, *vocab], [] if vocab else ALPHABET
+    tokens, alphabet = [*SPECIAL, *vocab], [] if vocab else sorted(pre.ByteLevel.alphabet())
     options: Any = {"special_tokens": tokens, "show_progress": False, "initial_alphabet": alphabet}
     tokenizer.train_from_iterator(LINES * 5, trainers.BpeTrainer(vocab_size=420, **options))
     spec = json.loads(tokenizer.to_str())
@@ -55,40 +49,33 @@ def trained(model: Any, vocab: Sequence[str] = (), **parts: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def byte_level() -> Tokenizer:
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    if kind == "metaspace":
+        model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+        first = pre.Metaspace(prepend_scheme="first")
+        return trained(model, vocab=BYTES, pre_tokenizer=first, decoder=decoders.Metaspace())
     splitter = pre.ByteLevel(add_prefix_space=False)
     tokenizer = trained(models.BPE(), pre_tokenizer=splitter, decoder=decoders.ByteLevel())
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return tokenizer
 
 
-def metaspace() -> Tokenizer:
-    model = models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    first = pre.Metaspace(prepend_scheme="first")
-    return trained(model, vocab=BYTES, pre_tokenizer=first, decoder=decoders.Metaspace())
-
-
-@cache
-def tokenizer_of(kind: str) -> Tokenizer:
-    return byte_level() if kind == "byte level" else metaspace()
-
-
-def install(directory: Path, tokenizer: Tokenizer, template: str) -> Encoder:
+def install(directory: Path, kind: str, template: str) -> Encoder:
     """The tokenizer as ttrain uses it; padding is the end token, as many models have it."""
     source = directory / "source"
     source.mkdir()
-    tokenizer.save(str(source / "tokenizer.json"))
+    tokenizer_of(kind).save(str(source / "tokenizer.json"))
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     (source / "tokenizer_config.json").write_text(json.dumps(tokens))
-    own = TEMPLATES.get(template, template)
-    if own:
-        (source / "chat_template.jinja").write_text(own)
-    existing.install(existing.files_in(source), directory / "tokenizer", "own" if own else template)
+    if is_own := "{" in template:
+        (source / "chat_template.jinja").write_text(template)
+    files = existing.files_in(source)
+    existing.install(files, directory / "tokenizer", "own" if is_own else template)
     return Encoder(directory / "tokenizer")
 
 
 def conversations(count: int) -> Iterator[Messages]:
-    """Chats of one to three questions, some behind a system turn, with awkward texts."""
     chance = random.Random(count)
     pieces = [*LINES, " ", "\n\n", "  two  ", "你好，世界", "🙂", "\u3000", "<think>", "Café"]
     for _ in range(count):
@@ -98,7 +85,6 @@ def conversations(count: int) -> Iterator[Messages]:
 
 
 def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
-    """The text of each stretch of live tokens, special tokens in it."""
     pairs = zip(*chat.encode_chat(encoder, turns), strict=True)
     opened = Tokenizer.from_file(str(encoder.directory / "tokenizer.json"))
     stretches = itertools.groupby(pairs, key=lambda pair: pair[1])
@@ -106,12 +92,12 @@ def runs_trained_on(encoder: Encoder, turns: Messages) -> list[str]:
     return [opened.decode(ids, skip_special_tokens=False) for ids in ids_of_runs]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [CHATML, INST, THOUGHT, MARKED, "ttrain", "tinyseek"])
 @pytest.mark.parametrize("kind", ["byte level", "metaspace"])
 def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    encoder = install(tmp_path, tokenizer_of(kind), template)
+    encoder = install(tmp_path, kind, template)
     opened: Any = AutoTokenizer.from_pretrained(encoder.directory, local_files_only=True)
     for messages in conversations(25):
         ids, live = chat.encode_chat(encoder, messages)
@@ -128,7 +114,7 @@ def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("template", "first", "second"),
     [
-        (CHATML, "Blue.<|im_end|>", "Deep.<|im_end|>"),
+        (CHATML, *IM),
         (CHATML.replace(HEADER, ""), *(f"<|im_start|>assistant\n{text}" for text in IM)),
         (INST, " Blue.</s>", " Deep.</s>"),
         (SYSTEM_LAST, " Blue.</s>", " Deep.</s>"),
@@ -139,6 +125,6 @@ def test_ids_are_those_of_transformers(kind: str, template: str, tmp_path: Path)
 def test_all_behind_the_prompt_is_live(
     template: str, first: str, second: str, tmp_path: Path
 ) -> None:
-    encoder = install(tmp_path, tokenizer_of("byte level"), template)
+    encoder = install(tmp_path, "byte level", template)
     turns = tuple(map(Message, ["user", "assistant"] * 2, ("Sky?", "Blue.", "Sea?", "Deep.")))
     assert runs_trained_on(encoder, turns) == [first, second]

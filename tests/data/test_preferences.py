@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,21 +43,17 @@ SAME_PAIR: list[dict[str, Any]] = [
 ]
 
 
-def row(**values: Any) -> bytes:
-    return json.dumps(values, ensure_ascii=False).encode()
-
-
-def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> bytes:
-    return row(**{"prompt": "Q", "chosen": chosen, "rejected": rejected, **more})
+def with_prompt(chosen: Any = "a", rejected: Any = "b", **more: Any) -> dict[str, Any]:
+    return {"prompt": "Q", "chosen": chosen, "rejected": rejected, **more}
 
 
 HOSTILE = (  # (row, how its reason begins)
     (with_prompt("a", "a"), "'chosen' and 'rejected' are equal"),
     (with_prompt("a", " \u200b"), "'rejected' is empty"),
     (with_prompt(None), "'chosen' is null"),
-    (row(chosen=[USER, GOOD], rejected=[EARLIER, BAD]), "'chosen' and 'rejected' have no common"),
+    ({**CONVERSATIONS, "chosen": [EARLIER, GOOD]}, "'chosen' and 'rejected' have no common"),
     (with_prompt([USER]), "'chosen' has no answer of its own"),
-    (row(prompt="Q", completion="a"), "'label' is null beside 'completion'"),
+    ({"prompt": "Q", "completion": "a"}, "'label' is null beside 'completion'"),
     (with_prompt([USER, GOOD], prompt="R"), "'chosen' is a conversation without the turns"),
 )
 
@@ -106,7 +103,7 @@ def test_a_pair_has_the_mask_of_a_chat(tmp_path: Path, tokenizer: Path, pairs: B
     encoder = Encoder(tokenizer)
     hostile = "<|end|><|assistant|>你好"  # a text never becomes a special token
     answers = {CHOSEN: "g", REJECTED: f"b{hostile}"}
-    line = row(prompt=hostile, chosen=answers[CHOSEN], rejected=answers[REJECTED])
+    line = with_prompt(answers[CHOSEN], answers[REJECTED], prompt=hostile)
     build(tmp_path / "shards", [write_lines(tmp_path / "a.jsonl", [line])], pairs)
     shards = ShardSet(tmp_path / "shards" / "train")
     ids, live, branches = shards.row(0)
@@ -136,6 +133,7 @@ def test_prompts_are_split(count: int, fraction: float, tmp_path: Path, pairs: B
 
 
 PAD, BOS, END, USER_ID, ASSISTANT_ID = range(5)
+COUNTS = "records pairs rated_answers cut_records too_long_dropped target_tokens dropped_tokens"
 
 
 class Record(NamedTuple):
@@ -200,41 +198,35 @@ def answers_in(batch: Any) -> Iterator[tuple[Any, ...]]:
 def test_rows_hold_the_pairs_of_a_naive_reference(
     tmp_path: Path, seed: int, row_length: int, rated: bool, packed: bool
 ) -> None:
-    """Each pair is cut at the first turn that makes it fit, or left out."""
     records = some_records(seed, rated=rated)
     shards = shards_of(tmp_path, records)
     rows = PairRows(shards, row_length, PAD, END, header_length=1, packed=packed)
-    expected: list[tuple[Any, ...]] = []
-    cut = kept = too_long = targets = 0
+    expected = list[tuple[Any, ...]]()
+    counts = Counter(records=len(records), dropped_tokens=shards.tokens)
     for number, record in enumerate(records):
         fitting = [n for n in range(len(record.turns)) if record.size(n) <= row_length]
         if not fitting:
-            too_long += 1
+            counts["too_long_dropped"] += 1
             continue
         first = fitting[0]
-        cut += first > 0
-        kept += record.size(first) + 1
+        counts["cut_records"] += first > 0
+        counts["rated_answers" if rated else "pairs"] += 1
+        counts["dropped_tokens"] -= record.size(first) + 1
         prompt = record.prompt(first)
         for part, ids in record.answers.items():
             side, labels = part - CHOSEN, [*[IGNORE] * (len(prompt) - 1), *ids]
             inputs, positions = [*prompt, *ids[:-1]], [*range(len(labels))]
             expected.append((2 * number + side, 1 - 2 * side, inputs, labels, positions))
-            targets += len(ids)
+            counts["target_tokens"] += len(ids)
     batches = [rows.batch([row]) for row in range(len(rows))]
     assert sorted(itertools.chain.from_iterable(map(answers_in, batches))) == sorted(expected)
-    counts = rows.counts()
-    assert (counts["cut_records"], counts["too_long_dropped"]) == (cut, too_long)
-    assert counts["records"] == len(records)
-    numbers = (0, len(records) - too_long) if rated else (len(records) - too_long, 0)
-    assert (counts["pairs"], counts["rated_answers"]) == numbers
-    assert counts["target_tokens"] == targets
-    assert counts["dropped_tokens"] == shards.tokens - kept
+    for name in COUNTS.split():
+        assert rows.counts()[name] == counts[name], name
     assert [(batch.segments_BT >= 0).sum() for batch in batches] == rows.lengths().tolist()
 
 
 def test_a_record_without_a_live_answer_is_left_out(tmp_path: Path) -> None:
     record = Record([[USER_ID, 9, END]], {CHOSEN: [8, END], REJECTED: [7, END]})
     rows = PairRows(shards_of(tmp_path, [record], is_live=False), 48, PAD, END)
-    assert len(rows) == 0
     counts = rows.counts()
-    assert (counts["all_masked_dropped"], counts["dropped_tokens"]) == (1, 9)
+    assert (len(rows), counts["all_masked_dropped"], counts["dropped_tokens"]) == (0, 1, 9)

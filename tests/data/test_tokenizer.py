@@ -1,6 +1,5 @@
 """The tokenizer: the same bytes every time, and no text is lost or turns special."""
 
-import json
 import os
 import random
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paths import ROOT
+from support.shard_sets import write_lines
 
 from ttrain.config import Reading
 from ttrain.config import Tokenizer as TokenizerSettings
@@ -21,7 +21,6 @@ from ttrain.data.records import TextDocument, position
 from ttrain.data.tokenizer import sample
 from ttrain.tasks.tokenizer import train_directory
 
-SPECIAL_TOKENS = jinja_templates.SPECIAL_TOKENS["ttrain"]
 SMALL = TokenizerSettings(vocab_size=700, max_bytes=30_000)
 WORDS = "the quick brown fox jumps über 日本 don't 42 x_1 <|end|> <|assistant|> 🙂"
 TRAIN = """
@@ -35,15 +34,13 @@ train_directory(sys.argv[1:2], Path(sys.argv[2]), settings, Reading())
 
 
 def write_rows(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return str(path)
+    return str(write_lines(path, [{"text": text} for text in texts]))
 
 
 def corpus(count: int = 400) -> list[str]:
     """Many words are equally frequent, so that merges tie."""
     chance = random.Random(1)
-    letters = "abcdefghijklmno"
-    words = ["".join(chance.choices(letters, k=chance.randint(2, 7))) for _ in range(400)]
+    words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 7))) for _ in range(400)]
     words += WORDS.split()
     texts = (" ".join(chance.choices(words, k=20)) for _ in range(count))
     return [text + chance.choice(["\n", ".", "!  "]) for text in texts]
@@ -58,10 +55,9 @@ def corpus_encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", corpus())
-    threads = {"RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-P", "-c", TRAIN, rows, str(tmp_path / "elsewhere")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **threads}
-    subprocess.run(command, env=environment, timeout=120, check=True)
+    more = {"PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "2", "PYTHONHASHSEED": "1"}
+    subprocess.run(command, env={**os.environ, **more}, timeout=120, check=True)
     train_directory([rows], tmp_path / "here", SMALL, Reading())
     train_directory([rows], tmp_path / "seed", SMALL.model_copy(update={"seed": 2}), Reading())
     files = [tmp_path / name / "tokenizer.json" for name in ("elsewhere", "here", "seed")]
@@ -74,16 +70,14 @@ def test_the_same_files_give_the_same_bytes_whatever_the_number_of_threads(tmp_p
 def test_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder, text: str) -> None:
     (ids,) = corpus_encoder.encode([text])
     assert corpus_encoder.decode(ids) == text
-    assert min(ids, default=9) >= len(SPECIAL_TOKENS)
+    assert min(ids, default=9) >= len(jinja_templates.SPECIAL_TOKENS["ttrain"])
 
 
-def test_transformers_opens_it_with_all_its_attributes(corpus_encoder: Encoder) -> None:
+def test_transformers_opens_it_and_reads_the_same_ids(corpus_encoder: Encoder) -> None:
     from transformers import AutoTokenizer
 
     opened = AutoTokenizer.from_pretrained(corpus_encoder.directory, local_files_only=True)
-    assert opened.convert_tokens_to_ids(SPECIAL_TOKENS) == list(range(9))
     assert [opened.pad_token_id, opened.unk_token_id, opened.eos_token_id] == [0, 1, 3]
-    assert opened.chat_template == jinja_templates.JINJA["ttrain"]
     text = " a b ,  c . don't über 日本🙂\n"
     (ids,) = corpus_encoder.encode([text])
     assert opened(text)["input_ids"] == [corpus_encoder.bos_id, *ids]
@@ -92,9 +86,8 @@ def test_transformers_opens_it_with_all_its_attributes(corpus_encoder: Encoder) 
 
 def test_a_word_without_end_is_cut_for_training_only_and_loses_nothing() -> None:
     word = "".join(chr(0x4E00 + (i * i) % 900) for i in range(1000))
-    text = f"ab {word} cd\n{word}"
-    cut = tokenizer.pieces(text)
-    assert "".join(cut) == text
+    cut = tokenizer.pieces(f"ab {word} cd\n{word}")
+    assert "".join(cut) == f"ab {word} cd\n{word}"
     assert max(map(len, " ".join(cut).split())) == tokenizer.RUN_CHARACTERS
     assert tokenizer.pieces("short words only") == ["short words only"]
 
@@ -135,12 +128,11 @@ def test_the_result_counts_what_was_read_and_how_well_it_fits_each_file(tmp_path
     result = train_directory(paths, tmp_path / "out", limits, Reading(heldout_fraction=0.1))
     encoder = Encoder(tmp_path / "out")
     training = [text for text in [*corpus(), *chinese] if position(TextDocument(text)) >= 0.1]
-    assert result["vocab_size"] == len(encoder) == 600
-    assert (result["documents"], result["documents_seen"]) == (300, len(training))
     counts = {"rows": 422, "kept": 420, "skipped": {"empty text": 2}, "rejected": {}}
-    assert result["rows"] == counts
-    documents = {file["name"]: file["documents"] for file in result["files"]}
-    assert documents == {"first.jsonl": 200, "second.jsonl": 20}
+    expected = {"vocab_size": 600, "documents": 300, "documents_seen": len(training)}
+    assert result.items() >= {**expected, "rows": counts}.items() and len(encoder) == 600
+    documents = [(file["name"], file["documents"]) for file in result["files"]]
+    assert documents == [("first.jsonl", 200), ("second.jsonl", 20)]
     size, tokens = len("".join(chinese).encode()), len(encoder.encode_flat(chinese)[0])
     assert result["files"][1]["bytes_per_token"] == size / tokens
     sampled, _ = sample(training, TokenizerSettings(max_documents=300))

@@ -30,8 +30,7 @@ def shards(rows: int = 295, digest: str = "a", rejected: int = 0) -> Made:
     left_out = {"not JSON": rejected} if rejected else {}
     train = {"rows": rows, "tokens": 43 * rows, "live_tokens": 42 * rows, "bytes": 100 * rows}
     tally = {"train": {"rows": 300, "skipped": {}, "rejected": left_out}}
-    result = {"train": train, "heldout": {"rows": 5}, "blocks": 1, "encoded_blocks": 1}
-    result["rows"] = tally
+    result = {"train": train, "heldout": {"rows": 5}, "rows": tally}
     inputs = {"tokenizer": ("tokenizer", "t1" * 32, "t1")}
     return Made("shards-pretrain", result=result, files={"docs.jsonl": digest * 64}, inputs=inputs)
 
@@ -49,12 +48,6 @@ def scored(scores: dict[str, list[float]], first: str = "r0", size: int = 8) -> 
     return Made("evaluate", result={"samples": {}, "metrics": {}}, texts=texts, key=key)
 
 
-def with_bits(home: Path, run: str, bits: list[float], number: int = 0) -> None:
-    """A run whose evaluation has these bits per byte of held-out records."""
-    metrics = {BITS: sum(bits) / len(bits)}
-    make_run(home, run, [scored({"bits_per_byte": bits})], number=number, metrics=metrics)
-
-
 def compared(home: Path, *names: str) -> RunComparison:
     return compare(read_runs(home, names))
 
@@ -68,8 +61,7 @@ def test_settings_and_data_that_differ_are_lines_and_the_rest_are_none(tmp_path:
     settings: dict[str, Any] = {"pretrain": {"optim": {"lr": 0.004}}}
     make_run(tmp_path, A, [tokenizer, shards()], settings=settings)
     settings = {"pretrain": {"optim": {"lr": 0.003}}, "runtime": {"threads": 3}}
-    others = shards(rows=200, digest="b", rejected=7)
-    make_run(tmp_path, B, [tokenizer, others], settings=settings)
+    make_run(tmp_path, B, [tokenizer, shards(200, "b", 7)], settings=settings)
     comparison = compared(tmp_path, A, B)
     assert lines(comparison.settings) == {"pretrain.optim.lr": ("0.004", "0.003")}
     assert lines(comparison.settings_aside) == {"runtime.threads": ("null", "3")}
@@ -99,30 +91,25 @@ def test_the_verdict_names_who_is_better(
     assert compared(tmp_path, *names).verdict.startswith(verdict)
 
 
-@pytest.mark.parametrize(("most", "is_certain"), [(8.2, True), (24.0, False)])
-def test_the_verdict_is_certain_and_green_only_where_the_interval_excludes_zero(
-    tmp_path: Path, most: float, is_certain: bool
+@pytest.mark.parametrize(
+    ("count", "most", "is_certain"),
+    [(40, 8.2, True), (40, 24.0, False), (19, 8.0, False), (20, 8.0, True)],
+)
+def test_the_verdict_is_certain_where_the_interval_of_20_records_or_more_excludes_zero(
+    tmp_path: Path, count: int, most: float, is_certain: bool
 ) -> None:
-    with_bits(tmp_path, A, [16.0] * 40)
-    with_bits(tmp_path, B, [most if number % 2 else 7.0 for number in range(40)])
+    is_judged = count >= 20
+    for name, bits in ((A, [16.0] * count), (B, ([7.0, most] * 20)[:count])):
+        made = [scored({"bits_per_byte": bits})]
+        make_run(tmp_path, name, made, metrics={BITS: sum(bits) / count})
     comparison = compared(tmp_path, A, B)
-    assert comparison.verdict.startswith("the model of B is better")
+    assert comparison.verdict.startswith("the model of B is better") == is_judged
     assert comparison.is_certain == is_certain
+    (metric,) = comparison.metrics
+    assert metric.best == (1 if is_judged else None)
+    assert ("%" in metric.texts[1]) == is_judged
     page = comparison_page(read_runs(tmp_path, [A, B]))
     assert ('class="verdict good">' in page) == is_certain
-
-
-@pytest.mark.parametrize(("count", "is_judged"), [(1, False), (19, False), (20, True)])
-def test_of_few_held_out_records_no_model_is_better(
-    tmp_path: Path, count: int, is_judged: bool
-) -> None:
-    with_bits(tmp_path, A, [16.0] * count)
-    with_bits(tmp_path, B, [8.0] * count)
-    comparison = compared(tmp_path, A, B)
-    (metric,) = comparison.metrics
-    assert comparison.verdict.startswith("the model of B is better") == is_judged
-    expected = (1, ["16", "8  -50 %"]) if is_judged else (None, ["16", "8"])
-    assert (metric.best, metric.texts) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,21 +154,18 @@ def test_the_commands_print_tables_and_json_and_write_pages(
         return done.stdout
 
     table = output("compare", A, B)
-    for text in ("pretrain.optim.lr", "shards-pretrain: train rows", "-10 %  * best"):
-        assert text in table, text
+    assert "pretrain.optim.lr" in table and "-10 %  * best" in table
     report = json.loads(output("compare", A, B, "--json"))
     assert report.pop("page") is None
     assert report == json.loads(json.dumps(asdict(compared(tmp_path, A, B))))
-    report = json.loads(output("report", "latest", "--json"))
-    assert report == {"run": B, "page": f"{B}.html", "notes": []}
+    page = {"run": B, "page": f"{B}.html", "notes": []}
+    assert json.loads(output("report", "latest", "--json")) == page
     assert output("compare", A, B, "--html", "both.html").strip().endswith(" both.html")
     assert (tmp_path / "both.html").read_text().startswith("<!doctype html>")
 
 
-HOSTILE = (
-    '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 2">'
-    "\u202e\x1b[31m{{7*7}}&amp;"
-)
+HOSTILE = '</script><script>hit = 1</script><img src=x onerror="hit = 2">'
+HOSTILE += "\u202e\x1b[31m{{7*7}}&amp;"
 STEPS = 40
 
 
@@ -191,10 +175,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sharded = shards(rejected=3)
     counts = {**sharded.result["train"], "name": HOSTILE, "kept": 297}
     result: dict[str, Any] = {**sharded.result, "files": [counts]}
-    trained: dict[str, Any] = {"tokens": STEPS * TOKENS_PER_STEP, "parameters": 39584}
-    trained |= {"skipped_steps": 2, "stop_reason": "completed"}
-    step_10 = f"=== {HOSTILE}\nfirst words\n"
-    texts = {"run/samples/step-00000010.txt": step_10, "run/samples/step-00000020.txt": "later"}
+    trained = {"tokens": STEPS * TOKENS_PER_STEP, "parameters": 39584, "skipped_steps": 2}
+    texts = {"run/samples/step-00000010.txt": f"=== {HOSTILE}\nfirst words\n"}
     for number, name in enumerate((A, B)):
         hostile = {"prompt": HOSTILE, "answer": f"{HOSTILE} {number}"}
         samples = {"base": [hostile, {"prompt": "Hello", "answer": "一二三 world"}]}
@@ -204,22 +186,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             Made("pretrain", losses, texts=texts, result=trained, noted={"resumed_from_step": 20}),
             Made("evaluate", result={"samples": samples, "metrics": {"bits_per_byte": 1.5}}),
         ]
-        metrics = {"eval/bits_per_byte": 1.5 - number / 8, "pretrain/validation_loss": 3.25}
         settings = {"data": {"pretrain": [HOSTILE]}}
-        make_run(home, name, made, number=number, metrics=metrics, settings=settings)
+        make_run(home, name, made, metrics={BITS: 1.5 - number / 8}, settings=settings)
     views = read_runs(home, [A, B])
     return {"both": comparison_page(views), "report": report_of(views[0])}
 
 
-def test_the_report_shows_stages_data_samples_and_what_went_wrong(pages: dict[str, str]) -> None:
+def test_pages_show_stages_data_samples_gaps_and_problems(pages: dict[str, str]) -> None:
     problems = ("resumed at step 20", "skipped 2 steps", "not JSON 3", "not finite at step 7")
-    for text in (*problems, "12,685", "一二三 world", "step 10", "first words", "39.58k"):
+    for text in (*problems, "12,685", "一二三 world", "first words", "39.58k"):
         assert text in pages["report"], text
-
-
-def test_a_curve_has_a_gap_where_the_loss_was_not_finite(pages: dict[str, str]) -> None:
     curve_a, curve_b, *_ = re.findall(r'<g class="line run\d"><path d="([^"]*)"', pages["both"])
-    assert curve_a.count("M") == curve_b.count("M") == 2
+    assert curve_a.count("M") == curve_b.count("M") == 2, "a gap where the loss was not finite"
 
 
 @pytest.mark.parametrize("name", ["both", "report"])
