@@ -64,8 +64,9 @@ class Section(BaseModel):
         """
         section = cast("Self", cls.model_construct())
         section.__dict__.clear()
-        for name, value in tree.items():
-            section.__dict__[name] = _rebuilt(cls.model_fields[name].annotation, value)
+        section.__dict__.update(
+            {k: _rebuilt(cls.model_fields[k].annotation, value) for k, value in tree.items()}
+        )
         return section
 
     @model_validator(mode="after")
@@ -79,17 +80,15 @@ class Section(BaseModel):
 
 def setting(default: T, description: str, **rules: Any) -> T:
     """A field of a section: default, description, and the rules of pydantic's `Field`."""
-    field: T = Field(default, description=description, **rules)
-    return field
+    return cast("T", Field(default, description=description, **rules))
 
 
 def types_of(kind: Any) -> list[Any]:
     """The members of a union type, without `Annotated`."""
     if get_origin(kind) is Annotated:
         return types_of(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
-        return [form for each in get_args(kind) for form in types_of(each)]
-    return [kind]
+    is_union = get_origin(kind) in (Union, UnionType)
+    return [form for each in get_args(kind) for form in types_of(each)] if is_union else [kind]
 
 
 def sections_of(kind: Any) -> list[type[Section]]:
@@ -105,11 +104,9 @@ def takes_numbers(kind: Any) -> bool:
 
 def as_tuple(value: object) -> object:
     """Split a text at commas."""
-    if value is None:
-        return ()
     if isinstance(value, str):
         return tuple(entry.strip() for entry in value.split(",") if entry.strip())
-    return value
+    return () if value is None else value
 
 
 # One entry may stand without brackets.
@@ -213,8 +210,7 @@ def assign(tree: JsonDict, key: str, value: Any) -> None:
 def flatten(tree: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of a nested mapping with dotted names: ("sft.optim.lr", 0.001)."""
     for key, value in tree.items():
-        name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{name}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield name, value
+            yield f"{prefix}{key}", value

@@ -13,8 +13,8 @@ HELDOUT = "heldout"  # instead of a file: the held-out documents of the model's 
 # By kind of task: what stands for a file, and which held-out part it is.
 HELDOUT_PARTS: dict[str, dict[str, str]] = {
     "text": {HELDOUT: "documents"},
-    "chats": {},
-    "pairs": {},
+    "chats": {row.part: row.part for row in TRAINING_STAGES.values() if row.rows == "chats"},
+    "pairs": {row.part: row.part for row in TRAINING_STAGES.values() if row.rows == "pairs"},
 }
 
 
@@ -39,8 +39,7 @@ class Suites(Section):
         )
 
     def of(self, model: str) -> tuple[str, ...]:
-        suites: tuple[str, ...] = getattr(self, model)
-        return suites
+        return tuple(getattr(self, model))
 
 
 class Windows(Section):
@@ -135,11 +134,6 @@ class GateJob(Section):
 
 # A part of names of metrics.
 TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-
-
-for _row in TRAINING_STAGES.values():
-    if _row.rows != "documents":
-        HELDOUT_PARTS[_row.rows][_row.part] = _row.part
 
 
 class TaskBase(Section):

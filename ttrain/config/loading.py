@@ -244,8 +244,10 @@ def _with_preset(overrides: list[Override]) -> list[Override]:
         return overrides
     origin, _, name = presets[-1]
     first = _first_of_layer(overrides, origin)
-    sizes = {} if name is None else sizes_of(name)
-    of_preset = [Override(f"preset {name}", f"model.{key}", size) for key, size in sizes.items()]
+    of_preset = [
+        Override(f"preset {name}", f"model.{key}", size)
+        for key, size in ({} if name is None else sizes_of(name)).items()
+    ]
     return [
         item for item in (*overrides[:first], *of_preset, *overrides[first:]) if item.key != PRESET
     ]
@@ -301,13 +303,12 @@ def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: st
     origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
     # All overrides are stronger than the base.
     first = 0 if origin is None else _first_of_layer(overrides, origin)
-    keeps_head = start.startswith("pretrain.")  # which gives a second head to any model
+    # Pretraining gives a second head to any model.
+    free = ("model.multi_token.",) if start.startswith("pretrain.") else ()
     meant = [
         f"{key} (from {source})"
         for source, key, value in overrides[first:]
-        if key.startswith("model.")
-        and value is not None
-        and not (keeps_head and key.startswith("model.multi_token."))
+        if key.startswith("model.") and value is not None and not key.startswith(free)
     ]
     if meant:
         raise UsageError(
@@ -348,7 +349,7 @@ def merge(root: type[S], overrides: Iterable[Override]) -> tuple[S, dict[str, st
         ):
             given[other] = Override(f"{item.key}{IS_SET}", other, None)  # of a weaker layer
     # A section's other fields keep the stage's own defaults.
-    tree = _defaults(root)
+    tree = root.model_construct().model_dump()
     for item in given.values():
         assign(tree, item.key, item.value)
     sources = {key: item.origin for key, item in given.items()}
@@ -391,8 +392,10 @@ def _wrong_settings(
             )
         elif below and not is_known:
             for key in below:
-                meant = other_names.suggestion(key, names) or known
-                lines[key] = f"unknown setting '{one_line(key)}' (from {sources[key]}); {meant}"
+                lines[key] = (
+                    f"unknown setting '{one_line(key)}' (from {sources[key]}); "
+                    f"{other_names.suggestion(key, names) or known}"
+                )
         elif name in lines:
             lines[name] += f" or {rule.removeprefix('must be ')}"
         else:
@@ -415,13 +418,9 @@ def _name_in(tree: Any, location: Iterable[str | int]) -> str:
 # --- the names of settings
 
 
-def _defaults(root: type[Section]) -> JsonDict:
-    return root.model_construct().model_dump()
-
-
 @functools.cache
 def flatten_defaults(root: type[Section]) -> JsonDict:
-    return dict(flatten(_defaults(root)))
+    return dict(flatten(root.model_construct().model_dump()))
 
 
 def known_keys(root: type[Section] = Settings) -> list[str]:

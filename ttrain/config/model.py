@@ -141,12 +141,12 @@ class Model(Section):
         # Each head turns its numbers in pairs.
         pairs = self.kind in TURNING_KINDS and "head_dim" not in self.fields
         multiple = 2 * self.heads if pairs else self.heads
-        size = -(-self.hidden_size // (2 * self.heads)) * 2 * self.heads
         need(
             self.hidden_size % multiple == 0,
             f"model.hidden_size is {self.hidden_size} but must be a multiple of {multiple}, as "
             f"model.heads {self.heads} "
-            f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size={size}",
+            f"makes heads of {self.hidden_size / self.heads:.4g}; try model.hidden_size="
+            f"{-(-self.hidden_size // (2 * self.heads)) * 2 * self.heads}",
         )
         need(
             self.heads % (self.kv_heads or self.heads) == 0,

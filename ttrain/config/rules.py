@@ -69,7 +69,6 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     share = values["tokenizer.vocab_size"] * width / parameters
     tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
     budget = tokens or TOKENS_PER_PARAMETER * parameters
-    batch = max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47)
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
@@ -80,7 +79,10 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             f"of the layers, and may have {LARGEST_HEAD} at most",
         ),
         BATCH_KEY: Rule(
-            whole_rows(batch, values["pretrain.row_length"]),
+            whole_rows(
+                max(SMALLEST_BATCH, BATCH * (budget / BUDGET) ** 0.47),
+                values["pretrain.row_length"],
+            ),
             f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, "
             "a power of two, in whole rows",
         ),
@@ -132,8 +134,7 @@ class FineTuning:
         It does not depend on the passes, so that a run with more passes can continue this one.
         """
         most_rows = max(1, self.tokens_per_step // row_length)
-        fitting_rows = int(rows * self.epochs) // FEWEST_STEPS
-        return min(most_rows, max(1, fitting_rows)) * row_length
+        return min(most_rows, max(1, int(rows * self.epochs) // FEWEST_STEPS)) * row_length
 
     def passes(self, rows: int, rows_per_step: int) -> float:
         """`epochs`, or the complete passes in ENOUGH_STEPS steps, at most MOST_PASSES."""
@@ -162,8 +163,7 @@ def layer_parameters(sizes: Mapping[str, Any]) -> int:
     hidden = sizes["hidden_size"]
     inner = sizes["intermediate_size"] or usual_intermediate_size(hidden)
     key_width = hidden // sizes["heads"] * (sizes["kv_heads"] or sizes["heads"])
-    attention = 2 * hidden * (hidden + key_width)
-    return int(sizes["layers"] * (attention + 3 * hidden * inner))
+    return int(sizes["layers"] * hidden * (2 * (hidden + key_width) + 3 * inner))
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
@@ -173,5 +173,4 @@ def usual_intermediate_size(hidden_size: int) -> int:
 
 def whole_rows(tokens: float, row_length: int) -> int:
     """The power of two nearest to a number of tokens, in complete rows, at least one."""
-    power = 1 << round(math.log2(tokens))
-    return max(1, round(power / row_length)) * row_length
+    return max(1, round((1 << round(math.log2(tokens))) / row_length)) * row_length

@@ -88,11 +88,10 @@ class Settings(Section):
     def trainings(self) -> tuple[str, ...]:
         """The stages that train, in order: those with data, and their starts."""
         needed: set[str] = set()
-        starts = self.starts
         for name in (last_of(self.present), *filter(self.exists, OPTIONAL)):
             while name in TRAININGS and name not in needed:
                 needed.add(name)
-                name = starts[name]
+                name = self.starts[name]
         return tuple(name for name in TRAININGS if name in needed)
 
     def exists(self, name: str) -> bool:

@@ -196,7 +196,13 @@ class ProgressWriter:
         if self._first is None or start or done < self._first[0]:
             self._first = done, now
         first, began = self._first
-        progress = {"done": done, "total": total, "unit": unit, "figures": figures}
-        text = json.dumps({**progress, "first": first, "seconds": now - began})
+        progress = {
+            "done": done,
+            "total": total,
+            "unit": unit,
+            "figures": figures,
+            "first": first,
+            "seconds": now - began,
+        }
         with contextlib.suppress(OSError):  # a full disk costs the bar, not the stage
-            write_bytes(self._path, text.encode(), durable=False)
+            write_bytes(self._path, json.dumps(progress).encode(), durable=False)

@@ -60,10 +60,9 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def canonical_json(value: object) -> bytes:
     """One spelling per value: sorted keys, no spaces, UTF-8. NaN is refused."""
-    text = json.dumps(
+    return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
-    return text.encode("utf-8")
+    ).encode("utf-8")
 
 
 def digest_of(value: object) -> str:
@@ -118,12 +117,10 @@ class DigestCache:
                     self._learnt.pop(name)
 
     def _saved(self) -> dict[str, list[Any]]:
-        entries = read_object(self._path)
-        size = 5 + bool(self._boot)
         return {
             name: entry
-            for name, entry in entries.items()
-            if isinstance(entry, list) and len(entry) == size
+            for name, entry in read_object(self._path).items()
+            if isinstance(entry, list) and len(entry) == 5 + bool(self._boot)
         }
 
     def _remembered(self, kind: str, path: Path, compute: Callable[[Path], Any]) -> Any:
@@ -176,10 +173,8 @@ def code_digests(module: str, cache: DigestCache) -> dict[str, str]:
 
 def _module_path(name: str) -> Path | None:
     stem = PACKAGE_DIRECTORY.joinpath(*name.split(".")[1:])
-    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
+    paths = (stem.with_suffix(".py"), stem / "__init__.py")
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _read_module(path: Path, name: str) -> list[Any]:
@@ -209,7 +204,5 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    if parts[0] == PACKAGE:
-        for end in range(1, len(parts) + 1):
-            yield ".".join(parts[:end])
+    parts = name.split(".") if name.partition(".")[0] == PACKAGE else []
+    yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))

@@ -51,9 +51,11 @@ _HOST = r"(?:\[|localhost\b|[\w-][\w.-]{0,250}(?:\.[A-Za-z][\w-]{1,62}|\.\d{1,3}
 # Nor may a password have both unencoded: what follows its first "@" is a part of it where it looks
 # like no host.
 _MORE_PASSWORD = rf"(?:(?!{_HOST})[^/?#\s@]{{1,200}}/[^?#\s@]{{0,300}}@)*"
-_USER = rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
-_USER += r"[^/?#\s]{0,400}@"
-_USER += r"|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
+_USER = (
+    rf"(?=[^/?#\s@]{{1,200}}:)[^/?#\s]{{0,400}}@{_MORE_PASSWORD}|"
+    r"[^/?#\s]{0,400}@"
+    r"|[^/\s:@\[]{1,200}:(?!:|\d{1,5}(?:[/?#\s]|$))[^@]{0,300}@(?:[^/?#\s@]{0,300}@)*"
+)
 _USER_OF_URL = re.compile(_USER)
 _USER_IN_TEXT = re.compile(rf"({_SCHEME}://)({_USER})".replace("[^@]", r"[^@\s]"))
 _CONTAINER = re.compile(r"[^/?#\s:@]*@")

@@ -84,10 +84,11 @@ def handling_signals(handle: Callable[[int], object]) -> Iterator[None]:
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
     """The stop signals to handle, without a SIGHUP that is ignored, as under `nohup`."""
-    if not _takes_handlers.get():
-        return ()
     return tuple(
-        s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN
+        number
+        for number in STOP_SIGNALS
+        if _takes_handlers.get()
+        and (number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN)
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -62,8 +63,6 @@ def show_warnings() -> None:
 
     Prefect's own takes only errors, and with it Python's handler of last resort is silent.
     """
-    import logging
-
     if logging.lastResort is not None:
         logging.getLogger("ttrain").addHandler(logging.lastResort)
 
@@ -71,8 +70,6 @@ def show_warnings() -> None:
 @contextlib.contextmanager
 def showing_logs(level: str) -> Iterator[None]:
     """Show only log messages of this level and above in the block."""
-    import logging
-
     logger = logging.getLogger("ttrain")
     before = logger.level
     logger.setLevel(logging.ERROR if level == "error" else before)
@@ -101,12 +98,11 @@ def table(
     header: Sequence[str], rows: Sequence[Sequence[object]], screen: Console | None = None
 ) -> None:
     """Print a table on standard output or on a `screen`, without markup."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    drawn = Table(box=None, header_style="dim", pad_edge=False)
-    for name in header:
-        drawn.add_column(Text(name), overflow="fold")
+    columns = [Column(Text(name), overflow="fold") for name in header]
+    drawn = Table(*columns, box=None, header_style="dim", pad_edge=False)
     for row in rows:
         drawn.add_row(*(Text(escaped(str(cell))) for cell in row))
     (screen or console()).print(drawn)
@@ -117,8 +113,10 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
     `indent` None: one line, flushed at once.
     """
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=str)
-    print_json_text(text, flush=indent is None)
+    print_json_text(
+        json.dumps(finite(value), indent=indent, ensure_ascii=False, default=str),
+        flush=indent is None,
+    )
 
 
 def print_json_text(text: str, *, flush: bool) -> None:
@@ -178,14 +176,14 @@ def guard_streams() -> None:
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            file = io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False))
-            by_line = stream.line_buffering or stream.write_through
             # A terminal that lacks a character gets a question mark, not the run's end.
-            setattr(
-                sys,
-                name,
-                io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=by_line),
+            guarded = io.TextIOWrapper(
+                io.BufferedWriter(_GuardedFile(stream.fileno(), "wb", closefd=False)),
+                stream.encoding,
+                "replace",
+                line_buffering=stream.line_buffering or stream.write_through,
             )
+            setattr(sys, name, guarded)
 
 
 def outlast_output() -> None:
@@ -211,6 +209,9 @@ class _GuardedFile(io.FileIO):
                     f"{NAMES[descriptor]} cannot be written: {error.strerror}"
                 ) from None
             if descriptor == 1:
-                problem = f"{NAMES[1]} cannot be written ({error.strerror})"
-                print(f"{problem}; the command goes on without it", file=sys.stderr)
+                print(
+                    f"{NAMES[1]} cannot be written ({error.strerror}); "
+                    "the command goes on without it",
+                    file=sys.stderr,
+                )
             return len(data)

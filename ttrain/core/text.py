@@ -10,16 +10,16 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 SHOWN_DIGITS = 12  # of a digest
 # Plain wording by pydantic's error type, where its own message uses terms of pydantic or Python.
 # For other types `rule_of` takes pydantic's message.
-_WHOLE = "a whole number"
-_NUMBER = "a number"
-_LIST = "a list"
-_MAPPING = "a group of names with values"
 RULES: Mapping[str, str] = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
-    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"
+    ),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    **dict.fromkeys(("list_type", "tuple_type", "set_type"), _LIST),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _MAPPING),
+    **dict.fromkeys(("list_type", "tuple_type", "set_type"), "a list"),
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type"), "a group of names with values"
+    ),
     "string_type": "text",
     "path_type": "a path",
     "invalid-json-value": "a value that JSON has; quote a text",

@@ -321,8 +321,8 @@ def encode_records(encoder: Encoder, kind: str, records: Sequence[sources.Record
         ]
         return _column(encode_preferences(encoder, sides))
     if kind == "chats":
-        chats = (chat for chat in records if isinstance(chat, sources.Conversation))
-        return _column(encode_chats(encoder, [chat.messages for chat in chats]))
+        chats = [chat.messages for chat in records if isinstance(chat, sources.Conversation)]
+        return _column(encode_chats(encoder, chats))
     ids, offsets = encoder.encode_flat(list(map(text_of, records)))
     offsets = offsets + 2 * np.arange(len(offsets))
     tokens = np.full(offsets[-1], encoder.eos_id, shards.token_dtype(len(encoder)))

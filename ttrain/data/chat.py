@@ -143,6 +143,6 @@ def prompt_ids(encoder: Encoder, messages: Messages) -> list[int]:
 
 def lead_text(encoder: Encoder) -> str:
     """What the template writes between the prompt and an answer, as it is decoded."""
-    if encoder.template != "own":  # those of ttrain write nothing there
-        return ""
-    return encoder.decode(encoder.encode_markup(_template_of(encoder).lead))
+    # The templates of ttrain write nothing there.
+    lead = _template_of(encoder).lead if encoder.template == "own" else ""
+    return encoder.decode(encoder.encode_markup(lead))

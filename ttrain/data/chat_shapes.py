@@ -196,17 +196,21 @@ def _exchange(row: Row) -> list[Message]:
             "write it there, or leave it out",
         )
         history = _history(row)
-    question = turns_under(row, asked, answered, "user")
-    answer = turns_under(row, answered, asked, "assistant")
-    prompt, completion = prompt_and_answer(question, answer, answered)
+    prompt, completion = prompt_and_answer(
+        turns_under(row, asked, answered, "user"),
+        turns_under(row, answered, asked, "assistant"),
+        answered,
+    )
     return [*history, *map(not_learnt, prompt), *completion]
 
 
 def turns_under(row: Row, key: str, other_key: str, role: str) -> RawTurns:
     """The raw turns under a key; a text is one turn of the role."""
-    if isinstance(row.get(key, ""), str):
-        return [{"role": role, "content": visible_text(row, key, other_key)}]
-    return list_of_turns(row[key], key, "text or ")
+    return (
+        [{"role": role, "content": visible_text(row, key, other_key)}]
+        if isinstance(row.get(key, ""), str)
+        else list_of_turns(row[key], key, "text or ")
+    )
 
 
 def list_of_turns(value: Any, key: str, others: str = "") -> RawTurns:

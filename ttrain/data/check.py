@@ -94,13 +94,21 @@ def check(
         reports.append(report)
         try:
             report.kind = kind or first_rows.kind_of_file(location, reading) or "documents"
-            parse = records.parser_of(report.kind, text_field)
-            rows = records.read([location], parse, report.tally, reading.max_line_bytes, text_field)
+            rows = records.read(
+                [location],
+                records.parser_of(report.kind, text_field),
+                report.tally,
+                reading.max_line_bytes,
+                text_field,
+            )
             while batch := list(itertools.islice(rows, BATCH_ROWS)):
                 _measure(report, batch, hashes)
                 progress(sum(each.tally.rows for each in reports))
-            expected_fields = records.expected_fields(report.kind, text_field)
-            report.tally.check(redact.url(location), reading.rejected_fraction, expected_fields)
+            report.tally.check(
+                redact.url(location),
+                reading.rejected_fraction,
+                records.expected_fields(report.kind, text_field),
+            )
         except DataError as error:  # of this file only
             report.error = str(error)
         if reading.deduplicate:

@@ -107,8 +107,9 @@ class Encoder:
             raise ArtifactError(
                 f"cannot read what belongs to the tokenizer {path}: {error}"
             ) from None
-        templates = {text: name for name, text in jinja_templates.JINJA.items()}
-        self.template = templates.get(self.jinja, "own")
+        self.template = next(
+            (name for name, text in jinja_templates.JINJA.items() if text == self.jinja), "own"
+        )
         vocabulary = self._reference.get_vocab(with_added_tokens=True)
         self.tokens: dict[str, str] = {}
         for name in (*REQUIRED, "unk_token"):
@@ -128,8 +129,11 @@ class Encoder:
             self.special(self.tokens["unk_token"]) if "unk_token" in self.tokens else NO_TOKEN
         )
         self.digest = digest_of([sha256_file(path), ids])
-        added = self._reference.get_added_tokens_decoder().items()
-        self._special_ids = frozenset(number for number, token in added if token.special)
+        self._special_ids = frozenset(
+            number
+            for number, token in self._reference.get_added_tokens_decoder().items()
+            if token.special
+        )
         self._length = 1 + max(vocabulary.values())
         self._fast = self._checked_fast(path) if fast else None
 

@@ -290,5 +290,5 @@ def max_length(path: Path) -> int | None:
         config = need_object(path.read_bytes())
     except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-    lengths = [config.get(name) for name in LENGTHS]
+    lengths = map(config.get, LENGTHS)
     return next((length for length in lengths if isinstance(length, int) and length > 0), None)

@@ -69,9 +69,11 @@ def check(setting: str, kind: Kind, files: Sequence[str], reading: Reading) -> N
     bad = tally.rejected.total()
     are_all_read = local and len(local) == len(files) and tally.rows < ROWS
     if are_all_read and (not tally.rows or bad > tally.rows * max(MOST, reading.rejected_fraction)):
-        found = "which has no rows"
-        if bad:
-            found = f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
+        found = (
+            f"{bad} of {tally.rows} rows are bad, such as {tally.first_rejected[0]}"
+            if bad
+            else "which has no rows"
+        )
         raise UsageError(
             f"{setting} is {', '.join(local)}, {found}; correct it, or name a file with good rows"
         )

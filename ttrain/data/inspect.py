@@ -46,12 +46,12 @@ class Span(NamedTuple):
 
 def shards_at(path: Path) -> Path:
     """The shards at a path: the directory, or `train` in it. Raises UsageError."""
-    for directory in (path, path / "train"):
-        if (directory / INDEX).is_file():
-            return directory
-    raise UsageError(
-        f"{path} holds no shards; name a stage such as shards-sft, or a directory with {INDEX}"
-    )
+    directory = path if (path / INDEX).is_file() else path / "train"
+    if not (directory / INDEX).is_file():
+        raise UsageError(
+            f"{path} holds no shards; name a stage such as shards-sft, or a directory with {INDEX}"
+        )
+    return directory
 
 
 def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
@@ -69,9 +69,11 @@ def encoder_of(shards: ShardSet, store: ArtifactStore) -> Encoder:
 
 def rows_of(shards: ShardSet, encoder: Encoder, row_length: int) -> Rows:
     """The packed rows that training with this row length would use."""
-    if shards.index["kind"] == "documents":
-        return DocumentRows(shards, row_length, encoder.pad_id)
-    return answer_rows(shards, row_length, encoder)
+    return (
+        DocumentRows(shards, row_length, encoder.pad_id)
+        if shards.index["kind"] == "documents"
+        else answer_rows(shards, row_length, encoder)
+    )
 
 
 def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
@@ -91,8 +93,9 @@ def show_row(rows: Rows, number: int, tokenizer: Tokenizer) -> TokenView:
         shown.pieces += pieces_of(tokenizer, ids)
         if isinstance(batch, PairBatch):
             answer = int(batch.answers_BT[0, start:end].max())
-            rating = int(batch.ratings_A[answer]) if answer >= 0 else 0
-            name = {0: "prompt", 1: "chosen", -1: "rejected"}[rating]
+            name = {0: "prompt", 1: "chosen", -1: "rejected"}[
+                int(batch.ratings_A[answer]) if answer >= 0 else 0
+            ]
             shown.headings.append(f"{name} of pair {batch.segments_BT[0, start]} of the row")
     return shown
 

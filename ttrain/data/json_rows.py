@@ -175,15 +175,18 @@ def read(
     """
     for path in paths:
         with streams.noting_faults(path):
-            numbered = numbered_lines(path, max_line_bytes, text_field)
-            yield from parsed(numbered, path, tally, max_line_bytes)
+            yield from parsed(
+                numbered_lines(path, max_line_bytes, text_field), path, tally, max_line_bytes
+            )
 
 
 def numbered_lines(path: str, max_line_bytes: int, text_field: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers from 1."""
-    if streams.is_parquet(path):
-        return streams.parquet_lines(path, 0)
-    return lines(streams.json_lines(path, text_field), max_line_bytes)
+    return (
+        streams.parquet_lines(path, 0)
+        if streams.is_parquet(path)
+        else lines(streams.json_lines(path, text_field), max_line_bytes)
+    )
 
 
 def parsed(

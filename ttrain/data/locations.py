@@ -103,8 +103,9 @@ def version(location: str) -> str | None:
         )
     # The location counts too, without a signature that is renewed: an ETag is unique there only
     # (nginx makes it from time and size).
-    place = redact.without_signature(location)
-    return digest_of([place, mark, str(details[mark]), details.get("size")])
+    return digest_of(
+        [redact.without_signature(location), mark, str(details[mark]), details.get("size")]
+    )
 
 
 def expand(patterns: Sequence[str], setting: str) -> list[str]:
@@ -124,12 +125,11 @@ def expand(patterns: Sequence[str], setting: str) -> list[str]:
                 f"TTRAIN__{setting.upper().replace('.', '__')} in the environment"
             )
         try:
-            if not is_remote(pattern):
-                matches = local_matches(local_path(pattern))
-            elif pattern.startswith(HUB):
-                matches = hub_matches(pattern)
+            if is_remote(pattern):
+                find = hub_matches if pattern.startswith(HUB) else remote_matches
+                matches = find(pattern)
             else:
-                matches = remote_matches(pattern)
+                matches = local_matches(local_path(pattern))
             if not matches:
                 raise UsageError(
                     f"{_missing(pattern)}; name a .jsonl, .parquet or .txt file, a glob or a "
@@ -167,8 +167,7 @@ def _data_files(paths: Sequence[str], folder: str) -> list[str]:
     # A licence or a note beside rows is not read as a document.
     rows = [path for path in paths if path.endswith(ROWS)]
     data = rows or [path for path in paths if path.endswith(TEXTS)]
-    read = set(data)
-    left_out = [path for path in paths if path.endswith((*TEXTS, *TABLES)) and path not in read]
+    left_out = [path for path in paths if path.endswith((*TABLES, *(TEXTS if rows else ())))]
     if left_out:
         _log_left_out(redact.url(folder), first_of(map(name, left_out), 3))
     return data
@@ -231,9 +230,8 @@ def reason(error: BaseException) -> str:
     """A one-line message for the error."""
     # fsspec reports any error of an HTTP server as a missing file, with the true one as its cause.
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
-    if cause is None:
-        return "there is no such file"
-    return first_line(cause).partition(", url=")[0]  # aiohttp's has the secrets of the URL
+    # aiohttp's has the secrets of the URL.
+    return first_line(cause).partition(", url=")[0] if cause else "there is no such file"
 
 
 # --- data sets on the Hub

@@ -111,12 +111,11 @@ def sketches_of_shard(
     """The sketches of a shard, read from the first folder that has them, or made and written."""
     column = shards.read_shard(shard)
     shape = (VALUES // rows, len(column))
-    files = [folder / name for folder in folders]
-    for file in files:
+    for file in (folder / name for folder in folders):
         if file.is_file() and file.stat().st_size == 4 * math.prod(shape):
             return np.fromfile(file, "<u4").reshape(shape)
     sketches = sketches_of([_plain(column, n, tokenizer) for n in range(len(column))], rows)
-    shards.write_files([(files[0], sketches.astype("<u4").tobytes())])
+    shards.write_files([(folders[0] / name, sketches.astype("<u4").tobytes())])
     return sketches
 
 

@@ -196,9 +196,8 @@ class WeightedOrder(Order):
         row_numbers = np.empty_like(places)
         for group in np.unique(groups):
             mine = groups == group
-            seed = derived_seed(self.seed, int(group) + 1)
             row_numbers[mine] = self._firsts[group] + shuffled(
-                draws[mine], self.group_rows[group], seed
+                draws[mine], self.group_rows[group], derived_seed(self.seed, int(group) + 1)
             )
         return row_numbers
 

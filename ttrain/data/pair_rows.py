@@ -127,10 +127,14 @@ class PairRows(PieceRows):
             tokens = np.concatenate([prompt[-1:], np.flatnonzero(parts == part)])
             is_live = live[tokens[1:]] != 0
             labels = np.where(is_live, ids[tokens[1:]].astype(np.int64), IGNORE)
-            places = len(context) + np.arange(len(labels))
-            answers = np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1)
             columns.append(
-                (ids[tokens[:-1]], labels, places, np.full(len(labels), branch), answers)
+                (
+                    ids[tokens[:-1]],
+                    labels,
+                    len(context) + np.arange(len(labels)),
+                    np.full(len(labels), branch),
+                    np.where(is_live, 2 * self.shards.numbers[record] + part - CHOSEN, -1),
+                )
             )
         span = slice(position, position + int(self.sizes[piece]))
         batch.segments_BT[line, span] = segment

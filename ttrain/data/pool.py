@@ -63,9 +63,8 @@ class Processes:
     def begin(self) -> futures.ProcessPoolExecutor:
         """Start the workers, if they do not run yet."""
         if self._executor is None:
-            context = multiprocessing.get_context("spawn")
             self._executor = futures.ProcessPoolExecutor(
-                self.workers, context, _start, (os.getpid(),)
+                self.workers, multiprocessing.get_context("spawn"), _start, (os.getpid(),)
             )
             environment = dict(os.environ)
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start

@@ -87,10 +87,8 @@ def is_preference(row: Row) -> bool:
 
 def preference_of(row: Row, labels: Labels = ()) -> Preference:
     """The preference in a row. Raises Malformed with the reason."""
-    if any(row.get(key) is not None for key in ANSWER_KEYS):
-        prompt, chosen, rejected = _pair(row)
-    else:
-        prompt, chosen, rejected = _rated(row)
+    is_pair = any(row.get(key) is not None for key in ANSWER_KEYS)
+    prompt, chosen, rejected = _pair(row) if is_pair else _rated(row)
     asked = map(chat_shapes.not_learnt, chat_shapes.with_system_and_tools(prompt, row))
     return Preference(tuple(asked), tuple(chosen), tuple(rejected), labels)
 
@@ -144,8 +142,9 @@ def _rated(row: Row) -> Sides:
         "no key 'prompt' beside 'completion'; write the prompt as text or as a list of turns",
     )
     answer = _answer_turns(row, "completion")
-    asked = _prompt_turns(row, [answer])
-    prompt, turns = chat_shapes.prompt_and_answer(asked, answer, "completion")
+    prompt, turns = chat_shapes.prompt_and_answer(
+        _prompt_turns(row, [answer]), answer, "completion"
+    )
     _check_answer(turns, "completion")
     return (prompt, turns, []) if label else (prompt, [], turns)
 

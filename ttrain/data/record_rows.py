@@ -199,11 +199,9 @@ class PieceRows(PackedRows):
         # Of all records; `used_tokens` are in any piece: one that ends a piece and begins the next
         # counts once.
         self.totals: Counter[str] = Counter()
-        plans = [(NONE, NONE, NONE)]
-        first = 0
-        for column in shards.columns():
-            plans.append(self.plan(column, first))
-            first += len(column)
+        columns = shards.columns()
+        firsts = offsets_of([len(column) for column in columns]).tolist()
+        plans = [(NONE, NONE, NONE), *map(self.plan, columns, firsts)]
         self.records, self.starts, self.sizes = map(np.concatenate, zip(*plans, strict=True))
         weights = None if shards.row_weights is None else shards.row_weights[self.records]
         self.pack(self.sizes, weights, packed=packed)

@@ -153,11 +153,10 @@ def document_parser(text_field: str) -> Callable[[JsonDict], TextDocument | Skip
             return Rejected(f"no key {' or '.join(map(repr, keys))}")
         text = value[key]
         if key == "paragraphs" and isinstance(text, list):
-            for paragraph in text:
-                if not isinstance(paragraph, str):
-                    return Rejected(
-                        f"'paragraphs' holds {kind_of(paragraph)}; write a text, or a list of texts"
-                    )
+            if wrong := [paragraph for paragraph in text if not isinstance(paragraph, str)]:
+                return Rejected(
+                    f"'paragraphs' holds {kind_of(wrong[0])}; write a text, or a list of texts"
+                )
             text = "\n".join(text)
         if not isinstance(text, str):
             return Rejected(f"'{key}' is {kind_of(text)}, not text")
@@ -284,7 +283,7 @@ def with_heldout_share(reading: Reading, paths: Sequence[str], parse: Parser) ->
     if reading.heldout_fraction != AUTO:
         return reading
     rows = read(paths, parse, Tally(), reading.max_line_bytes, reading.text_field)
-    return reading.model_copy(update={"heldout_fraction": heldout_share(rows, reading.limit)})
+    return reading.replaced({"heldout_fraction": heldout_share(rows, reading.limit)})
 
 
 def heldout_share(rows: Iterable[Record], limit: int | None = None) -> float:

@@ -55,18 +55,21 @@ class Column:
         """The selected records; `selected` has one flag per record."""
         lengths = np.diff(self.offsets)
         flags = np.repeat(selected, lengths)
-        lists = {name: values[flags] for name, values in self.lists.items()}
-        weights = None if self.weights is None else self.weights[selected]
-        return Column(offsets=offsets_of(lengths[selected]), weights=weights, **lists)
+        return Column(
+            offsets=offsets_of(lengths[selected]),
+            weights=None if self.weights is None else self.weights[selected],
+            **{name: values[flags] for name, values in self.lists.items()},
+        )
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
     """The records of several columns, without their weights."""
-    lists = {}
-    for name in columns[0].lists:
-        lists[name] = np.concatenate([column.lists[name] for column in columns])
+    lists = zip(*(column.lists.values() for column in columns), strict=True)
     lengths = [np.diff(column.offsets) for column in columns]
-    return Column(offsets=offsets_of(np.concatenate(lengths)), **lists)
+    return Column(
+        offsets=offsets_of(np.concatenate(lengths)),
+        **dict(zip(columns[0].lists, map(np.concatenate, lists), strict=True)),
+    )
 
 
 class Ranges(NamedTuple):
@@ -99,8 +102,9 @@ def shard_of(name: str, column: Column, vocab_size: int) -> tuple[JsonDict, pa.B
     arrays = {}
     for field, values in column.lists.items():
         dtype = token_dtype(vocab_size) if field == "tokens" else np.uint8
-        narrow = arrow_array(values.astype(dtype, copy=False))
-        arrays[field] = pa.LargeListArray.from_arrays(arrow_array(column.offsets), narrow)
+        arrays[field] = pa.LargeListArray.from_arrays(
+            arrow_array(column.offsets), arrow_array(values.astype(dtype, copy=False))
+        )
     if column.weights is not None and (column.weights != 1).any():
         arrays["weight"] = arrow_array(column.weights.astype(np.float64, copy=False))
     batch = pa.record_batch([*arrays.values()], names=[*arrays])
@@ -246,8 +250,9 @@ class ShardSet:
     @cached_property
     def lengths(self) -> Array:
         """Tokens of each record; reads the offsets of every shard."""
-        lengths = (np.diff(column.offsets) for column in self.columns())
-        return np.concatenate([self._first_row[:0], *lengths])
+        return np.concatenate(
+            [self._first_row[:0], *(np.diff(column.offsets) for column in self.columns())]
+        )
 
     @cached_property
     def starts(self) -> Array:
@@ -277,8 +282,10 @@ class ShardSet:
         numbers = range(len(self.entries)) if numbers is None else numbers
         missing = [number for number in numbers if number not in self._columns]
         if missing:
-            entries = [self.entries[number] for number in missing]
-            files = [(self.directory / entry["file"], str(entry["sha256"])) for entry in entries]
+            files = [
+                (self.directory / entry["file"], str(entry["sha256"]))
+                for entry in map(self.entries.__getitem__, missing)
+            ]
             verify_files(files, home_of(self.directory.parent))
             self._columns |= zip(missing, [read_shard(path) for path, _ in files], strict=True)
         return [self._columns[number] for number in numbers]
@@ -317,7 +324,9 @@ class ShardSet:
         records = counted_up(first, pieces)
         firsts = column.offsets[records]
         ends = np.minimum(column.offsets[records + 1], high.repeat(pieces))
-        counts = ends - np.maximum(firsts, low.repeat(pieces))
         return Ranges(
-            ids.astype(np.int64), records + self._first_row[shard], firsts + first_token, counts
+            ids.astype(np.int64),
+            records + self._first_row[shard],
+            firsts + first_token,
+            ends - np.maximum(firsts, low.repeat(pieces)),
         )

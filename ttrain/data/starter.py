@@ -39,8 +39,11 @@ _NO_DATA = re.compile(
 
 def files_in(directory: Path) -> list[str]:
     """The data files of a directory itself, without those that lie beside any code."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file())
-    return [name for name in names if name.endswith(SEARCHED) and not _NO_DATA.match(name)]
+    return sorted(
+        path.name
+        for path in directory.iterdir()
+        if path.is_file() and path.name.endswith(SEARCHED) and not _NO_DATA.match(path.name)
+    )
 
 
 def sort(files: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, str]]:

@@ -10,7 +10,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import orjson
 
@@ -59,8 +59,7 @@ def stored(location: str) -> BinaryIO:
         return locations.fetch(location).open("rb")
     if locations.is_remote(location):
         files, path = locations.filesystem(location)
-        opened: BinaryIO = files.open(path, "rb")
-        return opened
+        return cast("BinaryIO", files.open(path, "rb"))
     return locations.local_path(location).open("rb")
 
 
@@ -182,21 +181,21 @@ def parquet_lines(
     """(number from 1, JSON) of the rows of these groups, without the last group."""
     with _parquet(location) as file:
         groups = range(file.num_row_groups)
-        number = sum(file.metadata.row_group(group).num_rows for group in groups[:first_group])
+        before = sum(file.metadata.row_group(group).num_rows for group in groups[:first_group])
         # Asked for maps as objects, Arrow takes five times as long.
         maps = "lossy" if "map<" in str(file.schema_arrow) else None
-        for batch in file.iter_batches(
+        batches = file.iter_batches(
             BATCH_ROWS, row_groups=groups[first_group:last_group], use_threads=False
-        ):
-            for row in batch.to_pylist(maps_as_pydicts=maps):
-                number += 1
-                # A null column is a key that the row lacks; a row of nulls says what is null.
-                present = {name: value for name, value in row.items() if value is not None}
-                # A map may have numbers as keys.
-                yield (
-                    number,
-                    orjson.dumps(present or row, default=_as_json, option=orjson.OPT_NON_STR_KEYS),
-                )
+        )
+        rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts=maps))
+        for number, row in enumerate(rows, before + 1):
+            # A null column is a key that the row lacks; a row of nulls says what is null.
+            present = {name: value for name, value in row.items() if value is not None}
+            # A map may have numbers as keys.
+            yield (
+                number,
+                orjson.dumps(present or row, default=_as_json, option=orjson.OPT_NON_STR_KEYS),
+            )
 
 
 @contextlib.contextmanager
@@ -216,6 +215,4 @@ def _as_json(value: object) -> object:
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode("utf-8")
-    if isinstance(value, decimal.Decimal):
-        return orjson.Fragment(format(value, "f"))
-    return None
+    return orjson.Fragment(format(value, "f")) if isinstance(value, decimal.Decimal) else None

@@ -127,9 +127,9 @@ def _is_nothing(value: object, name: str) -> bool:
     if isinstance(value, str) and not value.strip():
         return True
     value = _parsed(value, name)
-    if isinstance(value, dict):
-        return all(element is None for element in value.values())
-    return value is None or value == []
+    return value in (None, []) or (
+        isinstance(value, dict) and all(element is None for element in value.values())
+    )
 
 
 def _parsed(value: object, name: str) -> Any:

@@ -38,10 +38,11 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
     """List all artifacts, or those of a stage, newest first, then the unfinished work that can be
     resumed.
     """
-    users: dict[str, str] = {}
-    for run in runs.history(store.root):
-        for entry in run["stages"]:
-            users.setdefault(entry.get("key") or "", run["run"])
+    users: dict[str, str] = {
+        entry.get("key") or "": run["run"]
+        for run in reversed(runs.history(store.root))
+        for entry in run["stages"]
+    }
     rows = []
     for artifact in store.artifacts(stage or "*"):
         damage = store.damage(artifact)
@@ -73,10 +74,8 @@ def artifact_rows(store: ArtifactStore, stage: str | None = None) -> list[Artifa
 
 def size_of(artifact: Artifact) -> int:
     """Total size of the artifact's files that are on this disk."""
-    absent = artifact.absent
-    return sum(
-        entry["bytes"] for name, entry in artifact.manifest["files"].items() if name not in absent
-    )
+    files = artifact.manifest["files"]
+    return sum(files[name]["bytes"] for name in files.keys() - artifact.absent)
 
 
 def find_artifact(store: ArtifactStore, stage: str, prefix: str = "") -> Artifact:

@@ -137,8 +137,9 @@ def estimate(plan: Plan, measure: Measure | None = None) -> Estimate:
     estimator = _Estimator(
         {each.name: each.artifact for each in plan}, plan.settings, plan.store, measure
     )
-    estimates = tuple(estimator.of(each) for each in plan if each.state == "run")
-    return Estimate(estimates, estimator.rate)
+    return Estimate(
+        tuple(estimator.of(each) for each in plan if each.state == "run"), estimator.rate
+    )
 
 
 @dataclass
@@ -180,8 +181,7 @@ class _Estimator:
             TokenizerResult.of(earlier.result).bytes or ShardsResult.of(earlier.result).train.bytes
         )
         size = self._bytes(dataset_read(planned.stage.dataset or "", self.settings.data.tokenizer))
-        growth = max(1.0, size / before) if size and before else 1.0
-        return float(earlier.manifest["seconds"]) * growth
+        return float(earlier.manifest["seconds"]) * max(1.0, (size or 0) / (before or math.inf))
 
     def _evaluation(self, earlier: Artifact | None) -> float | None:
         """As long as before, and longer with a larger model."""
@@ -194,8 +194,9 @@ class _Estimator:
         else:
             seconds = EVALUATION_SECONDS
             flops = QUICKSTART_FLOPS
-        faster = speed_up(self.settings, flops, row_length)
-        return START_SECONDS + max(0.0, seconds - START_SECONDS) / faster
+        return START_SECONDS + max(0.0, seconds - START_SECONDS) / speed_up(
+            self.settings, flops, row_length
+        )
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
         """Of a training on so many tokens, as measured, or by the rate of another training."""
@@ -203,8 +204,11 @@ class _Estimator:
             self.store.root, stage, section, self.settings, self.measure
         ):
             self.rate = "what was measured here"
-            steps = (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens
-            return START_SECONDS + steps + measured.row * section.validation_rows
+            return (
+                START_SECONDS
+                + (1 + QUICK_SHARE) * measured.step * tokens / section.step_tokens
+                + measured.row * section.validation_rows
+            )
         rate = self._tokens_per_second(stage, section.row_length)
         return START_SECONDS + tokens / rate if rate else None
 

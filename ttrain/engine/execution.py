@@ -176,8 +176,13 @@ class PipelineRun(StopRequest):
                     raise
                 errors.append(error)
         if errors:
-            fixes = [fix for error in errors for fix in error.fixes]
-            raise errors[0] if len(errors) == 1 else TooFewRows("\n".join(map(str, errors)), fixes)
+            raise (
+                errors[0]
+                if len(errors) == 1
+                else TooFewRows(
+                    "\n".join(map(str, errors)), [fix for error in errors for fix in error.fixes]
+                )
+            )
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -347,20 +352,20 @@ class PipelineRun(StopRequest):
             for of in ("tokenizer", *TRAININGS)
             if of in self.artifacts
         ]
-        keys = {name: artifact.key for name, artifact in self.artifacts.items()}
         model_set = Registry(self.store.root).register_set(
             self.settings.name,
             self.record.run,
             members,
-            keys,
+            {name: artifact.key for name, artifact in self.artifacts.items()},
             dict(EvaluationResult.of(self.artifacts["evaluate"].result).metrics),
         )
         self.model_set = model_set.version
         self.record.note(model_set=str(model_set))
 
     def _register(self, artifact: Artifact) -> Version:
-        name = registered_name(self.settings.name, artifact.stage)
-        return Registry(self.store.root).register_model(name, artifact, self.record.run)
+        return Registry(self.store.root).register_model(
+            registered_name(self.settings.name, artifact.stage), artifact, self.record.run
+        )
 
 
 def user_name() -> str | None:

@@ -53,9 +53,6 @@ PRELOADED = (
     ),
     *("ttrain.tasks.pretrain", "ttrain.tasks.evaluate"),
 )
-# Libraries that those import where they can, for what no stage does: scipy for losses of detectors,
-# 36 MB and 0.2 s.
-LEFT_OUT = ("scipy",)
 # OpenBLAS (of numpy and scipy) and pyarrow's jemalloc start a thread when they are loaded, and
 # asking the CUDA runtime instead of NVML how many GPUs there are makes CUDA unusable in what is
 # forked later.
@@ -179,11 +176,15 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
-        return self._wait(0.0)
+        return self.wait(0.0)
 
-    def wait(self) -> int | None:
-        """Wait for the end and return the exit code."""
-        return self._wait(None)
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait for the end, at most so long, and return the exit code."""
+        if self.returncode is None and select.select([self._reply], [], [], seconds)[0]:
+            # without an answer its keeper is gone, and the kernel has killed it, too
+            self.returncode = int(self._reply.recv(MESSAGE_BYTES) or -signal.SIGKILL)
+            self._reply.close()
+        return self.returncode
 
     def send_signal(self, signum: int) -> None:
         """Send a signal, unless it has ended."""
@@ -195,13 +196,6 @@ class ForkedProcess:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
-    def _wait(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._reply], [], [], seconds)[0]:
-            # without an answer its keeper is gone, and the kernel has killed it, too
-            self.returncode = int(self._reply.recv(MESSAGE_BYTES) or -signal.SIGKILL)
-            self._reply.close()
-        return self.returncode
-
 
 # --- the server's side ----------------------------------------------------------------------------
 
@@ -211,12 +205,11 @@ def main() -> NoReturn:
     launcher = int(sys.argv[1])
     stop_watching_parent = end_with_parent(launcher)
     gc.disable()  # while it loads: 3.6 s instead of 4.6
-    for name in LEFT_OUT:
-        sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
+    # as if it were not installed: transformers imports it for losses of detectors, 36 MB and 0.2 s
+    sys.modules["scipy"] = None  # type: ignore[assignment]
     for name in sys.argv[3:]:
         import_module(name)
-    for name in LEFT_OUT:
-        del sys.modules[name]
+    del sys.modules["scipy"]
     loaded = _own_files()
     stop_watching_parent()
     deadline = time.monotonic() + 1.0  # the kernel lists a thread for a moment after it was joined
@@ -244,8 +237,10 @@ def _own_modules() -> list[str]:
 def _own_files() -> dict[str, tuple[int, int] | None]:
     # (mtime in ns, size) by module; None if the file is gone
     files = {name: Path(str(sys.modules[name].__file__)) for name in _own_modules()}
-    status = {name: file.stat() if file.exists() else None for name, file in files.items()}
-    return {name: of and (of.st_mtime_ns, of.st_size) for name, of in status.items()}
+    return {
+        name: (file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None
+        for name, file in files.items()
+    }
 
 
 def _serve(control: socket.socket, launcher: int) -> dict[str, Any]:

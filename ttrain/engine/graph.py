@@ -248,9 +248,11 @@ class Plan(Sequence[Planned]):
 
     def __getitem__(self, index: Any) -> Any:
         """The stage of a number or a name."""
-        if isinstance(index, str):
-            return {stage.name: stage for stage in self.stages}[index]
-        return self.stages[index]
+        return (
+            {stage.name: stage for stage in self.stages}[index]
+            if isinstance(index, str)
+            else self.stages[index]
+        )
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]

@@ -120,7 +120,7 @@ def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.
         raise UsageError("\n".join(problems))
 
 
-def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminate") -> list[str]:
+def evaluation_files(names: tuple[str, ...]) -> list[str]:
     """Files with the items of suites, and files named directly.
 
     Raises UsageError if one is missing, and for tasks of lm-evaluation-harness, which have no local
@@ -129,16 +129,15 @@ def evaluation_files(names: tuple[str, ...], setting: str = "shards.decontaminat
     paths: list[str] = []
     for name in names:
         if not name.endswith(suites.ENDINGS) and name not in suites.names():
-            paths += locations.expand((name,), setting)
+            paths += locations.expand((name,), "shards.decontaminate")
             continue
         loaded = suites.load(name)
         suites.files_of(loaded)  # raises if one is missing
         for task, spec in loaded.suite.tasks.items():
             if isinstance(spec, HarnessTask):
                 raise UsageError(
-                    f"{setting} names the suite {name}, but the data of its task {task} are "
-                    f"those of "
-                    f"lm-evaluation-harness; name a file with its items, as JSON Lines"
+                    f"shards.decontaminate names the suite {name}, but the data of its task {task} "
+                    f"are those of lm-evaluation-harness; name a file with its items, as JSON Lines"
                 )
             if not heldout_part(spec):
                 paths.append(str(loaded.base / user_path(spec.file)))

@@ -50,8 +50,11 @@ def labels_of(note: str | None, tags: Sequence[str] | None, run_name: str = "") 
     pairs: dict[str, str] = {}
     for tag in tags or ():
         key, _, value = (word.strip() for word in tag.partition("="))
-        is_reserved = key.lower().startswith(RESERVED)
-        if not value or not TAG_KEY.fullmatch(key) or is_reserved or not value.isprintable():
+        if (
+            not (value and value.isprintable())
+            or not TAG_KEY.fullmatch(key)
+            or key.lower().startswith(RESERVED)
+        ):
             raise UsageError(
                 f"--tag is {tag[:80]!r} but must be KEY=VALUE: a key of letters, digits, _, . "
                 f"or -, which begins with a "

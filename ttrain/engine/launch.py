@@ -204,18 +204,13 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
     files = data_files(stage, settings)
-    earlier = (
-        store.artifacts(stage.name)[:EARLIER_OUTPUTS]
-        if stage.reuses_parts and not planned.forced
-        else []
-    )
     reusable = list[str]()
-    for artifact in earlier:
-        with contextlib.suppress(
-            ArtifactError
-        ):  # its record of parts, with the digest of each, is damaged
-            integrity.verify_artifact(artifact, PARTS)
-            reusable.append(str(artifact.path))
+    if stage.reuses_parts and not planned.forced:
+        for artifact in store.artifacts(stage.name)[:EARLIER_OUTPUTS]:
+            # its record of parts, with the digest of each, may be damaged
+            with contextlib.suppress(ArtifactError):
+                integrity.verify_artifact(artifact, PARTS)
+                reusable.append(str(artifact.path))
     spec = {
         "stage": stage.name,
         "uses_ranks": stage.uses_ranks,
@@ -372,12 +367,8 @@ def run_alone(
         try:
             figures = processes.run(stage, Settings(runtime=runtime), work, out / LOG, report, stop)
         except TTrainError as error:
-            message = (
-                f"{error}; the same command continues it"
-                if isinstance(error, Interrupted)
-                else str(error)
-            )
-            display(stage.name, "failed", {"error": message})
+            offer = "; the same command continues it" if isinstance(error, Interrupted) else ""
+            display(stage.name, "failed", {"error": f"{error}{offer}"})
             error.shown = True
             raise
     return {"was_finished": figures.get("resumed_from_step") == figures.get("steps", 0), **figures}

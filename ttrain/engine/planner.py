@@ -151,8 +151,7 @@ def settings_of_selection(
     cached = {each.name for each in plan(graph, settings, store, rerun) if each.state == "cached"}
     if left_out <= cached:
         return settings
-    data = settings.data.model_copy(update=dict.fromkeys(left_out, ()))
-    return settings.model_copy(update={"data": data})
+    return settings.replaced({"data": dict.fromkeys(left_out, ())})
 
 
 def no_stage(name: str, stage_names: Iterable[str], settings: Settings) -> UsageError:
@@ -226,7 +225,7 @@ def plan_stage(
     ):
         why = (
             f"continues the unfinished work {work.key[:12]} at step {work.step}",
-            *resume.changes(work, ingredients),
+            *differences(work.ingredients, ingredients),
         )
         return replace(planned, why=why, first_step=work.step, partial_run=work)
     if rerun.extend:

@@ -217,19 +217,25 @@ def environments_of_ranks(
     devices = runtime.devices if stage.uses_ranks or stage.spreads else 1
     if nodes * devices == 1:
         return [{**environment}]
-    counts = {"WORLD_SIZE": str(nodes * devices), "LOCAL_WORLD_SIZE": str(devices)}
+    shared = {
+        **environment,
+        "WORLD_SIZE": str(nodes * devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+    }
+    first = 0
     if nodes > 1:
         host, _, port = str(runtime.rendezvous).rpartition(":")
-        meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "GROUP_RANK": str(runtime.node_rank)}
+        shared |= {"MASTER_ADDR": host, "MASTER_PORT": port, "GROUP_RANK": str(runtime.node_rank)}
+        first = runtime.node_rank * devices
     else:
         # a file instead of a port: it cannot be taken by another; they then talk over the loopback
         # device
-        meeting = {RENDEZVOUS: str(work / f"rendezvous-{os.getpid()}-{time.time_ns()}")}
+        shared[RENDEZVOUS] = str(work / f"rendezvous-{os.getpid()}-{time.time_ns()}")
         if sys.platform == "linux":
-            meeting["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME", "lo")
-    first = runtime.node_rank * devices if nodes > 1 else 0
-    ranks = [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(devices)]
-    return [{**environment, **counts, **meeting, **rank} for rank in ranks]
+            shared.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [
+        {**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(devices)
+    ]
 
 
 def spawn(
@@ -387,12 +393,16 @@ def result_of(
             message += (
                 f"{_advice_on_memory(stage, outcome['error'])}; the traceback is in {log_path}"
             )
-        damaged = Path(outcome["damaged"]) if outcome.get("damaged") else None
-        raise StageFailed(message, outcome["kind"], damaged, outcome.get("files", ()))
+        raise StageFailed(
+            message,
+            outcome["kind"],
+            Path(outcome["damaged"]) if outcome.get("damaged") else None,
+            outcome.get("files", ()),
+        )
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
     ended = group.describe_end()
-    advice = _advice_on_memory(stage, f"{ended}\n{tail}")
-    raise StageFailed(f"stage {stage.name}: {ended}{advice}; its log is {log_path}\n{tail}")
+    ended += _advice_on_memory(stage, f"{ended}\n{tail}")
+    raise StageFailed(f"stage {stage.name}: {ended}; its log is {log_path}\n{tail}")
 
 
 def _advice_on_memory(stage: Stage, text: str) -> str:

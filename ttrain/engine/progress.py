@@ -52,11 +52,10 @@ class StageProgress:
 
     def to_json(self) -> dict[str, Any]:
         """What `ttrain pipeline status --json` prints."""
-        percent = None if self.part is None else 100 * self.part
         return {
             "done": self.done,
             "unit": self.unit,
-            "percent": percent,
+            "percent": None if self.part is None else 100 * self.part,
             "per_second": self.per_second,
             "seconds_left": self.seconds_left,
         }
@@ -64,6 +63,5 @@ class StageProgress:
 
 def progress_of(stage: Mapping[str, Any]) -> StageProgress | None:
     """The progress of a recorded stage; None if it does not run or has reported nothing."""
-    if stage["outcome"] != "running" or not stage.get("progress"):
-        return None
-    return StageProgress(**stage["progress"])
+    is_shown = stage["outcome"] == "running" and stage.get("progress")
+    return StageProgress(**stage["progress"]) if is_shown else None

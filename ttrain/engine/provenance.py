@@ -25,7 +25,6 @@ def of(settings: Settings, work: Path) -> JsonDict:
     `work`: the work directory of the finished stage. The settings are complete, since `ttrain
     reproduce` may have only this manifest.
     """
-    files = read_object(work / JOB).get("files", {})
     settings_of_run = with_absolute_paths(settings).model_dump(mode="json")
     return {
         "ttrain": VERSION,
@@ -37,7 +36,10 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "runtime": settings_of_run.pop("runtime"),
         "settings": masked(settings_of_run),
         "run": read_object(work / TRACKED).get("run"),
-        "files": {role: list(map(url, map(_absolute, names))) for role, names in files.items()},
+        "files": {
+            role: list(map(url, map(_absolute, names)))
+            for role, names in read_object(work / JOB).get("files", {}).items()
+        },
     }
 
 
@@ -74,16 +76,20 @@ def with_absolute_paths(settings: Settings) -> Settings:
 
 
 def _absolute_source(source: str | Weighted) -> str | Weighted:
-    if isinstance(source, Weighted):
-        return source.model_copy(update={"path": _absolute(source.path)})
-    return _absolute(source)
+    return (
+        source.model_copy(update={"path": _absolute(source.path)})
+        if isinstance(source, Weighted)
+        else _absolute(source)
+    )
 
 
 def _absolute(location: str) -> str:
     # URLs, names on the Hub and `python-docs` stay.
-    if locations.is_remote(location) or location == PYTHON_DOCS:
-        return location
-    return str(locations.local_path(location).absolute())
+    return (
+        location
+        if locations.is_remote(location) or location == PYTHON_DOCS
+        else str(locations.local_path(location).absolute())
+    )
 
 
 def _if_there(name: str | None) -> str | None:

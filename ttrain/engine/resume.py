@@ -70,11 +70,6 @@ def partial_runs(store: ArtifactStore, stage: str) -> Iterator[PartialRun]:
     yield from sorted(runs_with_checkpoint, key=lambda work: (-work.step, work.key))
 
 
-def changes(work: PartialRun, ingredients: Ingredients) -> list[str]:
-    """The differences between the work and the stage to build, one line each."""
-    return differences(work.ingredients, ingredients)
-
-
 def changes_besides(
     free: frozenset[str], before: Ingredients, now: Ingredients, *, code: bool = False
 ) -> list[str]:
@@ -133,7 +128,7 @@ def offer(stage: Stage, ingredients: Ingredients, store: ArtifactStore) -> list[
     for work in partial_runs(store, stage.name):
         if forbidden_changes(work, ingredients):
             continue
-        lines = changes(work, ingredients)
+        lines = differences(work.ingredients, ingredients)
         if not lines:  # the same key
             return [
                 f"unfinished work at step {work.step} is set aside; --continue {work.key} "
@@ -221,7 +216,7 @@ def take_over(store: ArtifactStore, work: PartialRun, key: str, ingredients: Ing
             "key": work.key,
             "to": key,
             "step": saved_step(work.path),
-            "differences": changes(work, ingredients),
+            "differences": differences(work.ingredients, ingredients),
         }
         earlier = [
             old
@@ -282,11 +277,11 @@ def extension_of(
             "starts from scratch",
         )
     step = max(checkpoints)
-    shorter = checkpoints[step].parent.parent.name[:SHOWN_KEY]
     return (
         checkpoints[step],
         step,
-        f"--extend: continues at step {step} of the shorter training {shorter}",
+        f"--extend: continues at step {step} of the shorter training "
+        f"{checkpoints[step].parents[1].name[:SHOWN_KEY]}",
     )
 
 
@@ -320,7 +315,7 @@ def restart(store: ArtifactStore, stages: Sequence[Planned], from_step: int | No
             "key": other.key,
             "to": planned.key,
             "step": from_step,
-            "differences": changes(other, planned.ingredients),
+            "differences": differences(other.ingredients, planned.ingredients),
         }
         write_json(prepared / CONTINUED, [entry])
     lines = _set_work_aside(store, planned)
@@ -368,8 +363,7 @@ def _set_work_aside(store: ArtifactStore, planned: Planned) -> list[str]:
             remove_tree(work)
             return []
         names = (work.with_name(f"{work.name}.{number}") for number in itertools.count(1))
-        aside = next(path for path in names if not path.exists())
-        work.rename(aside)
+        aside = work.rename(next(path for path in names if not path.exists()))
     return [
         f"the unfinished work of {planned.name} at step {step} is set aside; --continue "
         f"{aside.name} resumes it"

@@ -212,16 +212,12 @@ def _outcome_of(error: BaseException, stop: StopFlag) -> JsonDict:
         }
     if isinstance(error, TTrainError):
         log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
-        damaged = {"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}
-        files = (
-            {"files": list(map(redact.url, error.files))} if isinstance(error, DataError) else {}
-        )
         return {
             "outcome": "failed",
             "error": str(error),
             "kind": type(error).__name__,
-            **damaged,
-            **files,
+            **({"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}),
+            **({"files": [*map(redact.url, error.files)]} if isinstance(error, DataError) else {}),
         }
     log.error("%s", "".join(traceback.format_exception(error)))
     return {
