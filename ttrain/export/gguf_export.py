@@ -1,20 +1,23 @@
-"""Write GGUF files, read each back, and score what it holds on held-out text. Loads torch."""
+"""Write GGUF files, read each back, and score what it holds on held-out text.
+
+Loads torch if called.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
+from typing import TYPE_CHECKING
 
 from ttrain.config.evaluate import Windows
 from ttrain.core.text import counted
 from ttrain.errors import TTrainError
-from ttrain.evaluate import perplexity
-from ttrain.evaluate.task_result import LN2
 from ttrain.export import gguf_adapter, gguf_file, gguf_tokenizer
-from ttrain.inference.loading import LoadedModel
 from ttrain.store.model_files import weight_files
+
+if TYPE_CHECKING:
+    from ttrain.inference.loading import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ def write_checked(
     adapter     directory of an adapter, which the files hold instead; its base is in `directory`
     Raises TTrainError for a file that scores above its bound, UsageError for another architecture.
     """
+    import torch
+    from safetensors.torch import load_file
+
     config = model.causal.config
     tensors = {
         name: tensor.numpy()
@@ -91,6 +97,9 @@ def write_checked(
 
 def bits_per_byte(model: LoadedModel, texts: Sequence[str]) -> float | None:
     """Bits per byte of all texts together; None where there is none."""
+    from ttrain.evaluate import perplexity
+    from ttrain.evaluate.task_result import LN2
+
     if not texts:
         return None
     sequences = [perplexity.text_tokens(model, ids) for ids in model.encoder.encode(texts)]
