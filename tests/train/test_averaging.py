@@ -105,7 +105,7 @@ def test_two_sharded_ranks_continue_an_average_as_one_does(averaged: Any, tmp_pa
 
     def continued(ranks: Ranks, how: Speed) -> dict[str, Tensor]:
         trainer = make_trainer(SHORT, tiny_model(seed=3), ROWS, ranks=ranks, how=how, **options)
-        assert averaged_steps(dict(trainer.average.state())) == {steps}
+        assert averaged_steps(dict(trainer.model.average.state())) == {steps}
         trainer.fit()
         return copies(trainer.parallel.whole(trainer.weights.state()))
 
