@@ -79,9 +79,11 @@ def answers(
         ]
         answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
-            numbers = [window[at].number for at in batch]
             completions = generate.generate(
-                loaded_model, [ids[at] for at in batch], sampling, numbers=numbers
+                loaded_model,
+                [ids[at] for at in batch],
+                sampling,
+                numbers=[window[at].number for at in batch],
             )
             tally.seconds += completions[0].seconds
             for at, completion in zip(batch, completions, strict=True):
@@ -90,11 +92,14 @@ def answers(
                 stop = "end" if completion.ended else "length"
                 answered[at] = {"answer": text, "tokens": len(completion.ids), "stop": stop}
             progress(start + len(answered))
-        rows = []
-        for at, prompt in enumerate(window):
-            reference = {"reference": prompt.reference} if prompt.reference is not None else {}
-            row = answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG})
-            rows.append({**prompt.record, **reference, **row})
+        rows = [
+            {
+                **prompt.record,
+                **({} if prompt.reference is None else {"reference": prompt.reference}),
+                **answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG}),
+            }
+            for at, prompt in enumerate(window)
+        ]
         tally.tokens += sum(row["tokens"] for row in rows)
         tally.stops.update(row["stop"] for row in rows)
         yield rows
@@ -122,7 +127,7 @@ def write_answers(
     with partial.open("r+b") as file:
         done = end = 0
         while file.readline().endswith(b"\n"):
-            done = done + 1
+            done += 1
             end = file.tell()
         file.truncate(end)
     with partial.open("ab") as file:
@@ -209,10 +214,8 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
         answers = {
             key: record.get(key) or NO_ANSWER for key in ("output", "completion")
         }  # an answer is optional here
-        row = tools.without_null_keys(
-            json.dumps({**record, **answers})
-        )  # the record is written as it is
-        messages = messages_of(row)
+        # The record is written as it is.
+        messages = messages_of(tools.without_null_keys(json.dumps({**record, **answers})))
     else:
         raise Malformed(
             f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt"
