@@ -79,11 +79,9 @@ def answers(
         ]
         answered: dict[int, JsonDict] = {}
         for batch in _batches(loaded_model, ids, sampling, batch_size):
+            numbers = [window[at].number for at in batch]
             completions = generate.generate(
-                loaded_model,
-                [ids[at] for at in batch],
-                sampling,
-                numbers=[window[at].number for at in batch],
+                loaded_model, [ids[at] for at in batch], sampling, numbers=numbers
             )
             tally.seconds += completions[0].seconds
             for at, completion in zip(batch, completions, strict=True):

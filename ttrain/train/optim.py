@@ -142,10 +142,8 @@ def build(model: nn.Module, config: Optim) -> Optimizers:
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
-    output_heads = (
-        getattr(model, name, lambda: None)()
-        for name in ("get_output_embeddings", "get_second_head")
-    )
+    getters = ("get_output_embeddings", "get_second_head")
+    output_heads = (getattr(model, name, lambda: None)() for name in getters)
     heads = {id(head.weight) for head in output_heads if head is not None}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     muon: list[Tensor] = []
