@@ -36,7 +36,7 @@ from ttrain.train.callbacks import (
     installed_callbacks,
 )
 from ttrain.train.distributed import Ranks
-from ttrain.train.guards import default_guards
+from ttrain.train.guards import LossSpike, Overfit
 from ttrain.train.monitor import PerformanceMonitor, flops_per_token, peak_flops
 from ttrain.train.periodic_evaluation import PeriodicEvaluation, PeriodicSamples
 from ttrain.train.trainer import QUICK
@@ -84,7 +84,8 @@ def training_callbacks(
         *make_loggers(job.runtime.loggers, job.run_directory, description(config, job.labels)),
     ]
     if job.runtime.guards == "warn":
-        callbacks += default_guards(job.run_directory / GUARDS, order)
+        path = job.run_directory / GUARDS
+        callbacks += [LossSpike(path), Overfit(path, order)]
     if ranks.first:
         callbacks += installed_callbacks(may_stop=isinstance(config, TaskConfig))
     return callbacks

@@ -75,8 +75,8 @@ def round_trip(data: Data) -> Finding:
     for record in data.records[:TEXTS]:
         texts += [turn["content"] for turn in _turns(record)] or [record["text"]]
     expected = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
-    returned = map(encoder.decode, encoder.encode(texts))
-    lost = [pair for pair in zip(expected, returned, strict=True) if pair[0] != pair[1]]
+    pairs = zip(expected, map(encoder.decode, encoder.encode(texts)), strict=True)
+    lost = [pair for pair in pairs if pair[0] != pair[1]]
     if lost:
         characters = itertools.zip_longest(*lost[0], fillvalue="")
         changed = next(sent or got for sent, got in characters if sent != got)

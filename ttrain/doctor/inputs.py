@@ -44,7 +44,6 @@ def paths_of(
     `artifacts`: directories of those that are in the store, by stage. What no run has made is made
     under `directory`: a base of random weights, a tokenizer of random words. Shards are left out.
     """
-    row = TRAINING_STAGES[stage]
     start = settings.starts[stage]
     made_up = directory / TOKENIZER.name
     paths = {"tokenizer": artifacts.get(TOKENIZER.name, made_up)}
@@ -56,7 +55,7 @@ def paths_of(
     base = artifacts.get(start) or artifacts.get(EXISTING_MODEL.name)
     if base:
         return {**paths, "base": base}, True
-    if start == NONE and row.role == "base":
+    if start == NONE and TRAINING_STAGES[stage].role == "base":
         return paths, False
     job = StageContext(
         {"tokenizer": paths["tokenizer"]},

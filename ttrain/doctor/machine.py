@@ -29,7 +29,6 @@ def measure(learner: Learner) -> dict[str, int]:
     Extrapolated from one row and three, so that the doctor itself does not run out of memory.
     """
     subject = learner.build()
-    device = learner.precision.device
     sample = select_rows(learner.rows, MEASURED_ROWS, positions=None)
     grown = {}
     for count in (1, 1, MEASURED_ROWS):  # the first step loads what libraries load once
@@ -40,7 +39,7 @@ def measure(learner: Learner) -> dict[str, int]:
             ShuffledOrder(len(sample), count, count, learner.config.seed),
             rows_per_device=count,
         )
-        grown[count] = memory_growth(trainer.fit, device)
+        grown[count] = memory_growth(trainer.fit, learner.precision.device)
     gradients = _bytes(trainer.optimizers.parameters)
     optimizer = _bytes(trainer.optimizers.state().values())
     one_row = max(0, grown[1] - gradients - optimizer)

@@ -146,8 +146,10 @@ def agreement(expected: Step, steps: Iterable[Step], how: str) -> Finding:
         gradient = max(gradient, distance(expected[1], gradients))
         if not math.isnan(step_loss):  # as on other ranks: the trainer refuses such a loss
             loss = max(loss, abs(expected[0] - step_loss) / max(1.0, abs(expected[0])))
-    is_same = gradient <= GRADIENTS and loss <= LOSSES
-    return Finding(is_same, f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}")
+    return Finding(
+        gradient <= GRADIENTS and loss <= LOSSES,
+        f"gradients {gradient:.1e}, losses {loss:.1e} apart: {how}",
+    )
 
 
 def resume(learner: Learner) -> Finding:

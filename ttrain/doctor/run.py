@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import transformers
 
@@ -135,10 +135,10 @@ def prepare(stage: str, plan: Plan, directory: Path) -> tuple[Learner, Data]:
 def subject(stage: str, settings: Settings, paths: Mapping[str, Path]) -> training.TrainableModel:
     """The stage's model before its first step; the same weights every time."""
     encoder = Encoder(paths["tokenizer"], fast=False)
-    model: training.TrainableModel = import_module(STAGES[stage].module).prepare(
-        settings, paths, encoder
+    return cast(
+        training.TrainableModel,
+        import_module(STAGES[stage].module).prepare(settings, paths, encoder),
     )
-    return model
 
 
 def run_checks(checks: Checks[Subject], examined: Subject) -> Iterator[tuple[str, Finding]]:

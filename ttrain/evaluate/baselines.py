@@ -6,6 +6,7 @@
 import functools
 import lzma
 import zlib
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +62,9 @@ def adaptive_bits(data: bytes, order: int) -> Floats:
         chance[now] = np.where(
             met > 0, (with_byte + kinds * chance[now]) / np.maximum(1, met + kinds), chance[now]
         )
-    bits: Floats = -np.log2(chance)
-    return bits
+    return cast(Floats, -np.log2(chance))
 
 
 def _earlier(keys: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
     # How often each key occurs before its position.
-    counts: npt.NDArray[np.int64] = pd.Series(keys).groupby(keys, sort=False).cumcount().to_numpy()
-    return counts
+    return pd.Series(keys).groupby(keys, sort=False).cumcount().to_numpy()  # type: ignore[no-any-return]

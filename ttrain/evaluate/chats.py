@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from ttrain.config.evaluate import ChatsTask, PairsTask
@@ -69,18 +70,17 @@ def run(items: Items[Messages], subject: LoadedModel, progress: ProgressCallback
         spec, subject, encoded, lambda done, of: progress(done, total * of)
     )
     metrics = perplexity.loss_figures(scores)
-    rows: list[JsonDict] = [score._asdict() for score in scores]
-    for row, encoding in zip(rows, encoded, strict=True):
-        if isinstance(encoding, str):
-            row["refused"] = encoding
+    rows: list[JsonDict] = [
+        score._asdict() | ({"refused": encoding} if isinstance(encoding, str) else {})
+        for score, encoding in zip(scores, encoded, strict=True)
+    ]
     if with_answers:
         chats = [
             () if "refused" in row else chat for row, chat in zip(rows, items.items, strict=True)
         ]
         answers = ask(chats, subject, spec, lambda done, of: progress(of + done, total * of))
         metrics += answer_metrics(answers)
-        for row, turns in zip(rows, answers, strict=True):
-            row["answers"] = turns
+        rows = [row | {"answers": turns} for row, turns in zip(rows, answers, strict=True)]
     return items.result(subject.name, metrics, rows)
 
 
@@ -175,13 +175,10 @@ def _metric(
     unit: str = "share",
 ) -> Metric:
     # The metric whose items sum their answers' (amount, size) parts.
-    sums: list[float] = []
-    sizes: list[float] = []
-    for answers in chats:
-        parts = [part(row) for row in answers]
-        sums.append(float(sum(amount for amount, _ in parts)))
-        sizes.append(float(sum(size for _, size in parts)))
-    return Metric(name, tuple(sums), tuple(sizes), higher_is_better=higher, unit=unit)
+    parts = [[*map(part, answers)] for answers in chats]
+    sums = tuple(float(sum(map(itemgetter(0), of_chat))) for of_chat in parts)
+    sizes = tuple(float(sum(map(itemgetter(1), of_chat))) for of_chat in parts)
+    return Metric(name, sums, sizes, higher_is_better=higher, unit=unit)
 
 
 def find_markers(encoder: Encoder, ids: Sequence[int], text: str) -> list[str]:

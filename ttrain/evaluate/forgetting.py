@@ -70,10 +70,13 @@ class TextFigure:
         change = f"{self.name}: {self.champion:.5f} became {self.challenger:.5f}"
         if self.difference is None:
             return f"{change}, which is not a finite number"
-        since = ""
-        if self.best is not None:
-            whole = abs(self.challenger - self.best) / (abs(self.best) or 1.0)
-            since = f", and {whole:.1%} worse than {self.best:.5f} of {self.best_champion}"
+        best = self.best
+        since = (
+            ""
+            if best is None
+            else f", and {abs(self.challenger - best) / (abs(best) or 1.0):.1%} worse than "
+            f"{best:.5f} of {self.best_champion}"
+        )
         return f"{change}, {self.loss:.1%} worse{since}"
 
     @property

@@ -195,8 +195,8 @@ def judge_answer(answer: str, final: str, match: str) -> tuple[str | None, bool]
 
 def normalised(text: str) -> str:
     """Normalise to lower case, plain width and single spaces, without punctuation around it."""
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(plain.split()).lstrip(BEFORE).rstrip(AFTER)
+    words = unicodedata.normalize("NFKC", text).casefold().split()
+    return " ".join(words).lstrip(BEFORE).rstrip(AFTER)
 
 
 def answer_in(text: str) -> Fraction | None:
@@ -247,5 +247,4 @@ def _prompt(
     for shot in examples:
         question = spec.template.replace("{question}", shot.question)
         text += question + separator(question, shot.answer) + shot.answer + spec.shots_separator
-    text += spec.template.replace("{question}", problem.question)
-    return subject.text_ids([text])[0]
+    return subject.text_ids([text + spec.template.replace("{question}", problem.question)])[0]

@@ -141,8 +141,7 @@ def read_texts(task: str, spec: RecordsTask, files: SuiteFiles, parsers: Parsers
     `max_bytes` applies after `limit`; the first text is used whatever its length.
     """
     left_out = list[JsonDict]()
-    part = heldout_part(spec)
-    if part:
+    if part := heldout_part(spec):
         rows: Rows[T] = [
             (parsers.of_heldout(dict(record)), record) for record in files.heldout[part]
         ]
@@ -261,12 +260,11 @@ def with_examples(
     """
     rows, left_out = read
     drawn = sampled(rows, spec.limit, spec.seed)
-    candidates = rows
-    bad_examples: list[JsonDict] = []
-    if spec.shots_file is not None:
-        candidates, bad_examples = read_rows(
-            f"tasks.{task}.shots_file", spec.shots_file, files, parser
-        )
+    candidates, bad_examples = (
+        read_rows(f"tasks.{task}.shots_file", spec.shots_file, files, parser)
+        if spec.shots_file is not None
+        else (rows, list[JsonDict]())
+    )
     shots = []
     for row, _ in drawn:
         different = (example for example, _ in candidates if example != row)

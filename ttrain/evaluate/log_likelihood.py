@@ -52,9 +52,8 @@ def log_likelihoods(
         inputs_BT, labels_BT = padded([_row(*pairs[number], len(start)) for number in numbers])
         nats_N, likeliest_N = losses.with_greedy(inputs_BT.to(subject.device), labels_BT, **cached)
         lengths = [len(pairs[number][1]) for number in numbers]
-        nats_by_row = torch.split(nats_N.double().cpu(), lengths)
-        likeliest_by_row = torch.split(likeliest_N.cpu(), lengths)
-        for number, nats, likeliest in zip(numbers, nats_by_row, likeliest_by_row, strict=True):
+        by_row = (torch.split(tensor.cpu(), lengths) for tensor in (nats_N.double(), likeliest_N))
+        for number, nats, likeliest in zip(numbers, *by_row, strict=True):
             cut = sum(map(len, whole[number])) - sum(map(len, pairs[number]))
             scored[number] = Likelihood(float(nats.sum()), len(nats), bool(likeliest.all()), cut)
         progress(len(scored), len(pairs))

@@ -148,16 +148,13 @@ def decide(
     decision = replace(decision, lost=tuple(figure.name for figure in lost))
     if not decision.promote or not (lost or unknown):
         return decision
-    if lost:
-        reason = (
-            f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; "
-            f"over all held-out text it is {decision.reason}"
-        )
-    else:
-        reason = (
-            f"what it forgets cannot be determined: {unknown}; else it would be promoted: "
-            f"{decision.reason}"
-        )
+    reason = (
+        f"{forgetting.reason_of(lost, settings.forgetting or 0.0)}; "
+        f"over all held-out text it is {decision.reason}"
+        if lost
+        else f"what it forgets cannot be determined: {unknown}; else it would be promoted: "
+        f"{decision.reason}"
+    )
     return replace(decision, promote=False, reason=reason)
 
 
@@ -315,9 +312,8 @@ def _of_other_models(
     challenger: Evaluation, champion: Evaluation, rules: Promotion
 ) -> Iterator[TextFigure]:
     # In the metric of each other model that is not over documents.
-    for name in (row.metric.name for row in TRAINING_STAGES.values()):
-        if name in OF_DOCUMENTS or name == rules.metric:
-            continue
+    names = [row.metric.name for row in TRAINING_STAGES.values()]
+    for name in (name for name in names if name not in (*OF_DOCUMENTS, rules.metric)):
         ours = challenger.metrics.get(name)
         theirs = champion.metrics.get(name)
         if ours and theirs and (figure := forgetting.figure_of_metric(ours, theirs, rules)):

@@ -73,9 +73,11 @@ class Results:
         comparisons: list[JsonDict] = []
         for first, other, metric, other_metric in decisive:
             why = _incomparable_reason(first, other, metric, other_metric)
-            compared = NOT_COMPARED
-            if not why:
-                compared = statistics.compare(metric, other_metric, self.rule, among=len(decisive))
+            compared = (
+                NOT_COMPARED
+                if why
+                else statistics.compare(metric, other_metric, self.rule, among=len(decisive))
+            )
             comparisons.append(
                 {
                     "task": first.task,
@@ -179,13 +181,15 @@ class Results:
         """(header, rows): a row for each compared metric of a task and each model but the first."""
         rows: list[tuple[str, ...]] = []
         for pair in self.comparisons():
-            cells = ("", "", "")
-            if not math.isnan(pair["difference"]):
-                cells = (
+            cells = (
+                ("", "", "")
+                if math.isnan(pair["difference"])
+                else (
                     _shown(pair["difference"], "+"),
                     span(pair["interval"], "+") if pair["interval"] else "",
                     _p(pair["p_of_all"]),
                 )
+            )
             rows.append(
                 (
                     pair["task"],

@@ -39,9 +39,9 @@ def read(
     items: list[Items[Any]] = []
     for loaded in suites:
         check_parts(loaded, heldout)
-        files = SuiteFiles(loaded.base, heldout)
         items += [
-            functions_of(spec)[0](name, spec, files) for name, spec in loaded.suite.tasks.items()
+            functions_of(spec)[0](name, spec, SuiteFiles(loaded.base, heldout))
+            for name, spec in loaded.suite.tasks.items()
         ]
     return items
 

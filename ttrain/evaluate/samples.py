@@ -116,13 +116,11 @@ def continuations(
         ]
     except ArtifactError:  # of a model that has diverged, which is scored all the same
         answers = [""] * len(ids)
-    samples: list[dict[str, str]] = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        samples.append(
-            {
-                "prompt": prompt.text,
-                "answer": answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer,
-                **({"reference": prompt.reference} if prompt.reference else {}),
-            }
-        )
-    return samples
+    return [
+        {
+            "prompt": prompt.text,
+            "answer": answer.removeprefix(chat.lead_text(encoder)) if prompt.turns else answer,
+            **({"reference": prompt.reference} if prompt.reference else {}),
+        }
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]

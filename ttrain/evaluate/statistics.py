@@ -206,8 +206,8 @@ def t_interval(differences: Sequence[float], level: float = 0.05) -> Interval | 
     if count < 2:
         return None
     mean = np.mean(differences)
-    error = np.std(differences, ddof=1) / math.sqrt(count)
-    reach = student_quantile(1 - level / 2, count - 1) * error
+    quantile = student_quantile(1 - level / 2, count - 1)
+    reach = quantile * (np.std(differences, ddof=1) / math.sqrt(count))
     return float(mean - reach), float(mean + reach)
 
 

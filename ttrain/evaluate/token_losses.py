@@ -37,8 +37,8 @@ class TokenLosses:
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
-        device = next(model.parameters()).device
-        self.parts = plain_parts(model, torch.arange(PROBED_TOKENS, device=device)[None])
+        probe_1T = torch.arange(PROBED_TOKENS, device=next(model.parameters()).device)[None]
+        self.parts = plain_parts(model, probe_1T)
 
     @torch.no_grad()
     def __call__(self, input_ids_BT: Tensor, labels_BT: Tensor, **inputs: Any) -> Tensor:
@@ -74,12 +74,12 @@ class TokenLosses:
             decoder, head = self.parts
             states = decoder(**inputs).last_hidden_state.flatten(0, 1)
         live_N = (labels_BT.flatten() != IGNORE).nonzero()[:, 0]
-        rows_N = live_N.to(states.device)
-        labels_N = labels_BT.flatten()[live_N].to(states.device)
         chunk = default_chunk_tokens(states.device)
-        for rows_C, labels_C in zip(
-            torch.split(rows_N, chunk), torch.split(labels_N, chunk), strict=True
-        ):
+        chunks = (
+            torch.split(tensor_N.to(states.device), chunk)
+            for tensor_N in (live_N, labels_BT.flatten()[live_N])
+        )
+        for rows_C, labels_C in zip(*chunks, strict=True):
             yield head(states.index_select(0, rows_C)), labels_C
 
 
@@ -94,16 +94,15 @@ def plain_parts(model: Any, input_ids_BT: Tensor) -> Parts | None:
         return None
     hidden = getattr(decoder(input_ids=input_ids_BT, use_cache=False), "last_hidden_state", None)
     logits = model(input_ids=input_ids_BT, use_cache=False).logits
-    if hidden is None or not torch.equal(head(hidden).float(), logits.float()):
-        return None
-    return decoder, head
+    is_plain = hidden is not None and torch.equal(head(hidden).float(), logits.float())
+    return (decoder, head) if is_plain else None
 
 
 def _nats(logits_CV: Tensor, labels_C: Tensor) -> Tensor:
     # Log-sum-exp in fp32 or the logits' wider type.
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    slice_rows = SLICE_ENTRIES // logits_CV.shape[-1]
-    rows = max(1, slice_rows if logits_CV.device.type == "cpu" else len(labels_C))
+    is_cpu = logits_CV.device.type == "cpu"
+    rows = max(1, SLICE_ENTRIES // logits_CV.shape[-1] if is_cpu else len(labels_C))
     slices = zip(torch.split(logits_CV, rows), torch.split(labels_C, rows), strict=True)
     return torch.cat(
         [F.cross_entropy(logits.to(wide), labels, reduction="none") for logits, labels in slices]

@@ -90,11 +90,14 @@ def answers(
                 stop = "end" if completion.ended else "length"
                 answered[at] = {"answer": text, "tokens": len(completion.ids), "stop": stop}
             progress(start + len(answered))
-        rows = []
-        for at, prompt in enumerate(window):
-            reference = {"reference": prompt.reference} if prompt.reference is not None else {}
-            row = answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG})
-            rows.append({**prompt.record, **reference, **row})
+        rows = [
+            {
+                **prompt.record,
+                **({} if prompt.reference is None else {"reference": prompt.reference}),
+                **answered.get(at, {"answer": None, "tokens": 0, "stop": TOO_LONG}),
+            }
+            for at, prompt in enumerate(window)
+        ]
         tally.tokens += sum(row["tokens"] for row in rows)
         tally.stops.update(row["stop"] for row in rows)
         yield rows
@@ -122,7 +125,7 @@ def write_answers(
     with partial.open("r+b") as file:
         done = end = 0
         while file.readline().endswith(b"\n"):
-            done = done + 1
+            done += 1
             end = file.tell()
         file.truncate(end)
     with partial.open("ab") as file:
@@ -209,10 +212,8 @@ def _prompt(number: int, record: Any, *, raw: bool, system: str) -> Prompt:
         answers = {
             key: record.get(key) or NO_ANSWER for key in ("output", "completion")
         }  # an answer is optional here
-        row = tools.without_null_keys(
-            json.dumps({**record, **answers})
-        )  # the record is written as it is
-        messages = messages_of(row)
+        # The record is written as it is.
+        messages = messages_of(tools.without_null_keys(json.dumps({**record, **answers})))
     else:
         raise Malformed(
             f"none of the keys {', '.join(('prompt', 'text', *CHAT_KEYS))} holds a prompt"

@@ -1,5 +1,6 @@
 """A conversation with a model: history, answers, and truncation to the context length."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Chat:
                 on_text(stream.add(ids))
 
         completion = None
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             (completion,) = generate.generate(
                 loaded_model,
                 [ids],
@@ -100,8 +101,6 @@ class Chat:
                 on_tokens=show,
                 kv_cache=self._kv_caches.setdefault(loaded_model, KVCache(loaded_model)),
             )
-        except KeyboardInterrupt:
-            pass
         stop = "interrupted"
         if completion is not None:
             stop = "end" if completion.ended else "length"

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -72,20 +72,20 @@ class Router(nn.Module):
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Logits of shape [B, E]."""
-        logits_BE: Tensor = self.layers(self.embedding(ids_BL))
-        return logits_BE
+        return cast(Tensor, self.layers(self.embedding(ids_BL)))
 
     def probabilities(self, texts: Sequence[str]) -> Tensor:
         """Probability of each expert, [B, E], on the CPU, without gradients."""
         self.eval()
-        device = self.embedding.weight.device
         batches = []
         for start in range(0, len(texts), TEXTS_PER_BATCH):
             ids_BL = padded(
                 [run_ids(text, self.settings) for text in texts[start : start + TEXTS_PER_BATCH]]
             )
             with torch.inference_mode():
-                batches.append(self(ids_BL.to(device)).float().softmax(-1).cpu())
+                batches.append(
+                    self(ids_BL.to(self.embedding.weight.device)).float().softmax(-1).cpu()
+                )
         return torch.cat(batches)
 
 

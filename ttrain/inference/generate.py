@@ -233,10 +233,11 @@ class KVCache:
     def __init__(self, loaded_model: LoadedModel) -> None:
         causal = loaded_model.causal
         self._config = causal.config
-        accepts_cache = "cache" in inspect.signature(causal.forward).parameters
         # A prefix has a cache of its own.
         self._is_used = (
-            accepts_cache and causal.generation_config.use_cache and not loaded_model.has_prefix
+            "cache" in inspect.signature(causal.forward).parameters
+            and causal.generation_config.use_cache
+            and not loaded_model.has_prefix
         )
         self._ids: Sequence[int] = ()
         self._cache: Any = None

@@ -1,10 +1,11 @@
 """Loads a chat model from a reference: weights, adapter, tokenizer."""
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -49,14 +50,12 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        model_device: torch.device = next(self.model.parameters()).device
-        return model_device
+        return cast(torch.device, next(self.model.parameters()).device)
 
     @property
     def causal(self) -> PreTrainedModel:
         """The transformers model, inside PEFT's if there is one."""
-        causal_model: PreTrainedModel = causal_of(self.model)
-        return causal_model
+        return cast(PreTrainedModel, causal_of(self.model))
 
     def room(self, new_tokens: int) -> tuple[int, int | None]:
         """(tokens of an answer, at most half of `max_length`; most tokens of a prompt)."""
@@ -212,11 +211,10 @@ def _encoder(directory: Path) -> tuple[Encoder, tuple[int, ...], bool]:
             f"{directory} holds no {existing.JSON}, so its model cannot be given text"
         )
     if (directory / "chat_template.jinja").is_file():
-        try:
+        # One that lacks some of the tokens that ttrain needs is refused.
+        with contextlib.suppress(ArtifactError):
             encoder = Encoder(directory)
             return encoder, (encoder.bos_id,), True
-        except ArtifactError:
-            pass  # it lacks some of the tokens that ttrain needs
     can_chat = existing.brings_template(directory)
     begins = open_tokenizer(directory / existing.JSON).encode("", add_special_tokens=True).ids
     with temporary_directory("tokenizer") as temporary:

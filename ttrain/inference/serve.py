@@ -254,8 +254,14 @@ def _order(model: LoadedModel, body: Body, prompts: list[list[int]]) -> Order:
 
 
 def _error(status: int, message: str, code: str | None = None) -> JsonDict:
-    kind = TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {
+        "error": {
+            "message": message,
+            "type": TYPES.get(status, "invalid_request_error"),
+            "param": None,
+            "code": code,
+        }
+    }
 
 
 def _error_response(request: Request, error: Exception) -> Response:

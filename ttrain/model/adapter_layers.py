@@ -30,12 +30,10 @@ class FusedLinear(Linear):  # type: ignore[misc]  # PEFT has no types
             if torch.is_autocast_enabled(kind)
             else self.base_layer.weight.dtype
         )
-        down = self.lora_A[name].weight
-        up = self.lora_B[name].weight
+        weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         bias = None if self.base_layer.bias is None else self.base_layer.bias.to(dtype)
-        arguments = (x.to(dtype), self._weight(dtype), bias, down, up, self.scaling[name])
-        output: Tensor = LowRank.apply(*arguments)  # type: ignore[no-untyped-call]
-        return output
+        arguments = (x.to(dtype), self._weight(dtype), bias, *weights, self.scaling[name])
+        return LowRank.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
     def is_plain(self, name: str) -> bool:
         """Whether this equals PEFT's result: one active adapter, no dropout, variant or bias."""
@@ -129,8 +127,9 @@ class PrefixModel(PeftModelForCausalLM):  # type: ignore[misc]  # PEFT has no ty
         mask_BT = inputs.get("attention_mask")
         positions_BT = inputs.get("position_ids")
         if mask_BT is not None:
-            prefix_mask = mask_BT.new_ones(len(mask_BT), virtual)
-            inputs["attention_mask"] = torch.cat([prefix_mask, mask_BT], 1)
+            inputs["attention_mask"] = torch.cat(
+                [mask_BT.new_ones(len(mask_BT), virtual), mask_BT], 1
+            )
         if positions_BT is not None:
             inputs["position_ids"] = positions_BT + virtual
         return inputs

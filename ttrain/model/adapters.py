@@ -102,8 +102,7 @@ def state(model: PeftModel) -> dict[str, torch.Tensor]:
     """The weights of the adapter, under the names that PEFT saves."""
     if model.peft_config[NAME].is_prompt_learning:  # PEFT would return a copy
         return {"prompt_embeddings": model.prompt_encoder[NAME].embedding.weight}
-    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return weights
+    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
 
 
 def files(
@@ -172,8 +171,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
             "a prefix cannot be merged: it does not change the base's weights but adds keys and "
             "values before every text; keep it as an adapter, or train one with lora.kind=lora"
         )
-    merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
-    return merged
+    return model.merge_and_unload(safe_merge=True)
 
 
 ALL_LINEAR, ATTENTION = PRESETS

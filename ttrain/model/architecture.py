@@ -159,14 +159,13 @@ class FieldNames:
         fields: Fields = {
             name: True for name in ("is_decoder", "causal", "use_cache") if name in self.fields
         }
-        for name, field in self.fields.items():
-            if (
-                "drop" in name
-                and isinstance(field.default, int | float)
-                and not isinstance(field.default, bool)
-            ):
-                fields[name] = type(field.default)(0)
-        return fields
+        return fields | {
+            name: type(field.default)(0)
+            for name, field in self.fields.items()
+            if "drop" in name
+            and isinstance(field.default, int | float)
+            and not isinstance(field.default, bool)
+        }
 
 
 def _unsuitable(config_class: Any, kind: str) -> str:

@@ -70,8 +70,8 @@ def with_attention_mask(model: Any, inputs: Inputs) -> Inputs:
                 q_B1T1 // size == k_B11S // size if kind == CHUNKED else q_B1T1 - k_B11S < size
             )
         masks[kind] = _scores(near) if additive else near
-    uniform = getattr(model.config, "layer_types", None) is None
-    return {**inputs, "attention_mask": masks[SLIDING] if uniform else masks}
+    has_types = getattr(model.config, "layer_types", None) is not None
+    return {**inputs, "attention_mask": masks if has_types else masks[SLIDING]}
 
 
 def _windows(config: Any) -> dict[str, int]:

@@ -159,11 +159,8 @@ def installed_callbacks(*, may_stop: bool) -> list[Callback]:
 
 def truncate_after(path: Path, step: int) -> None:
     """Drop the torn lines of a JSON lines file and those after `step`; all lines if step is 0."""
-    kept_lines = []
-    if path.exists():
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n") and step and _step_of(line) <= step:
-                kept_lines.append(line)
+    lines = path.read_bytes().splitlines(keepends=True) if step and path.exists() else []
+    kept_lines = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, b"".join(kept_lines))
 
@@ -224,11 +221,10 @@ class ProgressBar(Callback):
             for name in ("loss", "validation_loss")
             if name in record.metrics
         }
-        if not shown:  # a quick validation: the bar goes on showing the loss
-            return
-        done = record.step * self._tokens_per_step
-        total = record.steps * self._tokens_per_step
-        self._progress.update(done, total, self._unit, start=False, **shown)
+        if shown:  # else a quick validation: the bar goes on showing the loss
+            done = record.step * self._tokens_per_step
+            total = record.steps * self._tokens_per_step
+            self._progress.update(done, total, self._unit, start=False, **shown)
 
 
 class Perplexity(Callback):
@@ -290,11 +286,9 @@ class CallbackList:
     def epoch_end(self, step: int) -> None:
         """Dispatch `epoch_end` for epochs that end in this step, or with the run."""
         start, end = self._rows(step)
-        begun = -(-end // self._order.rows)
-        ended = end // self._order.rows
-        for epoch in range(
-            start // self._order.rows, begun if end == self._order.total_rows else ended
-        ):
+        is_last = end == self._order.total_rows
+        ended = -(-end // self._order.rows) if is_last else end // self._order.rows
+        for epoch in range(start // self._order.rows, ended):
             self.dispatch("epoch_end", epoch)
 
     def figures(self, event: str, *arguments: Any) -> dict[str, float]:

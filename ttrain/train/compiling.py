@@ -64,7 +64,7 @@ class CompiledLayers:
             for layer in self._calls:
                 layer._compiled_call_impl = None
 
-    def keep(self, attempt: Callable[[], None], ranks: Ranks, *, sharded: bool) -> bool:
+    def keep(self, attempt: Callable[[], None], ranks: Ranks, *, sharded: bool) -> None:
         """Try a forward and backward pass; if any rank fails, no layer is compiled from now on.
 
         Clears gradients and restores buffers. Raises UsageError if a sharded pass ends all the
@@ -95,15 +95,13 @@ class CompiledLayers:
                 "runtime.compile is on, but the first pass of the sharded model ended "
                 f"({_described(ended)}); set runtime.compile=false"
             )
-        compiled = not (any_ended or any_failed)
-        if not compiled:
-            failure = ended or (failures[0] if failures else None)
+        if any_ended or any_failed:
             log.warning(
-                "torch.compile failed (%s); training continues without it", _described(failure)
+                "torch.compile failed (%s); training continues without it",
+                _described(ended or next(iter(failures), None)),
             )
             torch._dynamo.reset()
-        self._calls = calls if compiled else {}
-        return compiled
+        self._calls = {} if any_ended or any_failed else calls
 
 
 def _call_or_fall_back(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy.typing as npt
 import torch
@@ -42,12 +42,13 @@ class Ranks:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             file = os.environ.get(RENDEZVOUS)
-            store = dist.FileStore(file, world) if file else None  # type: ignore[attr-defined]
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             with ranks._naming_lost_ranks("joining"):
-                timeout = timedelta(seconds=timeout_seconds)
                 dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world, timeout=timeout
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    store=dist.FileStore(file, world) if file else None,  # type: ignore[attr-defined]
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=timeout_seconds),
                 )
         return ranks
 
@@ -127,21 +128,18 @@ class Ranks:
 def share_cores(threads: int | None) -> int:
     """Set the threads, by default this process's share; returns its rank on this machine."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local_world_size))
-    return local_rank
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def full_tensor(tensor: Any) -> Tensor:
     """Gather a sharded tensor, called on all ranks; returns any other tensor unchanged."""
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
+    return cast(Tensor, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
 
 
 def local_part(tensor: Any) -> Tensor:
     """This rank's part of a sharded tensor; experts are split between experts."""
-    local_tensor: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local_tensor
+    return cast(Tensor, tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:

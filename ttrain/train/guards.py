@@ -152,8 +152,3 @@ class Overfit(Guard):
                 "data",
                 self._record,
             )
-
-
-def default_guards(path: Path, order: Order) -> list[Callback]:
-    """All guards, writing to `path`."""
-    return [LossSpike(path), Overfit(path, order)]

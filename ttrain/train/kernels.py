@@ -60,8 +60,7 @@ def _gated(self: Any, hidden: Tensor) -> Any:
     gate = self.gate_proj(hidden)
     up = self.up_proj(hidden)
     down = self.down_proj
-    bias = getattr(down, "bias", None)
-    if type(down) is nn.Linear and bias is None:
+    if type(down) is nn.Linear and getattr(down, "bias", None) is None:
         return _GatedProduct.apply(gate, up, down.weight)  # type: ignore[no-untyped-call]
     return down(_SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]  # an adapter's
 
@@ -147,13 +146,14 @@ def _rotary_attention(
     **others: Any,
 ) -> Any:
     def of_transformers() -> Any:
-        inputs = hidden_states, position_embeddings, attention_mask
-        return type(self).forward(self, *inputs, cache=cache, **others)
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, cache=cache, **others
+        )
 
     records = cast(Records | None, others.get("records"))
     dtype = autocast_dtype(hidden_states)
-    dropout = self.attention_dropout if self.training else 0.0
-    if records is None or cache is not None or dropout:
+    drops = self.training and self.attention_dropout
+    if records is None or cache is not None or drops:
         return of_transformers()
     (B, T, _) = hidden_states.shape
     K = self.head_dim
@@ -163,16 +163,15 @@ def _rotary_attention(
     ]
     angles = [angle.expand(B, T, -1).contiguous() for angle in position_embeddings]
     beside = [*angles, *(weight for weight, _ in norms if weight is not None)]
-    widths = {tensor.shape[-1] for tensor in beside}
     if not (
         native.takes_heads(dtype, K, hidden_states)
         and native.takes(*beside, dtype=torch.float32)
-        and widths == {K}
+        and all(tensor.shape[-1] == K for tensor in beside)
     ):
         return of_transformers()
-    projections = (self.q_proj, self.k_proj, self.v_proj)
     states = [
-        layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous() for layer in projections
+        layer(hidden_states).to(dtype).view(B, T, -1, K).contiguous()
+        for layer in (self.q_proj, self.k_proj, self.v_proj)
     ]
     arguments = *norms[0], *norms[1], angles, records.places, self.scaling
     mixed_BTHK = native.Attention.apply(*states, *arguments)  # type: ignore[no-untyped-call]

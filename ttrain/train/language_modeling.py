@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,9 @@ class LanguageModeling(CausalTask):
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
         """Cross entropy of the next tokens alone, and how often the likeliest token is right."""
         with torch.no_grad():
-            spans = self._model.spans(batch, device)
-            total, _, sums = model(*_arrays(batch, device), next_only=True, spans=spans)
+            total, _, sums = model(
+                *_arrays(batch, device), next_only=True, spans=self._model.spans(batch, device)
+            )
         return LossSum(total, batch.live_tokens, sums=sums)
 
     def figures(self, sums: Sums) -> Metrics:
@@ -201,11 +202,10 @@ class NextTokenLoss(nn.Module):
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         dropout = (getattr(config, "attention_dropout", 0.0) or 0.0) if self.training else 0.0
-        if not varlen.is_usable(device, autocast_dtype(next(self.parameters())), width, dropout):
-            return None
-        if not attention.takes_records(self.causal, batch.segments_BT.shape[1]):
-            return None
-        return varlen.spans_of(batch.segments_BT, device)
+        is_usable = varlen.is_usable(
+            device, autocast_dtype(next(self.parameters())), width, dropout
+        ) and attention.takes_records(self.causal, batch.segments_BT.shape[1])
+        return varlen.spans_of(batch.segments_BT, device) if is_usable else None
 
     @property
     def causal(self) -> Any:
@@ -214,8 +214,7 @@ class NextTokenLoss(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """The output head, as transformers' models name it."""
-        head: nn.Module = self.causal.get_output_embeddings()
-        return head
+        return cast(nn.Module, self.causal.get_output_embeddings())
 
     def get_second_head(self) -> nn.Module | None:
         """The head for the token after the next one; None if an adapter is trained."""
@@ -330,11 +329,17 @@ class NextTokenLoss(nn.Module):
     def _loss_in_chunks(
         self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, hits: Tensor | None = None
     ) -> Tensor:
-        compiled = attention.is_compiled(self.causal)
-        loss: Tensor = linear_token_loss_sum(
-            hidden_BTD, weight_VD, labels_BT, self._chunk_tokens, compiled=compiled, hits=hits
+        return cast(
+            Tensor,
+            linear_token_loss_sum(
+                hidden_BTD,
+                weight_VD,
+                labels_BT,
+                self._chunk_tokens,
+                compiled=attention.is_compiled(self.causal),
+                hits=hits,
+            ),
         )
-        return loss
 
     def _second_head(self, head: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         if self._chunk_tokens == 0 or head.bias is not None:

@@ -30,9 +30,9 @@ def check(objective: nn.Module, config: Training, *, branches: bool = False) -> 
         with torch.no_grad():
             future, neighbour, answer = _shifts(objective, branches=branches)
     except Exception as error:
-        message = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"{name} cannot be called with the mask and the positions of packed rows: {message}; "
+            f"{name} cannot be called with the mask and the positions of packed rows: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; "
             "choose another model.kind, such as llama or qwen3"
         ) from error
     finally:

@@ -4,7 +4,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,9 @@ def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
     # Position t gets the label of position t+1 if that is in the same record, so a token that is
     # not a target of the first head is not one of the second. The last position of a row has none.
     found_BT = torch.full_like(labels_BT, IGNORE)
-    same_BT = segments_BT[:, 1:] == segments_BT[:, :-1]
-    found_BT[:, :-1] = torch.where(same_BT, labels_BT[:, 1:], IGNORE)
+    found_BT[:, :-1] = torch.where(
+        segments_BT[:, 1:] == segments_BT[:, :-1], labels_BT[:, 1:], IGNORE
+    )
     return found_BT
 
 
@@ -76,9 +77,7 @@ def linear_token_loss_sum(
     # fp32. Not torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows
     # no autocast, and is slower on a CPU than the plain way (247 ms against 205 ms).
     arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    apply: Any = _LinearTokenLoss.apply
-    loss: Tensor = apply(*arguments, compiled, hits)
-    return loss
+    return cast(Tensor, _LinearTokenLoss.apply(*arguments, compiled, hits))  # type: ignore[no-untyped-call]
 
 
 def _arguments(
@@ -118,11 +117,10 @@ class _LinearTokenLoss(torch.autograd.Function):
             else None
         )
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        rows_N = live_rows(labels_N)
         scale = FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
         score = _compiled_score() if compiled and kind == "cuda" else _score
         with torch.autocast(kind, enabled=False):
-            for rows in torch.split(rows_N, chunk_tokens):
+            for rows in torch.split(live_rows(labels_N), chunk_tokens):
                 hidden = hidden_ND.index_select(0, rows).to(dtype)
                 labels = labels_N.index_select(0, rows)
                 logits = hidden @ weight.T
@@ -141,10 +139,9 @@ class _LinearTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.types, strict=True)
         gradients = (
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
-            for gradient, dtype in pairs
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         )
         return (*gradients, None, None, None, None, None)
 

@@ -2,7 +2,6 @@
 
 # Imports nothing heavy: a plan reads it.
 
-import contextlib
 import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -78,7 +77,6 @@ def recall_or_measure(
     by_key = read_object(path)
     if key not in by_key and measure and (measured := measure(stage, config)):
         by_key[key] = asdict(measured)
-        with contextlib.suppress(OSError):  # of a home that cannot be written: measured for now
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, by_key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, by_key)
     return Measured(**by_key[key]) if key in by_key else None

@@ -57,8 +57,7 @@ def select_rows(
     starts_B = np.clip(firsts_B - length // 2, 0, width - length)
     places_BT = starts_B[:, None] + np.arange(length)
     whole = (getattr(batch, array.name) for array in fields(batch))
-    arrays = [np.take_along_axis(array, places_BT, axis=1) for array in whole]
-    return InMemoryRows(Batch(*arrays))
+    return InMemoryRows(Batch(*(np.take_along_axis(array, places_BT, 1) for array in whole)))
 
 
 def unevenly_masked(rows: InMemoryRows) -> InMemoryRows:
@@ -78,6 +77,6 @@ def made_up_rows(count: int, row_length: int, vocabulary: int, kind: str) -> InM
     segments, positions = (
         np.tile(row, (count, 1)) for row in np.divmod(np.arange(row_length), half)
     )
-    counts = positions >= (half // 2 if kind == "chats" else 0)
-    labels_BT = np.where(counts, ids_BT[:, 1:], IGNORE)
+    first_target = half // 2 if kind == "chats" else 0
+    labels_BT = np.where(positions >= first_target, ids_BT[:, 1:], IGNORE)
     return InMemoryRows(Batch(ids_BT[:, :-1], labels_BT, positions, segments))

@@ -168,8 +168,7 @@ class Routers:
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[RouterCall]]:
         """Record the router calls inside the context, without recomputation in backward passes."""
-        calls: list[RouterCall] = []
-        self._open = calls
+        self._open = calls = list[RouterCall]()
         try:
             yield calls
         finally:
@@ -217,18 +216,17 @@ class Balancing:
                 for name, setting in Moe.IN_CONFIG.items()
             }
         )
-        if not routers.modules:
-            if (
-                balancing != cls()
-                and "router_aux_loss_coef" in vars(config)
-                and "router_z_loss_coef" in vars(config)
-            ):
-                raise UsageError(
-                    f"model.moe asks for load balancing, but {type(model).__name__} has no router "
-                    "that can be observed; set model.moe.balance=0, model.moe.z_loss=0 and "
-                    "model.moe.bias_rate=0, or another model.kind"
-                )
-            return cls()
+        if (
+            not routers.modules
+            and balancing != cls()
+            and "router_aux_loss_coef" in vars(config)
+            and "router_z_loss_coef" in vars(config)
+        ):
+            raise UsageError(
+                f"model.moe asks for load balancing, but {type(model).__name__} has no router "
+                "that can be observed; set model.moe.balance=0, model.moe.z_loss=0 and "
+                "model.moe.bias_rate=0, or another model.kind"
+            )
         if not routers.trained:
             return cls()
         if balancing.bias_rate and None in routers.biases:
@@ -306,7 +304,7 @@ def move_biases(routers: Routers, step_sums: Sums, rate: float) -> None:
     by_router: dict[int, Tensor] = {}
     for _, router, load in _loads(step_sums):
         counted = torch.tensor(load, dtype=torch.float64)
-        by_router[router] = by_router.get(router, torch.zeros_like(counted)) + counted
+        by_router[router] = by_router.get(router, 0) + counted
     for router, counted in by_router.items():
         bias = biases[router]
         assert bias is not None, "Balancing.of has checked this"
@@ -322,7 +320,6 @@ def figures(window_sums: Sums) -> Metrics:
     loads = _loads(window_sums)
     if not loads or not window_sums[TOKENS][0]:
         return {}
-    shown = sum(len(load) for _, _, load in loads) <= SHOWN_LOADS
     fullest = dict[str, float]()
     entropy = dict[str, float]()
     shares = dict[str, float]()
@@ -330,9 +327,10 @@ def figures(window_sums: Sums) -> Metrics:
         total = max(1.0, sum(load))
         experts = len(load)
         fullest[f"moe_max_load/layer_{layer}"] = max(load) * experts / total
-        most = window_sums[TOKENS][0] * math.log(experts)
-        entropy[f"moe_router_entropy/layer_{layer}"] = window_sums[ENTROPY][layer] / most
-        if shown:
+        entropy[f"moe_router_entropy/layer_{layer}"] = window_sums[ENTROPY][layer] / (
+            window_sums[TOKENS][0] * math.log(experts)
+        )
+        if sum(len(load) for _, _, load in loads) <= SHOWN_LOADS:
             shares |= {
                 f"moe_load/layer_{layer}/expert_{number}": count / total
                 for number, count in enumerate(load)

@@ -143,20 +143,18 @@ def peak_flops(precision: Precision) -> float:
     """Peak FLOP/s of a rank's device in matrix products, by the table; 0 if it is not listed."""
     if precision.device.type != "cuda":
         return 0.0
-    return datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word) or 0.0
+    return datasheet_flops(torch.cuda.get_device_name(precision.device), precision.word)
 
 
-def datasheet_flops(name: str, word: str) -> float | None:
-    """The table's FLOP/s for a device name and a precision; None if not listed."""
+def datasheet_flops(name: str, word: str) -> float:
+    """The table's FLOP/s for a device name and a precision; 0 if not listed."""
     name_parts = {*name.replace("-", " ").split()}
     for chip, (half, tf32, fp32) in TFLOPS.items():
         chip_parts = {*chip.split()}
         if chip_parts <= name_parts and name_parts & OTHER_BOARDS <= chip_parts:
-            tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}[
-                word
-            ]
-            return None if tflops is None else tflops * TERA
-    return None
+            tflops = {"fp16": half, "bf16": half if tf32 else None, "tf32": tf32, "fp32": fp32}
+            return (tflops[word] or 0.0) * TERA
+    return 0.0
 
 
 def flops_per_token(model: nn.Module, positions: float) -> float:
@@ -181,8 +179,8 @@ def flops_per_token(model: nn.Module, positions: float) -> float:
 
 def looked_up_weights(model: Any) -> set[str]:
     """Names of embeddings that are not the output head's weight as well."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    multiplied = None if head is None else head.weight
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    multiplied = getattr(head, "weight", None)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in tables and p is not multiplied}
 
@@ -192,11 +190,9 @@ def visited_shares(model: nn.Module) -> dict[str, float]:
 
     transformers stacks the experts of a layer in tensors [E, ...] named `experts`.
     """
-    config: Any = getattr(model, "config", None)
-    visited = getattr(config, "num_experts_per_tok", None)
-    if not visited:
-        return {}
-    stacked = {
-        name: p for name, p in model.named_parameters() if ".experts." in name and p.ndim > 1
+    visited = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    return {
+        name: min(1.0, visited / len(p))
+        for name, p in model.named_parameters()
+        if visited and ".experts." in name and p.ndim > 1
     }
-    return {name: min(1.0, visited / len(p)) for name, p in stacked.items()}

@@ -138,8 +138,7 @@ def takes(*tensors: Tensor, dtype: torch.dtype | None = None, lanes: int = LANES
 
 
 def _call(dtype: torch.dtype, name: str, *arguments: Any) -> Any:
-    function = kernels()[dtype][name]
-    result = function(
+    result = kernels()[dtype][name](
         *(
             argument.data_ptr() if isinstance(argument, Tensor) else argument
             for argument in arguments
@@ -154,8 +153,12 @@ def score(logits_CV: Tensor, labels_C: Tensor, scale: float | None) -> Tensor:
     """Cross entropies in nats, [C]; with a scale the logits become scale times their gradients."""
     losses_C = torch.empty(len(logits_CV), dtype=torch.float32, device="cpu")
     labels_C = labels_C.to(torch.int64).contiguous()
-    arguments = *logits_CV.shape, scale is not None, scale or 0.0, losses_C, torch.get_num_threads()
-    bad = _call(logits_CV.dtype, "score", logits_CV, labels_C, *arguments)
+    bad = _call(
+        logits_CV.dtype,
+        "score",
+        *(logits_CV, labels_C, *logits_CV.shape, scale is not None, scale or 0.0, losses_C),
+        torch.get_num_threads(),
+    )
     if bad:
         raise IndexError(
             f"label {labels_C[bad - 1]} is out of bounds for a vocabulary of {logits_CV.shape[1]} "
@@ -319,13 +322,11 @@ class Attention(torch.autograd.Function):
             (records.records * key.shape[2], 2, key.shape[3]), dtype=torch.float32
         )
         grad = grad_BTHK.to(out.dtype).contiguous()
-        arguments = out, tops, logs, grad, *slopes, of_weights
         _call(
             out.dtype,
             "attention_slopes",
-            *map(ctypes.byref, states),
-            ctypes.byref(records),
-            *arguments,
+            *map(ctypes.byref, (*states, records)),
+            *(out, tops, logs, grad, *slopes, of_weights),
         )
         of_query_weight, of_key_weight = of_weights.sum(0)
         return (
@@ -353,5 +354,6 @@ def _arguments(tensors: Any, others: Any) -> tuple[list[_States], _Records]:
         for tensor, (weight, epsilon) in zip((query, key, value), norms, strict=True)
     ]
     pointers = map(_pointer, (*(angles or (None, None)), starts, lengths, branches))
-    size = len(starts), int(lengths[0]), query.shape[3]
-    return states, _Records(*pointers, *size, scale, torch.get_num_threads())
+    return states, _Records(
+        *pointers, len(starts), int(lengths[0]), query.shape[3], scale, torch.get_num_threads()
+    )

@@ -116,9 +116,5 @@ class Sharded(Parallel):
 
     def whole(self, tensors: Tensors) -> Tensors:
         """Gather the full tensors one by one into rank 0's CPU memory; other ranks return {}."""
-        full_tensors = {}
-        for name, tensor in tensors.items():
-            gathered = full_tensor(tensor)
-            if self._is_first:
-                full_tensors[name] = gathered.detach().to("cpu")
-        return full_tensors
+        gathered = ((name, full_tensor(tensor)) for name, tensor in tensors.items())
+        return {name: tensor.detach().to("cpu") for name, tensor in gathered if self._is_first}

@@ -85,15 +85,14 @@ class PeriodicSamples(Callback):
     def step_end(self, record: StepRecord) -> None:
         if record.step % self._every:
             return
+        text = ""
         with preserve_rng_and_modes(self._model):
             written = self._write()
-        text = ""
         for sample in written:
             reference = f"--- reference\n{sample['reference']}\n" if "reference" in sample else ""
             text += f"=== {sample['prompt']}\n{sample['answer']}\n{reference}\n"
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"step-{record.step:08d}.txt"
-        write_bytes(path, text.encode("utf-8"))
+        write_bytes(self._directory / f"step-{record.step:08d}.txt", text.encode("utf-8"))
 
 
 @contextmanager

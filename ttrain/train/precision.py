@@ -5,7 +5,6 @@
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +43,6 @@ class LossScale:
     enabled: bool
     good_steps: int = 0
     overflows: int = 0  # in a row
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the fields of a checkpoint."""
-        vars(self).update(state)
 
     def update(self, finite: bool) -> None:
         """Update the scale after a step. Raises TTrainError if no scale helps."""
@@ -97,8 +92,8 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
     Sets how this process multiplies fp32 matrices. Raises UsageError if the device lacks tf32.
     """
     requested = word
+    without_bf16 = "fp16" if device.type == "cuda" else "fp32"
     if word == "auto":
-        without_bf16 = "fp16" if device.type == "cuda" else "fp32"
         word = "bf16" if has_bf16(device) else without_bf16
     if word == "tf32" and not is_ampere(device):
         raise UsageError(
@@ -106,9 +101,10 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
             "precision=fp32 or auto"
         )
     if requested == "bf16" and device.type != "mps" and not has_bf16(device):
-        faster = "fp16" if device.type == "cuda" else "fp32"
         log.warning(
-            "precision is bf16, which this %s only emulates; %s is faster", device.type, faster
+            "precision is bf16, which this %s only emulates; %s is faster",
+            device.type,
+            without_bf16,
         )
     torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
     log.info("precision %s on %s%s", word, device, " (from auto)" if requested == "auto" else "")
@@ -117,11 +113,9 @@ def resolve_precision(word: str, device: torch.device) -> Precision:
 
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes bf16 in hardware; not MPS, since Apple's M1 does not."""
-    if device.type == "cuda":
-        return is_ampere(device)
     if device.type == "cpu":
         return not BF16_FLAGS.isdisjoint(cpu_flags())
-    return False
+    return is_ampere(device)
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -47,12 +47,11 @@ def loss_sum(config: Dpo, answers: Answers, reference_point: float) -> Tensor:
 
     `reference_point`: of kto, a log-ratio; the same on all ranks in a step.
     """
-    losses = (
+    total = (
         kto(config, answers, reference_point)
         if config.loss == "kto"
         else pair_losses(config, answers)
-    )
-    total = losses.sum()
+    ).sum()
     weight = 1.0 if config.loss == "orpo" else config.sft_weight
     if weight:
         # Their mean, of each answer.
@@ -171,9 +170,11 @@ class PreferenceTuning(CausalTask):
         sums = {**loss.sums, **router_sums}
         if not balance:
             return replace(loss, sums=sums)
-        parts = {"preference": loss.total, **balance}
         return replace(
-            loss, total=loss.total + self._model.balance_of(balance), parts=parts, sums=sums
+            loss,
+            total=loss.total + self._model.balance_of(balance),
+            parts={"preference": loss.total, **balance},
+            sums=sums,
         )
 
     def validation_step(self, model: nn.Module, batch: PairBatch, device: torch.device) -> LossSum:

@@ -103,16 +103,10 @@ def explain_out_of_memory(limit: float | None, rows_per_device: int) -> Iterator
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        smaller = (
-            f"lower runtime.rows_per_device (it is {rows_per_device}; the weights stay the same)"
-        )
-        fix = (
-            f"{smaller}, or raise runtime.memory_limit_gb (it is {limit / GB:g})"
-            if limit
-            else smaller
-        )
+        raised = f", or raise runtime.memory_limit_gb (it is {limit / GB:g})" if limit else ""
         raise TTrainError(
-            f"out of memory: {fix}. {type(error).__name__}: {first_line(error)}"
+            f"out of memory: lower runtime.rows_per_device (it is {rows_per_device}; the weights "
+            f"stay the same){raised}. {type(error).__name__}: {first_line(error)}"
         ) from error
 
 

@@ -70,7 +70,7 @@ class ReducedSums:
             agreed = self._ranks.union(
                 [f"{name}|{len(vector)}" for name, vector in vectors.items()]
             )
-            pairs = [entry.rsplit("|", 1) for entry in agreed]
+            pairs = (entry.rsplit("|", 1) for entry in agreed)
             self._lengths = {name: int(length) for name, length in pairs}
         if unknown := sorted(vectors.keys() - self._lengths.keys()):
             raise TTrainError(
@@ -207,7 +207,6 @@ class NonFinite(TTrainError):
         self.rows = list(rows)
         # Else the run ends.
         self.is_skipped = config.nonfinite == "skip" and in_a_row <= SKIPS_IN_A_ROW
-        shown = first_of(self.rows, SHOWN_ROWS)
         remedy = f", or set {config.prefix}nonfinite=skip (it is {config.nonfinite})"
         if config.nonfinite == "skip":
             skipped = f"{SKIPS_IN_A_ROW} steps in a row were skipped before"
@@ -215,9 +214,9 @@ class NonFinite(TTrainError):
         name = "gradient" if math.isfinite(finished.loss) else "loss"
         super().__init__(
             f"the {name} of step {self.step} is not finite (loss {finished.loss:.6g}, gradient "
-            f"norm {finished.norm:.6g}); its {len(self.rows)} rows: {shown}. The weights are "
-            f"unchanged. Check these rows, lower {config.prefix}optim.lr "
-            f"({config.optim.lr}){remedy}"
+            f"norm {finished.norm:.6g}); its {len(self.rows)} rows: "
+            f"{first_of(self.rows, SHOWN_ROWS)}. The weights are unchanged. Check these "
+            f"rows, lower {config.prefix}optim.lr ({config.optim.lr}){remedy}"
         )
 
 

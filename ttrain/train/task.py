@@ -115,9 +115,9 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
 def describe_tasks() -> str:
     """All tasks, for an error message."""
-    names = ", ".join(installed_tasks()) or "none"
     return (
-        f"{names}, or any module:Class; a package adds one by an entry point of the group {GROUP}"
+        f"{', '.join(installed_tasks()) or 'none'}, or any module:Class; a package adds one by an "
+        f"entry point of the group {GROUP}"
     )
 
 

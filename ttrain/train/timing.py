@@ -57,8 +57,7 @@ def measure(
         stop_requested=times.suffice,
     )
     order = ShuffledOrder(ROWS, rows_per_step, rows_per_step << 20, config.seed)
-    loader = Loader(rows, order, rows_per_device)
-    trainer = Trainer(task, loader, options, [times])
+    trainer = Trainer(task, Loader(rows, order, rows_per_device), options, [times])
     trainer.fit()
     began = time.monotonic()
     trainer.model.measure([rows.batch(range(first, first + 8)) for first in range(0, ROWS, 8)])

@@ -59,19 +59,17 @@ class Trainer:
         """Build the model and restore the newest checkpoint. Raises UsageError."""
         self.task = task
         self.loader = loader
+        self.options = options
         self.ranks = options.ranks
         self.precision = options.precision
         self.weights = options.weights
         self.checkpoints = options.checkpoints
-        self.validation = options.validation
-        self.cadence = options.cadence
-        self.night = options.night
         self.stop_requested = options.stop_requested
-        self.identity = options.origin.identity
         self.callback_list = CallbackList(callbacks if self.ranks.first else (), loader.order)
         self.steps = loader.order.steps
         self._quick_steps = spread_steps(
-            self.steps, self.cadence.quick_validations if self.validation.quick else 0
+            self.steps,
+            self.options.cadence.quick_validations if self.options.validation.quick else 0,
         )
         newest = self.checkpoints.newest() if self.checkpoints else None
         origin = options.origin
@@ -81,13 +79,11 @@ class Trainer:
         self.first = self.step = self._resume_step(snapshot, origin.allow) if snapshot else 0
         if tensors := snapshot or origin.plateau:
             self.weights.load(tensors.weights)
-        self._wants_compiled = speed.compile
         self.model = PlacedModel(bare, task, loader, self.ranks, self.precision, speed)
         self.bare = self.model.bare
         self.parallel = self.model.parallel
         self.loss_scale = self.model.loss_scale
         self.optimizers = self.model.optimizers
-        self.average = self.model.average
         self.factor = task.build_scheduler(self.steps)
         self.counters = Counters()
         self._buffers = SnapshotBuffers()
@@ -103,7 +99,7 @@ class Trainer:
         if snapshot:
             self._restore(snapshot)
         elif origin.plateau:
-            self.optimizers.load_state(self.average.load_state(origin.plateau.optimizer))
+            self.optimizers.load_state(self.model.average.load_state(origin.plateau.optimizer))
         self.first_tokens = self.counters.tokens  # read before this process began
         self.loader.load_state_dict({"consumed_steps": self.first})
         self._saved = self.first if newest else -1
@@ -123,7 +119,7 @@ class Trainer:
                 reason = self._stop_reason() or self._loop()
             kept_step = self.step
             kept = self.counters
-            self.average.end()
+            self.model.average.end()
             if reason == STOPPED or (reason == COMPLETED and self.task.config.early_stopping):
                 kept_step, kept = self._restore_best()
             if self.checkpoints and self.ranks.first:
@@ -153,8 +149,8 @@ class Trainer:
         if self.first == 0 and self._quick_steps:
             self._validate_quickly()
         for step in range(self.first, self.steps):
-            if self.night is not None and self.night.on != bool(self._votes.night):
-                self.loader.rows_per_device = self.night.set(bool(self._votes.night))
+            if self.options.night is not None and self.options.night.on != bool(self._votes.night):
+                self.loader.rows_per_device = self.options.night.set(bool(self._votes.night))
                 batches = iter(self.loader)
             self.callback_list.epoch_start(step, continued=step == self.first)
             self.callback_list.dispatch("step_start", step + 1)
@@ -165,7 +161,7 @@ class Trainer:
             if self.step in self._quick_steps and not self._validates(self.step):
                 self._validate_quickly()
             if self._validates(self.step):
-                improved = self._validated(*self.model.measure(self.validation.batches))
+                improved = self._validated(*self.model.measure(self.options.validation.batches))
                 self._vote()
             reason = self._stop_reason()
             if self.step == self.steps or reason or improved or self._save_due(self.step):
@@ -176,7 +172,9 @@ class Trainer:
         return COMPLETED
 
     def _votes_of_rank(self) -> Votes:
-        is_night = self.night is not None and self.ranks.first and self.night.is_night()
+        is_night = (
+            self.options.night is not None and self.ranks.first and self.options.night.is_night()
+        )
         # Before the first step there is nothing to keep.
         wants_stop = self.step > 0 and self.callback_list.wants_stop()
         return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
@@ -233,7 +231,11 @@ class Trainer:
             partial(FinishedStep, step, live, sums.losses), norm, figures, data_seconds, began
         )
         done = step + 1
-        is_due = self._due(self.cadence.log, done) or self._validates(done) or self._save_due(done)
+        is_due = (
+            self._due(self.options.cadence.log, done)
+            or self._validates(done)
+            or self._save_due(done)
+        )
         is_read = is_due or done == self.steps or done in self._quick_steps
         if self._votes.signal or self._votes.callback or is_read:
             for finished in deferred.read():
@@ -285,7 +287,7 @@ class Trainer:
             self.counters.tokens,
         )
         self.callback_list.dispatch("step_end", record)
-        if self._due(self.cadence.log, done) or done == self.steps:
+        if self._due(self.options.cadence.log, done) or done == self.steps:
             self._log_window(record)
 
     def _not_finite(self, finished: FinishedStep) -> None:
@@ -304,7 +306,7 @@ class Trainer:
         raise error
 
     def _validate_quickly(self) -> None:
-        self._log(self.step, _quick_metrics(*self.model.measure(self.validation.quick)))
+        self._log(self.step, _quick_metrics(*self.model.measure(self.options.validation.quick)))
 
     def _validated(self, loss: float, figures: Metrics) -> bool:
         improved = self.counters.validated(loss)
@@ -331,9 +333,9 @@ class Trainer:
         }
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
-        if self.night is not None:
-            metrics["night"] = float(self.night.on)
-        if self._wants_compiled:
+        if self.options.night is not None:
+            metrics["night"] = float(self.options.night.on)
+        if self.options.speed.compile:
             metrics["compiled"] = float(self.model.compiled)
         if self.loss_scale.enabled:
             metrics["loss_scale"] = self.loss_scale.scale
@@ -348,18 +350,24 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _validates(self, step: int) -> bool:
-        is_due = self._due(self.cadence.validate, step) or step in self.cadence.validate_steps
-        return bool(self.validation.batches) and (step == self.steps or is_due)
+        is_due = (
+            self._due(self.options.cadence.validate, step)
+            or step in self.options.cadence.validate_steps
+        )
+        return bool(self.options.validation.batches) and (step == self.steps or is_due)
 
     def _save_due(self, step: int) -> bool:
-        is_due = self._due(self.cadence.checkpoint, step) or step in self.cadence.checkpoint_steps
+        is_due = (
+            self._due(self.options.cadence.checkpoint, step)
+            or step in self.options.cadence.checkpoint_steps
+        )
         return is_due or step == decay_start(self.task.config.schedule, self.steps)
 
     def _save(self, step: int) -> None:
         if self.checkpoints is None:
             return
-        with self.average.as_weights():
-            tensors = {**self.optimizers.state(), **self.average.state()}
+        with self.model.average.as_weights():
+            tensors = {**self.optimizers.state(), **self.model.average.state()}
             weights = self.parallel.whole(self.weights.state())
             optimizer = self.parallel.whole(tensors)
             self._saved = step
@@ -384,9 +392,9 @@ class Trainer:
                 f"which {' and '.join(new)} cannot continue; restore optim.kind, or start a new "
                 "run in another output directory"
             )
-        self.optimizers.load_state(self.average.load_state(snapshot.optimizer))
+        self.optimizers.load_state(self.model.average.load_state(snapshot.optimizer))
         if snapshot.state["precision"] == self.precision.word:
-            self.loss_scale.load_state(snapshot.state["loss_scale"])
+            vars(self.loss_scale).update(snapshot.state["loss_scale"])
         self.counters = Counters.of(snapshot.state["counters"])
         self.callback_list.load_state(snapshot.state["callbacks"])
         self.task.load_state(snapshot.state.get("task", {}))
@@ -406,7 +414,7 @@ class Trainer:
             "task": self.task.state(),
             "rows": min(step * order.rows_per_step, order.total_rows),
             "optimizers": self._optimizer_names(),
-            "identity": self.identity,
+            "identity": self.options.origin.identity,
             "world": self.ranks.world,
             "precision": self.precision.word,
         }
@@ -419,7 +427,7 @@ class Trainer:
         state = snapshot.state
         order = self.loader.order
         old = state["identity"]
-        new = self.identity
+        new = self.options.origin.identity
         changes = {
             name: f"{old.get(name)} → {new.get(name)}"
             for name in sorted(old.keys() | new.keys())

@@ -174,7 +174,6 @@ def backward_kernel(
     """Gradients of queries, keys and values."""
     # Of dropout, which there is none of.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_MHK.device)
-    unused = q_MHK.new_empty(0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad_MHK,
         q_MHK,
@@ -189,7 +188,7 @@ def backward_kernel(
         0.0,
         True,
         random_state,
-        unused,
+        q_MHK.new_empty(0),
         scale=scale,
     )
     return gradients
