@@ -176,7 +176,7 @@ WEIGHTS, STATE = (f"step-00000008/{name}" for name in ("model.safetensors", "sta
 BEST_DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no pointer": (lambda at: (at / "best").unlink(), 8, ""),
     "a wrong pointer": (lambda at: (at / "best").write_text('{"step": 4, "metric": 0.0}'), 8, ""),
-    "a torn pointer": (lambda at: (at / "best").write_text('{"step": '), 8, ""),
+    "a torn pointer": (lambda at: (at / "best").write_text('{"step": '), 8, "best is damaged; "),
     "no best": (lambda at: shutil.rmtree(at / "step-00000008"), 12, "of step 8, is gone"),
     "damaged weights": (lambda at: zero(at / WEIGHTS), 12, f"{WEIGHTS} is damaged"),
     "a damaged state": (lambda at: zero(at / STATE), 12, "of step 8, is gone"),
@@ -252,7 +252,11 @@ def test_a_snapshot_is_released_where_it_could_not_be_written(tmp_path: Path) ->
         ours.save(buffers.take(step, {}, {}, {}))
         with pytest.raises(ArtifactError, match="a directory"):
             ours.wait()
-    buffers.take(3, {}, {}, {})
+    ours.save(buffers.take(3, {}, {}, {}))
+    taken = buffers.take(4, {}, {}, {})  # waits until the writer has failed
+    with pytest.raises(ArtifactError, match="a directory"):
+        ours.save(taken)
+    buffers.take(5, {}, {}, {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness per thread")

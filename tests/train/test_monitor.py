@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ttrain.data.order import ShuffledOrder
 from ttrain.train.callbacks import Callback, LogRecord, StepRecord
-from ttrain.train.guards import LossSpike, Overfit, counts, default_guards
+from ttrain.train.guards import LossSpike, Overfit, counts
 from ttrain.train.monitor import (
     TERA,
     PerformanceMonitor,
@@ -140,7 +140,7 @@ def test_a_run_continues_after_a_spike(book: Path, caplog: pytest.LogCaptureFixt
     config, model = settings_of_training(tokens=24 * 96), tiny_model(layers=1)
     task = WatchedTask(config, model, spoil=lambda passes: 3.0 if passes == 22 else 1.0)
     trainer = make_trainer(config, model, NumberedRows(60), rows_per_device=6, task=task)
-    trainer.callback_list.callbacks = default_guards(book, trainer.loader.order)
+    trainer.callback_list.callbacks = [LossSpike(book), Overfit(book, trainer.loader.order)]
     assert trainer.fit().step == 24
     (line,) = lines(book)
     rows = trainer.loader.order.step_rows(21).tolist()

@@ -221,4 +221,4 @@ def test_another_training_continues_the_average(averaged: Any) -> None:
     snapshot = newest(averaged[0])
     plateau = Snapshot(0, snapshot.weights, snapshot.optimizer, {})
     trainer = tiny_trainers.make_trainer(AVERAGED, tiny_model(seed=3), ROWS, plateau=plateau)
-    assert averaged_steps(dict(trainer.average.state())) == {averaged[0].steps}
+    assert averaged_steps(dict(trainer.model.average.state())) == {averaged[0].steps}

@@ -88,7 +88,11 @@ class Checkpoints:
         `metric`: the validation loss; None or a non-finite number is never the best. Waits while
         two snapshots are written. Raises ArtifactError if an earlier write failed.
         """
-        self.wait(but=UNDER_WAY - 1)
+        try:
+            self.wait(but=UNDER_WAY - 1)
+        except BaseException:
+            snapshot.release()
+            raise
         finite = metric if metric is not None and math.isfinite(metric) else None
         self.pending.append(self._pool.submit(self._save, snapshot, finite))
 
@@ -131,7 +135,7 @@ class Checkpoints:
         """
         self.wait()
         ranked = self._ranked()
-        pointed = read_object(self.directory / BEST).get("step")
+        pointed = self._pointed_best()
         if pointed is not None and all(step != pointed for _, step, _ in ranked):
             log.warning(
                 "the best checkpoint, of step %d, is gone or damaged; trying the next best", pointed
@@ -222,27 +226,26 @@ class Checkpoints:
             pointer.unlink(missing_ok=True)
 
     def _failure_message(self, snapshot: Snapshot, error: OSError) -> str:
+        message = (
+            f"cannot write the checkpoint of step {snapshot.step}: "
+            f"{error.filename or self.directory}: {error.strerror or error}; "
+        )
         steps = [step_of(path) for path in self._intact() if not is_unnamed(path)]
         intact = max(
             (step for step in steps if step != snapshot.step or step == self._durable),
             default=None,
         )
-        restart = (
-            "there is no other checkpoint, so the same command starts from the beginning"
-            if intact is None
-            else f"the checkpoint of step {intact} is intact, and the same command continues from "
-            "it"
-        )
-        message = (
-            f"cannot write the checkpoint of step {snapshot.step}: "
-            f"{error.filename or self.directory}: {error.strerror or error}; {restart}"
-        )
+        if intact is None:
+            message += "there is no other checkpoint, so the same command starts from the beginning"
+        else:
+            message += (
+                f"the checkpoint of step {intact} is intact, and the same command continues from it"
+            )
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free_bytes = shutil.disk_usage(self.directory).free
+            free = format_size(shutil.disk_usage(self.directory).free)
             return (
-                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and "
-                f"{format_size(free_bytes)} are free: make room, "
-                "set runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
+                f"{message}. It needs {format_size(needed_bytes(snapshot))}, and {free} are free: "
+                "make room, set runtime.keep_checkpoints=1, or set TTRAIN_HOME to a larger disk"
             )
         return (
             f"{message}. Check whether the disk is failing (see `dmesg`), "
@@ -258,9 +261,10 @@ class Checkpoints:
             write_json(self.directory / BEST, best)
 
     def _prune(self) -> None:
+        ranked = self._ranked()
         steps = [step_of(path) for path in self._intact()]
         retained_steps = {*sorted({*steps})[-self._keep :], *(self._permanent & {*steps})}
-        retained_steps |= {step for _, step, _ in self._ranked()[:1]}
+        retained_steps |= {step for _, step, _ in ranked[:1]}
         if self._keep_every:
             retained_steps |= {step for step in steps if step % self._keep_every == 0}
         for path in list_checkpoints(self.directory):
@@ -277,6 +281,16 @@ class Checkpoints:
         """(metric, step, path) of the checkpoints that have a metric, the best first."""
         measured = [(logged_metric(path), step_of(path), path) for path in self._intact()]
         return sorted((metric, step, path) for metric, step, path in measured if metric is not None)
+
+    def _pointed_best(self) -> int | None:
+        path = self.directory / BEST
+        if not path.exists():
+            return None
+        step = read_object(path).get("step")
+        if type(step) is not int:
+            log.warning("the file %s is damaged; searching the checkpoints for the best", path)
+            return None
+        return step
 
 
 def remove_trash(directory: Path) -> None:
