@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from support.pipeline_home import Cli
 
-from ttrain.tracking.client import own_uri
-from ttrain.tracking.mlflow_mirror import prepare
+from ttrain.tracking.client import open_client, own_uri
 
 TRAINED_ON = dict.fromkeys(("tokenizer", "pretrain", "sft", "lora"), "training")
 HELD_OUT = dict.fromkeys(("pretrain-heldout", "sft-heldout", "lora-heldout"), "validation")
@@ -47,7 +46,7 @@ def test_mlflow_lists_the_data_of_the_pipeline_and_of_each_stage(finished: Cli) 
 
 def sharing(finished: Cli, tmp_path: Path) -> Cli:
     shutil.copytree(finished.home / "mlflow", tmp_path / "shared" / "mlflow")
-    prepare(tmp_path / "shared")
+    open_client(own_uri(tmp_path / "shared"), tmp_path / "shared")
     (tmp_path / "home").mkdir()
     shutil.copy(finished.home / "registry.json", tmp_path / "home")
     cli = Cli(tmp_path / "home", finished.data)
