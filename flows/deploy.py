@@ -105,13 +105,9 @@ def write(home: Path, schedule: Schedule) -> Path:
 
 
 def read_all(home: Path) -> dict[str, Schedule]:
-    """The schedules of a home by full name; a damaged file is skipped."""
-    schedules = {}
-    for path in sorted(folder_of(home).glob("*.json")):
-        with contextlib.suppress(TypeError, LookupError):
-            schedule = Schedule(**read_json(path))
-            schedules[schedule.full_name] = schedule
-    return schedules
+    """The schedules of a home by full name."""
+    schedules = [Schedule(**read_json(path)) for path in sorted(folder_of(home).glob("*.json"))]
+    return {schedule.full_name: schedule for schedule in schedules}
 
 
 def find(home: Path, which: str | None) -> Schedule:
@@ -156,17 +152,23 @@ def last_run_file(home: Path, full_name: str) -> Path:
 def check_cron(cron: str | None, timezone: str) -> None:
     """Raise UsageError for an invalid cron, one that never fires, or an unknown time zone."""
     if timezone not in available_timezones():
-        rule = "which is not a time zone; try Europe/Berlin or UTC"
-        raise UsageError(f"--timezone is '{timezone}', {rule}")
+        raise UsageError(
+            f"--timezone is '{timezone}', which is not a time zone; try Europe/Berlin or UTC"
+        )
     if cron is not None and (len(cron.split()) != CRON_FIELDS or not next_slots(cron, timezone)):
-        rule = "which is not a cron expression of five fields, or never fires"
-        raise UsageError(f"--cron is '{cron}', {rule}; {EXAMPLE}")
+        raise UsageError(
+            f"--cron is '{cron}', which is not a cron expression of five fields, or never fires; "
+            f"{EXAMPLE}"
+        )
 
 
 def local_timezone() -> str:
     """The name of this machine's time zone: TZ, else /etc/localtime, else UTC."""
-    link = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
-    names = (os.environ.get("TZ", "").removeprefix(":"), link, "UTC")
+    names = (
+        os.environ.get("TZ", "").removeprefix(":"),
+        os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2],
+        "UTC",
+    )
     return next(name for name in names if name in available_timezones())
 
 

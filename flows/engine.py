@@ -87,8 +87,7 @@ def run_pipeline(
         finally:
             print_summary(execution, execution.outcome, console)
             if plan.pipeline != NIGHTLY:  # a night sends its own
-                record = execution.record.snapshot()
-                notify.send_end_of_run(settings.notify, settings.name, record)
+                notify.send_end_of_run(settings.notify, settings.name, execution.record.snapshot())
     return execution
 
 
@@ -115,11 +114,16 @@ def print_summary(execution: PipelineRun, outcome: str, console: Console) -> Non
         return
     if outcome == NOTHING_NEW:  # the night says why
         return
-    next_step = ", and the same command continues there"
-    if any(getattr(error, "is_mistake", False) for error in execution.failures.values()):
-        next_step = ", and the command continues there once the mistake is fixed"
-    if execution.plan.pipeline == NIGHTLY:  # which says its own
-        next_step = ""
+    next_step = ""
+    if execution.plan.pipeline != NIGHTLY:  # which says its own
+        is_mistake = any(
+            getattr(error, "is_mistake", False) for error in execution.failures.values()
+        )
+        next_step = (
+            ", and the command continues there once the mistake is fixed"
+            if is_mistake
+            else ", and the same command continues there"
+        )
     print_plain(
         console,
         f"{outcome} after {took}; finished stages are kept{next_step} "

@@ -104,8 +104,9 @@ class Guard:
 
     def _has_token(self, request: HTTPConnection) -> bool:
         # By cookie, by Bearer, or by Basic: as all of the credentials (Prefect) or as the password.
-        cookie = request.cookies.get(self._cookie_name, "")
-        if hmac.compare_digest(cookie.encode(), self._cookie.encode()):
+        if hmac.compare_digest(
+            request.cookies.get(self._cookie_name, "").encode(), self._cookie.encode()
+        ):
             return True
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "basic":

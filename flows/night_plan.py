@@ -170,8 +170,7 @@ def choose_inputs(
     )
     frozen, changed = night_inputs.refreshed_snapshot(frozen, files)
     if changed:
-        names = records.shortened_names(changed)
-        reason = f"{reason}; changed or gone since it began: {names}"
+        reason = f"{reason}; changed or gone since it began: {records.shortened_names(changed)}"
     return frozen, reason
 
 

@@ -156,13 +156,12 @@ class NightRun:
         if getattr(error, "is_usage_error", False):
             outcome = records.REFUSED
             gives_up = isinstance(error, TooFewRows)
-            advice = "correct the settings, and the next night goes on"
-            if gives_up:
-                advice = (
-                    "the next night takes these files and all new ones; bring more data, or "
-                    "correct the settings"
-                )
-            advice = f"was refused, which does not count as a failed attempt; {advice}"
+            advice = "was refused, which does not count as a failed attempt; " + (
+                "the next night takes these files and all new ones; bring more data, or "
+                "correct the settings"
+                if gives_up
+                else "correct the settings, and the next night goes on"
+            )
         else:
             outcome = records.FAILED
             is_damage = isinstance(error, StageFailed) and bool(error.files)
@@ -170,12 +169,11 @@ class NightRun:
             attempts = self.settings.nightly.attempts
             gives_up = is_damage or failures >= attempts
             tries = "damaged files" if is_damage else f"{failures} of {attempts} times"
-            advice = (
+            advice = f"failed ({tries}); " + (
                 "its list is given up, the next night makes a new one"
                 if gives_up
                 else "the next night tries it again"
             )
-            advice = f"failed ({tries}); {advice}"
         result = self._end(night, outcome, str(error), closed=gives_up)
         if night:
             self.say(f"{result.night} {advice}")

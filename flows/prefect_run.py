@@ -84,8 +84,10 @@ def run_in_prefect(execution: PipelineRun, *, in_flow: bool, night: str) -> None
             task_runner=ThreadPoolTaskRunner(max_workers=MAX_CONCURRENT_STAGES),
         )
         # The thread of the heartbeats would sleep a second at the end of the flow
-        no_heartbeats = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-        with no_heartbeats, tags(*tags_of(execution)):
+        with (
+            temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+            tags(*tags_of(execution)),
+        ):
             final = as_flow(values, return_state=True)
     if error := failure_of(execution):
         raise error
@@ -128,8 +130,9 @@ def _run_stages(execution: PipelineRun) -> list[State[Any]]:
                 needed = execution.plan.graph[name].reads | (
                     shards if planned.stage.uses_ranks else frozenset()
                 )
-                before = [future for of, future in futures.items() if of in needed]
-                futures[name] = stage_task(planned, execution).submit(wait_for=before)
+                futures[name] = stage_task(planned, execution).submit(
+                    wait_for=[future for of, future in futures.items() if of in needed]
+                )
         for future in futures.values():
             future.wait()
     with best_effort():  # what the run measured, on its page in Prefect
@@ -149,12 +152,15 @@ def failure_of(execution: PipelineRun) -> BaseException | None:
     """The error that ended the run: a stop first, then a stage's error, NothingNew last."""
     if execution.signum:
         did = "were ended where they stood" if execution.at_once else "saved their state"
-        message = f"{execution.stop_reason}; the stages {did}, and the next run continues"
-        stopped = Interrupted(message, execution.signum)
+        stopped = Interrupted(
+            f"{execution.stop_reason}; the stages {did}, and the next run continues",
+            execution.signum,
+        )
         stopped.shown = True  # the run's last line says it
         return stopped
-    failures = execution.failures.values()
-    return min(failures, key=lambda error: isinstance(error, NothingNew), default=None)
+    return min(
+        execution.failures.values(), key=lambda error: isinstance(error, NothingNew), default=None
+    )
 
 
 @contextlib.contextmanager
@@ -179,16 +185,13 @@ def mark_crashed_runs(home: Path) -> None:
     )
     with best_effort(), get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=unfinished):
-            runs_in_it = (
-                each
+            outcomes = (
+                each["outcome"]
                 for each in newest_first(home)
                 if each.get("prefect", {}).get("flow_run_id") == str(run.id)
             )
-            record = next(runs_in_it, None)
-            has_ended = record is not None and record["outcome"] != "running"
-            if (
-                has_ended and str(run.id) != flow_run.id
-            ):  # our own may be the second try of one that ended
+            # our own may be the second try of one that ended
+            if next(outcomes, "running") != "running" and str(run.id) != flow_run.id:
                 client.set_flow_run_state(run.id, Crashed(message=PROCESS_GONE), force=True)
 
 

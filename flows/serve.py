@@ -241,8 +241,7 @@ class ScheduleServer:
         # Again on its port, which runs in progress know.
         if self._has_own_server:
             last = server_records.read(self._home, "prefect")
-            port = last.port if last else 4200
-            servers.start(self._home, {"prefect": port}, OWNER)
+            servers.start(self._home, {"prefect": last.port if last else 4200}, OWNER)
 
     def stop(self) -> None:
         """End the server that was started to serve, by this process or one that was killed."""
@@ -287,8 +286,7 @@ class ScheduleServer:
     async def make_deployments(self, runner: Runner, client: Any) -> None:
         """Make the deployments match the schedules; a pause in Prefect's UI is kept in the file."""
         mine = DeploymentFilter.model_validate({"tags": {"all_": self._tags}})
-        listing = await client.read_deployments(deployment_filter=mine)
-        present = {one.id: one for one in listing}
+        present = {one.id: one for one in await client.read_deployments(deployment_filter=mine)}
         schedules = deploy.read_all(self._home)
         for name, schedule in schedules.items():
             made, number = self._made.get(name, (None, None))
@@ -303,8 +301,7 @@ class ScheduleServer:
                 schedule = replace(schedule, paused=present[number].paused)
                 deploy.write(self._home, schedule)
             self._made[name] = (schedule, number)
-        kept = {self._made[name][1] for name in schedules}
-        for number in present.keys() - kept:
+        for number in present.keys() - {self._made[name][1] for name in schedules}:
             await client.delete_deployment(number)
 
     async def _make(self, runner: Runner, schedule: Schedule) -> Any:

@@ -31,7 +31,6 @@ from ttrain.errors import TTrainError, UsageError
 from ttrain.store import server_records
 from ttrain.store.server_records import HOST, SERVER_MARK, Server
 from ttrain.tracking import client as mlflow_client
-from ttrain.tracking import mlflow_mirror
 
 log = logging.getLogger("ttrain")
 AUTH_STRING = "PREFECT_API_AUTH_STRING"
@@ -106,8 +105,9 @@ def guarded_app(app: Any, name: str) -> Any:
     """The application behind the guard; only its health path needs no token."""
     from ttrain.flows.guard import Guard  # with starlette, which only the servers' processes need
 
-    token = os.environ[server_records.ACCESS]
-    return Guard(app, int(os.environ[PORT]), token, open_path=HEALTH[name])
+    return Guard(
+        app, int(os.environ[PORT]), os.environ[server_records.ACCESS], open_path=HEALTH[name]
+    )
 
 
 def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
@@ -134,8 +134,10 @@ def start(home: Path, ports: Mapping[str, int], owner: str = "") -> None:
                 mark = secrets.token_hex(8)
                 process = _start(home, name, port, token, {SERVER_MARK: mark})
                 started[name] = (port, process)
-                server = Server(name, process.pid, port, mark, owner)
-                write_json(server_records.folder_of(home) / f"{name}.json", asdict(server))
+                write_json(
+                    server_records.folder_of(home) / f"{name}.json",
+                    asdict(Server(name, process.pid, port, mark, owner)),
+                )
             for name, (port, process) in started.items():
                 _wait(home, name, port, process)
         except BaseException:
@@ -196,8 +198,9 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     database = database_of(home)
     private_directory(database.parent)
     if damage := damage_of(database):
-        aside = set_aside(database)
-        log.warning("%s is damaged (%s); it is kept as %s", database, damage, aside.name)
+        log.warning(
+            "%s is damaged (%s); it is kept as %s", database, damage, set_aside(database).name
+        )
     if not database.exists():
         log.warning(
             "Prefect makes its database in %s, which takes some 15 s, once", database.parent
@@ -217,9 +220,8 @@ def prefect_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
 def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
     """The arguments of `python` that serve an application factory."""
     name = f"{factory.__module__}:{factory.__name__}"
-    directory = str(Path(__file__).parents[2])
     return [
-        *("uvicorn", "--factory", name, "--app-dir", directory),
+        *("uvicorn", "--factory", name, "--app-dir", str(Path(__file__).parents[2])),
         *("--host", HOST, "--port", str(port), "--log-level", "warning"),
         *("--timeout-graceful-shutdown", "2"),
     ]
@@ -227,7 +229,9 @@ def uvicorn_command(factory: Callable[[], Any], port: int) -> list[str]:
 
 def mlflow_command(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """(arguments of `python`, environment) of the MLflow server."""
-    mlflow_mirror.prepare(home)  # the server would refuse a damaged one
+    mlflow_client.open_client(
+        mlflow_client.own_uri(home), home
+    )  # the server would refuse a damaged one
     return uvicorn_command(tracker_app, port), {
         HOME: str(home),
         # eight processes more, for LLMs that judge
@@ -330,8 +334,10 @@ def _keep(
     # Prefect's client would wait for minutes at each state: eight stages of 20 s had not ended
     # after 5.
     for _ in range(RESTARTS):
-        code = process.wait()
-        log.warning("the Prefect server of this run ended with code %d; it is started again", code)
+        log.warning(
+            "the Prefect server of this run ended with code %d; it is started again",
+            process.wait(),
+        )
         process = start_again()
 
 
@@ -354,8 +360,10 @@ def prefect_environment(home: Path) -> dict[str, str]:
 
 def access(token: str) -> dict[str, str]:
     """The variables with which Prefect sends the token."""
-    header = {"Authorization": f"Bearer {token}"}
-    return {AUTH_STRING: token, "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(header)}
+    return {
+        AUTH_STRING: token,
+        "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps({"Authorization": f"Bearer {token}"}),
+    }
 
 
 def check_prefect_server() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from support.pipeline_home import Cli
 
-from ttrain.tracking.client import own_uri
-from ttrain.tracking.mlflow_mirror import prepare
+from ttrain.tracking.client import open_client, own_uri
 
 STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shards-lora", "lora"]
 
@@ -16,7 +15,7 @@ STAGES = ["tokenizer", "shards-pretrain", "pretrain", "shards-sft", "sft", "shar
 @pytest.mark.soak
 def test_a_set_is_made_again_bit_for_bit_from_mlflow_alone(finished: Cli, tmp_path: Path) -> None:
     shutil.copytree(finished.home / "mlflow", tmp_path / "shared" / "mlflow")
-    prepare(tmp_path / "shared")
+    open_client(own_uri(tmp_path / "shared"), tmp_path / "shared")
     (tmp_path / "home").mkdir()
     shutil.copy(finished.home / "registry.json", tmp_path / "home")
     cli = Cli(tmp_path / "home", finished.data)

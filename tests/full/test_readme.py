@@ -12,7 +12,7 @@ import pytest
 from support.pipeline_home import Cli
 from support.snippets import PAGES, ROOT, commands, snippets
 
-from ttrain.tracking.mlflow_mirror import prepare
+from ttrain.tracking.client import open_client, own_uri
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [f"ttrain {command.text}" for command in commands("README.md")]
@@ -138,7 +138,7 @@ def test_the_page_of_tracking_opens_registered_models(finished: Any, tmp_path: P
     # A copy, since MLflow notes what was opened
     moved = Cli(tmp_path / "home", finished.data)
     shutil.copytree(finished.home / "mlflow", moved.home / "mlflow")
-    prepare(moved.home)  # which points a copied home's places at itself
+    open_client(own_uri(moved.home), moved.home)  # which points a copied home's places at itself
     assert_runs(snippet.text.replace("quickstart", "tiny-test").replace("-sft/3", "-sft/1"), moved)
 
 

@@ -13,7 +13,7 @@ from support.tracked_stores import pushed
 from ttrain.config import Settings
 from ttrain.core.files import write_json
 from ttrain.errors import UsageError
-from ttrain.lineage.lineage import TRACKER, lineage_of
+from ttrain.lineage.lineage import lineage_of
 from ttrain.lineage.lookup import resolve
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
@@ -133,7 +133,7 @@ def test_mlflow_has_what_the_store_lacks(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(shared))
     for text in ("mine@champion", "mine-sft/1"):
         for stage, same in zip(stages_of(bare_home, text), stages_of(shared, "sft"), strict=True):
-            assert stage == {**same, "known_from": TRACKER}
+            assert stage == {**same, "known_from": "mlflow"}
     assert not (bare_home / "store").exists()
     # a set stands for the last of its models
     for text in ("mine-sft@champion", "mine-sft/1", "mine/1", "models:/mine@champion"):

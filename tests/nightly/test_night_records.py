@@ -107,7 +107,7 @@ def test_nights_are_listed_newest_first_with_losses(known: Nights) -> None:
     second.end_try("kept", KEPT, closed=True)
     known.add_empty("nothing-new", None, "nothing new")
     known.begin(frozen("d", champion="1"), None)
-    listed = history.history(known.directory.parents[1], None)[1]
+    listed = history.history(known.directory.parents[1], None, 30)[1]
     assert [night["outcome"] for night in listed] == ["running", "nothing-new", "kept", "promoted"]
     running, _, kept, promoted = listed
     assert promoted["files"] == ["/inbox/a.jsonl", "/inbox/<b>.jsonl"]

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from support.waiting import wait_until
 
-from ttrain.tracking.mlflow_mirror import prepare
+from ttrain.tracking.client import open_client, own_uri
 
 # Without uvicorn and its workers: 2 s instead of 6 s, for the same routes and database
 SERVER = """
@@ -47,7 +47,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def mlflow_server(directory: Path) -> Iterator[str]:
     """The address of a server whose database and artifacts, which it serves, are in `directory`."""
     port = free_port()
-    prepare(directory)  # its 67 migrations take 1 s
+    open_client(own_uri(directory), directory)  # its 67 migrations take 1 s
     command = [sys.executable, "-c", SERVER, str(directory), str(port)]
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **QUIET})

@@ -12,8 +12,8 @@ from ttrain.errors import ArtifactError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.tracking.artifact_source import MlflowArtifacts
-from ttrain.tracking.client import own_uri
-from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun, prepare
+from ttrain.tracking.client import open_client, own_uri
+from ttrain.tracking.mlflow_mirror import Mirror, TrackedRun
 
 STAGE, KEY = "shards-sft", "k" * 64
 HELDOUT = {"heldout/index.json": b"[1]", "heldout/00.arrow": b"heldout rows"}
@@ -45,7 +45,7 @@ def bare_home(
 ) -> Path:
     """A home without artifacts, beside the shared MLflow of another home."""
     add_database(tmp_path / "shared")
-    prepare(tmp_path / "shared")
+    open_client(own_uri(tmp_path / "shared"), tmp_path / "shared")
     track(tmp_path / "shared", publish(tmp_path / "shared"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own_uri(tmp_path / "shared"))
     return tmp_path / "home"

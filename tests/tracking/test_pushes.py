@@ -23,8 +23,8 @@ from ttrain.core.files import write_json
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED
 from ttrain.tracking import pusher
-from ttrain.tracking.client import artifacts_of
-from ttrain.tracking.mlflow_mirror import Mirror, prepare
+from ttrain.tracking.client import artifacts_of, open_client, own_uri
+from ttrain.tracking.mlflow_mirror import Mirror
 
 A, B = "full-20261121-100000-0001a", "full-20261121-110000-0002b"
 STAGE_ID = f"{A}/pretrain"
@@ -186,7 +186,7 @@ def test_a_copied_home_keeps_its_files_in_itself(tracked_home: Path, tmp_path: P
     make_run(tracked_home, A, [PRETRAIN], tracked=True)
     new = shutil.copytree(tracked_home, tmp_path / "home #1 50%" / "home")
     shutil.rmtree(tracked_home / "mlflow" / "artifacts")  # what still named it would be missing
-    prepare(new)
+    open_client(own_uri(new), new)
     make_run(new, B, [Made("sft", [2.0])], number=1, tracked=True)
     for run in (only(new, A), only(new, STAGE_ID), only(new, B)):
         assert run.info.artifact_uri.startswith(f"{artifacts_of(new)}/") and files_of(run)

@@ -10,9 +10,9 @@ from support.tracked_stores import client_of, files_of, pushed
 from typer.testing import CliRunner
 
 from ttrain.cli.main import app
+from ttrain.reports import report
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.registry import Registry
-from ttrain.tracking import run_summary
 from ttrain.tracking.client import database_of
 from ttrain.tracking.mlflow_mirror import Mirror
 from ttrain.tracking.pusher import push_noted
@@ -27,7 +27,7 @@ RUNS = {1: "full-20261121-101000-0001a", 2: "full-20261121-102000-0001a"}
 def sets_home(tracked_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two runs of one base model, registered and pushed."""
     # without the report of a run, which takes 2 s of CPU each time
-    monkeypatch.setattr(run_summary, "page_of", lambda home, run: None)
+    monkeypatch.setattr(report, "report_of", lambda view: "")
     registry, store = Registry(tracked_home), ArtifactStore(tracked_home)
     for number, run in RUNS.items():
         stages = {BASE: Made("pretrain", [3.0]), SFT: Made("sft", [float(number)])}

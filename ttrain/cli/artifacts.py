@@ -91,13 +91,12 @@ def artifacts_show(stage: StageName, key: Key = "") -> Output:
     artifact = find_artifact(store, stage, key)
     damage = store.damage(artifact)
     manifest = artifact.manifest
-    results = flatten(dict(artifact.result))
     rows = [
         ("path", str(artifact.path)),
         ("state", f"damaged: {damage}" if damage else "finished"),
         ("size", f"{format_size(size_of(artifact))} in {len(manifest['files'])} files"),
         *((name, text) for name, text in stage_facts(facts_of(artifact), artifact.result) if text),
-        *((f"result {name}", _shown(value)) for name, value in results),
+        *((f"result {name}", _shown(value)) for name, value in flatten(dict(artifact.result))),
     ]
     return Output(
         {**manifest, "path": str(artifact.path), "damage": damage},
@@ -168,8 +167,11 @@ def artifacts_verify(
         else "--set-aside lets the next run rebuild them"
     )
     rows = [(path.parent.name, short_digest(path.name), why) for path, why, _ in damaged]
-    table = Table(("stage", "key", "damage"), rows)
-    return Output(value, [table, f"{total}: {len(damaged)} damaged; {advice}"], code=1)
+    return Output(
+        value,
+        [Table(("stage", "key", "damage"), rows), f"{total}: {len(damaged)} damaged; {advice}"],
+        code=1,
+    )
 
 
 @command(
@@ -211,13 +213,11 @@ def artifacts_adopt(
     for artifact in adopted:
         seconds = artifact.manifest.get("seconds", 0.0)
         history = artifact.manifest["adopted"]
-        old = short_digest(history[-1]["key"])
-        new = short_digest(artifact.key)
         rows.append(
             (
                 artifact.stage,
-                old,
-                new,
+                short_digest(history[-1]["key"]),
+                short_digest(artifact.key),
                 format_duration(seconds),
                 "; ".join(history[-1]["differences"]),
             )
@@ -229,8 +229,13 @@ def artifacts_adopt(
         return Output(
             value, ["no stage would be built again for changed code alone; nothing was adopted"]
         )
-    end = f"kept; this saves {format_duration(saved)}"
-    return Output(value, [Table(("stage", "was", "is", "took", "although"), rows), end])
+    return Output(
+        value,
+        [
+            Table(("stage", "was", "is", "took", "although"), rows),
+            f"kept; this saves {format_duration(saved)}",
+        ],
+    )
 
 
 @command(
@@ -265,13 +270,17 @@ def artifacts_clean(
         raise UsageError(
             f"--run {run} cannot be combined with --keep-runs or --older-than; remove one of them"
         )
-    registered = Registry(store.root).keys()
-    needed = records.needed_keys
-    kept = garbage_collection.Kept.recent(keep_runs, older_than)
-    if run:
-        kept = garbage_collection.Kept(only_run=need_run(store.root, run))
+    kept = (
+        garbage_collection.Kept(only_run=need_run(store.root, run))
+        if run
+        else garbage_collection.Kept.recent(keep_runs, older_than)
+    )
     cleaned = garbage_collection.clean(
-        store, registered, kept, needed_by_nights=needed, dry_run=dry_run
+        store,
+        Registry(store.root).keys(),
+        kept,
+        needed_by_nights=records.needed_keys,
+        dry_run=dry_run,
     )
     value = {
         "dry_run": dry_run,

@@ -131,10 +131,10 @@ def chat(
     from ttrain.inference import gate_router
     from ttrain.inference.chat import Chat
 
-    device = loading_options.device
-    dtype = loading_options.dtype
     selectors: list[ModelSelector] = (
-        [gate_router.GateSelector(gate, device=device, dtype=dtype)] if gate else []
+        [gate_router.GateSelector(gate, device=loading_options.device, dtype=loading_options.dtype)]
+        if gate
+        else []
     )
     selectors += map(gate_router.single_model, _load(references, loading_options))
     chats = [Chat(selector, settings, system=system) for selector in selectors]

@@ -52,9 +52,10 @@ def compare(
         from ttrain.reports.report import comparison_page
 
         html.write_text(comparison_page(views, comparison), encoding="utf-8")
-    page = str(html) if html else None
-    written = [f"written to {page}"] if page else []
-    return Output({**asdict(comparison), "page": page}, [*_parts(comparison, views), *written])
+    return Output(
+        {**asdict(comparison), "page": html and str(html)},
+        [*_parts(comparison, views), *([f"written to {html}"] if html else [])],
+    )
 
 
 @command(
@@ -112,8 +113,8 @@ def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str 
     for sample in different[:SHOWN_SAMPLES]:
         yield ""
         yield f"{sample['model']} model: {truncated(sample['prompt'], LONGEST_CELL)}"
-        answers = dict(zip(letters, sample["answers"], strict=True))
-        for name, answer in {**answers, REFERENCE: sample["reference"] or ABSENT}.items():
+        answers = (*sample["answers"], sample["reference"] or ABSENT)
+        for name, answer in zip((*letters, REFERENCE), answers, strict=True):
             yield f"  {name}  {truncated(answer, LONGEST_CELL)}"
     yield ""
     yield "--html and --json show the rest"

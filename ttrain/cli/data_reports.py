@@ -56,8 +56,7 @@ def report_on(
 
 
 def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:
-    overview = [[_shown(report.get(name)) for name in OVERVIEW] for report in reports]
-    yield Table(OVERVIEW, overview)
+    yield Table(OVERVIEW, [[_shown(report.get(name)) for name in OVERVIEW] for report in reports])
     header = ("file", "bytes", *LENGTHS, "letters, by their script")
     yield Table(header, [_measures(report) for report in reports])
     for report in reports:
@@ -71,8 +70,11 @@ def _tables(reports: Sequence[JsonObject]) -> Iterator[Table]:
 
 def _measures(report: JsonObject) -> list[str]:
     lengths = report.get("lengths", {})
-    shares = report["scripts"].items()
-    scripts = [f"{name} {share:.1%}" for name, share in shares if share >= SMALLEST_SHARE]
+    scripts = [
+        f"{name} {share:.1%}"
+        for name, share in report["scripts"].items()
+        if share >= SMALLEST_SHARE
+    ]
     shown = [_shown(lengths.get(name)) for name in LENGTHS]
     return [report["file"], _shown(report["bytes"]), *shown, ", ".join(scripts)]
 

@@ -103,10 +103,13 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
         if metrics["gain"] is None
         else f"{metrics['gain']:.1%} of what the best choices would gain"
     )
-    most_common = f"always the most common: {metrics['majority_accuracy']:.1%}"
     routing = [
         ("held-out records", f"{metrics['records']:,}", ""),
-        ("routed to the best expert", f"{metrics['accuracy']:.1%}", most_common),
+        (
+            "routed to the best expert",
+            f"{metrics['accuracy']:.1%}",
+            f"always the most common: {metrics['majority_accuracy']:.1%}",
+        ),
         ("bits per byte, routed", f"{metrics['loss_routed']:.4f}", gain),
         ("  always the one best expert", f"{metrics['loss_best_single']:.4f}", ""),
         ("  each by its best expert", f"{metrics['loss_oracle']:.4f}", ""),
@@ -169,12 +172,11 @@ def train(
             )
     job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
     why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
-    figures = run_alone(GATE, job, runtime, out, why, display)
     return {
         "out": str(out),
         "experts": job["experts"],
         "data": [redact.url(text) for text in texts],
-        **figures,
+        **run_alone(GATE, job, runtime, out, why, display),
     }
 
 

@@ -116,9 +116,12 @@ def stage_run(
 
     outlast_output()
     layout.usable_home()
-    settings = settings_options.load().settings
     planned = restart.plan(
-        "full", settings, only_of=stage, force=[stage] if force else [], extend=extend
+        "full",
+        settings_options.load().settings,
+        only_of=stage,
+        force=[stage] if force else [],
+        extend=extend,
     )
     execution = run_pipeline(alone(stage, planned), console(stderr=as_json), RunOptions("none"))
     artifact = planned.store.complete(execution.artifacts[stage])

@@ -327,8 +327,7 @@ def pipeline_logs(
         name_syntax.need_stage(
             stage, [entry["name"] for entry in record["stages"]], f"the run {name}"
         )
-    path = home() / "runs" / f"{name}.log"
-    if not path.is_file() and record["outcome"] != "running":
+    if not (home() / "runs" / f"{name}.log").is_file() and record["outcome"] != "running":
         raise UsageError(f"the run {name} has no log")
     for line in runs.log_lines(home(), name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
@@ -343,8 +342,9 @@ def _run_night(loaded: LoadedSettings, engine: str, labels: JsonObject) -> None:
     from ttrain.tracking.artifact_source import store_of
 
     settings = with_absolute_paths(loaded.settings)
-    store = store_of(usable_home(), settings)
-    result = run_night(settings, store, console(), RunOptions(engine, labels=labels))
+    result = run_night(
+        settings, store_of(usable_home(), settings), console(), RunOptions(engine, labels=labels)
+    )
     print_escaped(f"{result.night or 'no night'}: {result.outcome}")
     if result.night:
         print("next:\n  all champions and challengers: ttrain models list")
@@ -440,7 +440,8 @@ def plan_and_run(
     on_code = remarks_on_code(planned)
     for line in on_code:
         print_escaped(line)
-    asks = (on_code or estimated.remarks()) and not options.yes and is_on_terminal()
+    is_on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    asks = (on_code or estimated.remarks()) and not options.yes and is_on_terminal
     if asks and not confirm("run it?", default=False):
         print("nothing was run; --yes runs it without asking")
         raise Exit(1)
@@ -461,17 +462,14 @@ def plan_and_run(
     ).print()
 
 
-def is_on_terminal() -> bool:
-    """Whether somebody can be asked."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
 def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
     """The table of a plan, its training data, the run that it is compared with, its time."""
     from ttrain.engine.planner import trained_on, without_data
 
-    data = trained_on(planned.settings, planned.stages).items()
-    lines = [f"training data of {name}: {sources}" for name, sources in data]
+    lines = [
+        f"training data of {name}: {sources}"
+        for name, sources in trained_on(planned.settings, planned.stages).items()
+    ]
     lines.append(without_data(planned.settings))
     if planned.left_out:
         lines.append(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
@@ -537,9 +535,11 @@ def next_steps(
     """
     from ttrain.config import TRAINING_STAGES
 
-    page = "  curves, samples and metrics, as a page: ttrain report latest"
-    if settings.tracking.enabled:
-        page = "  curves, models and their metrics, in MLflow: ttrain up latest --open"
+    page = (
+        "  curves, models and their metrics, in MLflow: ttrain up latest --open"
+        if settings.tracking.enabled
+        else "  curves, samples and metrics, as a page: ttrain report latest"
+    )
     lines = ["next:", page]
     for row in [
         row for row in TRAINING_STAGES.values() if row.role != "adapter" and row.name in made

@@ -85,9 +85,10 @@ def models_history(
     from ttrain.nightly import history
 
     pipeline, listed = history.history(home(), name, nights)
-    value = {"name": pipeline, "nights": listed}
-    rows = [history.row(night) for night in listed]
-    return Output(value, [Table(history.HEADER, rows), history.summary_line(listed)])
+    return Output(
+        {"name": pipeline, "nights": listed},
+        [Table(history.HEADER, [*map(history.row, listed)]), history.summary_line(listed)],
+    )
 
 
 @command(
@@ -193,10 +194,11 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
         if stage["differences"]:
             yield f"{stage['stage']}: not as it was: {'; '.join(stage['differences'])}"
         if not stage["equal"]:
-            old = short_digest(stage["content"])
-            new = short_digest(stage["rebuilt_content"])
-            contents = f"content {old} was recorded, {new} came out"
-            yield f"{stage['stage']}: {', '.join(stage['files'])} differs: {contents}"
+            yield (
+                f"{stage['stage']}: {', '.join(stage['files'])} differs: content "
+                f"{short_digest(stage['content'])} was recorded, "
+                f"{short_digest(stage['rebuilt_content'])} came out"
+            )
     if result["left"]:
         yield f"not rebuilt, because their inputs differ: {', '.join(result['left'])}"
     location = f"; it is in {result['home']}" if is_kept else ""

@@ -130,8 +130,12 @@ def sweep_full(
         if word.endswith((".yaml", ".yml")) and "=" not in word
     ]
     settings = [word for word in overrides or () if Path(word) not in files]
-    given = layers(settings, config or (), profile or (), os.environ)
-    wanted = request.request_of(full, given, request.Options(**asdict(options)), files)
+    wanted = request.request_of(
+        full,
+        layers(settings, config or (), profile or (), os.environ),
+        request.Options(**asdict(options)),
+        files,
+    )
     check_first_rows(wanted.baseline)
     if plan:
         return _plan(wanted, store_of(home(), wanted.baseline))
@@ -247,5 +251,7 @@ def _shown(experiment: Experiment) -> Output:
         ]
         run = shlex.join(["ttrain", "pipeline", "run", "full", *words])
         lines.append(f"to run it in full: {run}")
-    rows = [row.row for row in judgement.verdicts]
-    return Output({**judgement.to_json(), "command": run}, [Table(HEADER, rows), *lines])
+    return Output(
+        {**judgement.to_json(), "command": run},
+        [Table(HEADER, [row.row for row in judgement.verdicts]), *lines],
+    )

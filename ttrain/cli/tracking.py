@@ -50,17 +50,17 @@ def track_push(
     root = usable_home()
     names = None if run is None else [run_views.need_run(root, run)["run"]]
     if everything:
-        records = reversed(runs.history(root))
-        tracked = [record["run"] for record in records if is_tracked(record)]
-        names = [*tracked_names(root), *tracked]
+        tracked = filter(is_tracked, reversed(runs.history(root)))
+        names = [*tracked_names(root), *(record["run"] for record in tracked)]
     screen = console(stderr=True)
     pushed = pusher.push(root, names, lambda name: print_plain(screen, name))
     failed = [f"{one.run}: {one.why}" for one in pushed if one.why]
-    total = f"pushed: {counted(len(pushed) - len(failed), 'run')}" + (
-        f", {len(failed)} failed" if failed else ""
+    failures = f", {len(failed)} failed" if failed else ""
+    total = (
+        f"pushed: {counted(len(pushed) - len(failed), 'run')}{failures}"
+        if pushed
+        else "MLflow is up to date: no run has changed since its last push"
     )
-    if not pushed:
-        total = "MLflow is up to date: no run has changed since its last push"
     values = [{**asdict(one), "pushed": not one.why} for one in pushed]
     return Output(values, [*failed, total], code=int(bool(failed)))
 

@@ -80,10 +80,9 @@ def train(
             f"{task.describe_tasks()}"
         )
     if Path(name).suffix in (".yaml", ".yml"):
-        file = shlex.quote(name)
         raise UsageError(
             f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full "
-            f"-c {file}`"
+            f"-c {shlex.quote(name)}`"
         )
     runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)
@@ -95,9 +94,11 @@ def train(
         metrics = run_alone(replace(TASK, name=name), settings, runtime, directory, why, display)
     summary = {"task": name, "out": str(directory), **metrics}
     rows = [(key, format_value(summary[key])) for key in FIGURES if summary.get(key) is not None]
-    end = f"done in {format_duration(summary['train_seconds'])}"
-    if summary["was_finished"]:
-        end = f"it was already finished at step {summary['steps']}; nothing was trained"
+    end = (
+        f"it was already finished at step {summary['steps']}; nothing was trained"
+        if summary["was_finished"]
+        else f"done in {format_duration(summary['train_seconds'])}"
+    )
     lines = [
         f"the weights, by PyTorch names: {directory / 'model.safetensors'}",
         f"curves {directory / 'run/metrics.jsonl'}, log {directory / 'run/log.txt'}",
@@ -166,9 +167,11 @@ def doctor(
                 f"{'ok ' if finding.ok else 'BAD'} {name:{NAME_WIDTH}}{finding.measured}{fix}"
             )
     failures = [name for name, finding in findings.items() if not finding.ok]
-    verdict = f"all {len(findings)} checks are ok"
-    if failures:
-        verdict = f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
+    verdict = (
+        f"{len(failures)} of {len(findings)} checks are not ok: {', '.join(failures)}"
+        if failures
+        else f"all {len(findings)} checks are ok"
+    )
     last = f"{examined}: {verdict}, in {time.monotonic() - began:.0f} s"
     checks = [{"name": name, **finding.to_json()} for name, finding in findings.items()]
     estimated = estimate(plan)

@@ -134,8 +134,11 @@ class Request:
 
     def noise(self, store: ArtifactStore) -> Noise | None:
         """The noise of the baseline, as earlier runs of the home show it."""
-        recorded = with_absolute_paths(self.baseline).model_dump(mode="json")
-        return noise_of(store.root, self.measure.metric, recorded)
+        return noise_of(
+            store.root,
+            self.measure.metric,
+            with_absolute_paths(self.baseline).model_dump(mode="json"),
+        )
 
     def experiment(self, store: ArtifactStore) -> Experiment:
         """The requested experiment: one to continue, or a new one."""

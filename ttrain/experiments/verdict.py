@@ -81,13 +81,12 @@ class Verdict:
         """The texts of a table with HEADER."""
         mean = "" if self.mean is None else f"{self.mean:.4f}"
         difference = "" if self.difference is None else f"{self.difference:+.4f}"
-        intervals = map(_shown, (self.over_seeds, self.over_records))
         return (
             self.setting,
             str(len(self.seeds)),
             mean,
             difference,
-            *intervals,
+            *map(_shown, (self.over_seeds, self.over_records)),
             f"{self.verdict} {self.why}".strip(),
         )
 
@@ -189,8 +188,10 @@ class Judgement:
         evidence = f"{metric} {row.difference:+.4f}, {_shown(row.over_seeds)} over {seeds}"
         if row.verdict == BETTER:
             return f"{row.setting} is better than the baseline: {evidence}"
-        best = f"{row.setting} was the best of the rounds"
-        return f"{best}, but is not better on fresh seeds: {evidence}"
+        return (
+            f"{row.setting} was the best of the rounds, but is not better on fresh seeds: "
+            f"{evidence}"
+        )
 
     def to_json(self) -> JsonDict:
         """The object that `sweep show --json` prints."""

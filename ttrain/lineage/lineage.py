@@ -16,9 +16,6 @@ from ttrain.store.results import ShardsResult
 from ttrain.tracking import datasets
 from ttrain.tracking.artifact_source import MlflowArtifacts
 
-STORE = "store"  # where a manifest was found
-TRACKER = "mlflow"
-
 
 @dataclass(frozen=True)
 class Lineage:
@@ -36,7 +33,7 @@ class Lineage:
             "name": self.named.name,
             "run": self.named.run["run"] if self.named.run else None,
             "stages": [
-                {**facts_of(one), "known_from": STORE if one.path.exists() else TRACKER}
+                {**facts_of(one), "known_from": "store" if one.path.exists() else "mlflow"}
                 for one in self.artifacts
             ],
         }

@@ -307,10 +307,11 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
 
 def model_directory(directory: Path) -> Path | None:
     """The directory of an artifact's adapter or model."""
-    for name, marker in (ADAPTER_DIRECTORY, ADAPTER_CONFIG), (MODEL_DIRECTORY, "config.json"):
-        if (directory / name / marker).is_file():
-            return directory / name
-    return None
+    markers = ((ADAPTER_DIRECTORY, ADAPTER_CONFIG), (MODEL_DIRECTORY, "config.json"))
+    return next(
+        (directory / name for name, marker in markers if (directory / name / marker).is_file()),
+        None,
+    )
 
 
 def _stored_digest(artifact: Artifact) -> str | None:

@@ -77,14 +77,17 @@ def _judge(
     if reference := heldout_of(evaluation):
         from ttrain.tasks.heldout import read_nights  # loads what reads shards
 
-        documents = find_heldout(store, reference, night.name)
-        documents = store.complete(documents, ("heldout",), report=say)
+        documents = store.complete(
+            find_heldout(store, reference, night.name), ("heldout",), report=say
+        )
         groups = read_nights(documents.path)  # none for a set of one night alone
         by_night = (
             dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
         )
-    nights = Nights(store.root, inputs.settings.name).newest_first()
-    best = best_figures(nights, promotion.metric_of_texts(rules.metric))
+    best = best_figures(
+        Nights(store.root, inputs.settings.name).newest_first(),
+        promotion.metric_of_texts(rules.metric),
+    )
     return promotion.judge(Evaluation.of(evaluation), champion, rules, by_night, night.name, best)
 
 

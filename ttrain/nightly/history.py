@@ -10,11 +10,11 @@ from ttrain.core.text import ABSENT, counted, first_of, format_time
 from ttrain.errors import UsageError
 from ttrain.evaluate.task_result import not_judged
 from ttrain.nightly.records import NightRecord, Nights
+from ttrain.reports.summary import LOST
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ReplayResult, ShardsResult, TrainingResult
 from ttrain.tasks import REPLAY, SHARDS_PRETRAIN
 
-NIGHTS = 30  # that are shown
 HEADER = (
     "night",
     "began",
@@ -41,19 +41,20 @@ def learnt_of(artifacts: Artifacts, chats: Artifact | None) -> dict[str, int]:
     if shards is None:
         return of_chats
     made = ShardsResult.of(shards.result)
+    tally = made.rows.get("train", {})
     tokens = (TrainingResult.of(pretrain.result).tokens or 0) if pretrain else 0
     sample = ReplayResult.of(replay.result) if replay else ReplayResult()
     return {
         "documents": made.train.rows,
         "tokens": made.train.tokens,
-        "left_out": made.row_counts["train"].left_out if "train" in made.rows else 0,
+        "left_out": sum(sum(tally.get(group, {}).values()) for group in LOST),
         "read_tokens": tokens,
         "replayed_tokens": round(tokens * sample.share) if sample.records else 0,
         **of_chats,
     }
 
 
-def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list[JsonDict]]:
+def history(home: Path, name: str | None, most: int) -> tuple[str, list[JsonDict]]:
     """(name of the pipeline, its last nights, newest first). Raises UsageError."""
     names = sorted(path.name for path in (home / "nightly").glob("*") if path.is_dir())
     chosen = name or (names[0] if len(names) == 1 else "")
@@ -64,8 +65,10 @@ def history(home: Path, name: str | None, most: int = NIGHTS) -> tuple[str, list
             f"--name is {name or 'not set'}, but there are nights of {', '.join(names)}; "
             "choose one of these"
         )
-    nights = islice(Nights(home, chosen).newest_first(), most)
-    return chosen, [of_record(night.as_it_is_now()) for night in nights]
+    return chosen, [
+        of_record(night.as_it_is_now())
+        for night in islice(Nights(home, chosen).newest_first(), most)
+    ]
 
 
 def of_record(night: NightRecord) -> JsonDict:
@@ -104,7 +107,6 @@ def row(night: JsonDict) -> tuple[str, ...]:
     """A night as a row of the table below HEADER."""
     learnt = night["learnt"]
     promoted = f" as version {night['version']}" if night["outcome"] == "promoted" else ""
-    values = (night["figure"], night["champion_figure"])
     return (
         night["night"],
         format_time(night["began"]),
@@ -112,7 +114,10 @@ def row(night: JsonDict) -> tuple[str, ...]:
         f"{len(night['files']):,}",
         *(f"{learnt[name]:,}" if name in learnt else ABSENT for name in COUNTS),
         night["metric"] or ABSENT,
-        *(ABSENT if value is None else f"{value:.4f}" for value in values),
+        *(
+            ABSENT if value is None else f"{value:.4f}"
+            for value in (night["figure"], night["champion_figure"])
+        ),
         lost_text(night),
         night["reason"],
     )
@@ -140,5 +145,7 @@ def summary_line(nights: Sequence[JsonDict]) -> str:
     tokens = sum(learnt.get("tokens", 0) for learnt in promoted)
     counts = Counter(night["outcome"] for night in nights)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    total = f"promoted models learnt {documents:,} documents, {tokens:,} tokens"
-    return f"{counted(len(nights), 'night')}: {outcomes}; {total}"
+    return (
+        f"{counted(len(nights), 'night')}: {outcomes}; promoted models learnt {documents:,} "
+        f"documents, {tokens:,} tokens"
+    )

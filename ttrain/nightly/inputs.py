@@ -85,8 +85,10 @@ def watched_files(settings: Settings, store: ArtifactStore, *, may_be_gone: bool
         if not settings.reads(dataset):
             continue
         if settings.data.uses_python_docs(dataset):
-            text = store.cache.file(python_docs.text_file())
-            made_of = {"text": text, **settings.python_docs.model_dump(mode="json")}
+            made_of = {
+                "text": store.cache.file(python_docs.text_file()),
+                **settings.python_docs.model_dump(mode="json"),
+            }
             files_by_dataset[dataset] = [{"location": PYTHON_DOCS, "sha256": digest_of(made_of)}]
         elif may_be_gone and dataset == "pretrain" and _is_emptied(settings):
             files_by_dataset[dataset] = []
@@ -143,8 +145,7 @@ def smaller_snapshot(
 
     None if nothing new is left, or a data set has no file.
     """
-    left_out = [file["sha256"] for file in entries_of(frozen, damaged)]
-    files = _without(frozen.files, left_out)
+    files = _without(frozen.files, [file["sha256"] for file in entries_of(frozen, damaged)])
     if not damaged:
         files[DOCUMENTS] = []
     is_optional = {DOCUMENTS} if frozen.champion else set()
@@ -436,8 +437,7 @@ def earlier_heldout(
     is_named = bool(settings.data.pretrain_heldout)
     for night in nights:
         if reference := night.heldout:
-            reading = night.frozen.settings.get("reading", {})
-            before = reading.get("heldout_fraction")
+            before = night.frozen.settings.get("reading", {}).get("heldout_fraction")
             now = settings.reading.heldout_fraction
             if before != now:
                 note = (

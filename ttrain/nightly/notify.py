@@ -32,10 +32,9 @@ def send(settings: Notify, event: str, message: JsonObject) -> None:
     """
     if event not in settings.on:
         return
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {
         "event": event,
-        "time": now,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "text": f"ttrain: {event}",
         **message,
@@ -60,11 +59,10 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
     bits = run["metrics"].get(BITS_PER_BYTE.of_run)
     figure = "" if bits is None else f", {bits:.4f} {BITS_PER_BYTE.label}"
     reason = run.get("error") or f"took {format_duration(run['seconds'])}{figure}"
-    text = f"ttrain {name}, {run['run']}: {event}: {reason}"
     payload = {
         "pipeline": name,
         "run": run["run"],
-        "text": text,
+        "text": f"ttrain {name}, {run['run']}: {event}: {reason}",
         "reason": reason,
         "metrics": run["metrics"],
     }
@@ -73,14 +71,16 @@ def send_end_of_run(settings: Notify, name: str, run: RecordedRun) -> None:
 
 def _run(settings: Notify, body: bytes) -> None:
     command = settings.command
-    seconds = settings.timeout_seconds
     if not command:
         return
     try:
-        done = subprocess.run(command, input=body, timeout=seconds, capture_output=True)
+        done = subprocess.run(
+            command, input=body, timeout=settings.timeout_seconds, capture_output=True
+        )
     except subprocess.TimeoutExpired:
         raise TTrainError(
-            f"{command[0]} did not end within {seconds:g} s (notify.timeout_seconds)"
+            f"{command[0]} did not end within {settings.timeout_seconds:g} s "
+            "(notify.timeout_seconds)"
         ) from None
     if done.returncode:
         last = done.stderr[-ERROR_OUTPUT_BYTES:].decode("utf-8", "replace").strip()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import first_of, format_time
 from ttrain.data import locations
 from ttrain.errors import TTrainError
-from ttrain.store.runs import NOTHING_NEW, is_alive, this_process
+from ttrain.store.runs import NOTHING_NEW, is_gone, this_process
 
 COMPLETED = ("promoted", "kept")  # nights whose models were compared with the champion's
 # A list that kills its process each time, by memory, must not block new data for ever
@@ -172,9 +171,9 @@ class NightRecord:
         tries = (
             one
             for one in reversed(self.data["attempts"])
-            if one["outcome"] != "crashed" or one.get("run")
+            if one["outcome"] != "running" and (one["outcome"] != "crashed" or one.get("run"))
         )
-        return next((attempt for attempt in tries if attempt["outcome"] != "running"), None)
+        return next(tries, None)
 
     @property
     def failures(self) -> int:
@@ -196,10 +195,7 @@ class NightRecord:
 
     def as_it_is_now(self) -> NightRecord:
         """The night, crashed if it is recorded as running and its process here is gone."""
-        if self.outcome != "running":
-            return self
-        process = self.last_try["process"]
-        if process["host"] != platform.node() or is_alive(process):
+        if self.outcome != "running" or not is_gone(self.last_try["process"]):
             return self
         return NightRecord(self.path, {**self.data, "outcome": "crashed", "reason": KILLED})
 
@@ -282,16 +278,14 @@ class Nights:
         newest = self.newest()
         if newest is None or newest.outcome != "running":
             return None
-        outcome = "crashed"
-        reason = KILLED
-        gives_up = newest.crashes_in_a_row + 1 >= MOST_CRASHES
-        if gives_up:
-            outcome = FAILED
-            reason += (
-                f", {MOST_CRASHES} times in a row; its list is given up, "
+        if newest.crashes_in_a_row + 1 >= MOST_CRASHES:
+            reason = (
+                f"{KILLED}, {MOST_CRASHES} times in a row; its list is given up, "
                 "the next night makes a new one"
             )
-        newest.end_try(outcome, reason, closed=gives_up)
+            newest.end_try(FAILED, reason, closed=True)
+        else:
+            newest.end_try("crashed", KILLED, closed=False)
         return newest
 
     def covered(self, slot: datetime | None) -> str | None:
@@ -307,9 +301,10 @@ class Nights:
         is_retry = last["slot"] == slot.timestamp() and newest.outcome in UNDECIDED
         if is_retry or slot.timestamp() > last["began"]:
             return None
-        of = format_time(slot.timestamp())
-        began = format_time(last["began"])
-        return f"the slot of {of} is covered by {newest.name}, which began at {began}"
+        return (
+            f"the slot of {format_time(slot.timestamp())} is covered by {newest.name}, "
+            f"which began at {format_time(last['began'])}"
+        )
 
     def begin(self, frozen: InputSnapshot, slot: datetime | None) -> NightRecord:
         night = self._next(frozen)
@@ -319,14 +314,16 @@ class Nights:
     def _next(self, frozen: InputSnapshot) -> NightRecord:
         used = [path.stem.removeprefix("night-") for path in self.directory.glob("night-*.json")]
         number = max((int(text) for text in used if text.isdecimal()), default=0) + 1
-        data = {
-            "state": "open",
-            "outcome": "running",
-            "reason": "",
-            "inputs": frozen.to_json(),
-            "attempts": [],
-        }
-        return NightRecord(self.directory / f"night-{number:06}.json", data)
+        return NightRecord(
+            self.directory / f"night-{number:06}.json",
+            {
+                "state": "open",
+                "outcome": "running",
+                "reason": "",
+                "inputs": frozen.to_json(),
+                "attempts": [],
+            },
+        )
 
     def add_empty(self, outcome: str, slot: datetime | None, reason: str) -> NightRecord:
         """Record a night without inputs: no file was new, or listing failed. Several share one

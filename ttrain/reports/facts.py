@@ -29,17 +29,24 @@ MAIN_SETTINGS = frozenset(
     }
 )
 REFERENCE = "in the data"  # title of the data's own continuation, next to the models'
-# Metrics of the data, not of a model: the size of the held-out text, also compressed.
-NEITHER = re.compile(
-    r"[_/](xz|zlib|order\d)$|/(items|left_out)$|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$"
-    r"|/tokens$|^champion/"
-)
-HIGHER = re.compile(
-    r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$|/(ended|clean|distinct_\d)(/|$)"
-)
-LOWER = re.compile(
-    rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
-    r"|time_share|/(repeated|loops|empty)(/|$)"
+# The sign of the better direction by names of metrics; the first pattern that matches counts.
+BETTER = (
+    # Metrics of the data, not of a model: the size of the held-out text, also compressed.
+    (
+        r"[_/](xz|zlib|order\d)$|/(items|left_out)$"
+        r"|^eval/(.*_)?(bytes|tokens|documents|chats|domain)$|/tokens$|^champion/",
+        0,
+    ),
+    (
+        r"tokens_per_second|mfu|bytes_per_token|accuracy|margin|fill$"
+        r"|/(ended|clean|distinct_\d)(/|$)",
+        1,
+    ),
+    (
+        rf"loss|perplexity|{BITS_PER_BYTE.name}|seconds|hours|unk_rate|pad_fraction|data_wait"
+        r"|time_share|/(repeated|loops|empty)(/|$)",
+        -1,
+    ),
 )
 # The order of metrics in tables: those that decide come first.
 FIRST = (
@@ -129,11 +136,7 @@ def samples_of(evaluation: Manifest) -> dict[tuple[str, str], Result]:
 
 def better(name: str) -> int:
     """-1 if lower is better, 1 if higher is, else 0."""
-    if NEITHER.search(name):
-        return 0
-    if HIGHER.search(name):
-        return 1
-    return -1 if LOWER.search(name) else 0
+    return next((sign for pattern, sign in BETTER if re.search(pattern, name)), 0)
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -160,10 +163,9 @@ def letter(number: int) -> str:
 
 def short(value: float) -> str:
     """A large count in short form: "950", "12.8k", "1.5M"."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:,.6g}"
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    shown = (f"{value / size:.4g}{unit}" for size, unit in units if abs(value) >= size)
+    return next(shown, f"{value:,.6g}")
 
 
 def change(value: float | None, base: float | None) -> str:

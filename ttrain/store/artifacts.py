@@ -153,16 +153,21 @@ class ArtifactStore:
 
     def artifacts(self, stage: str = "*") -> list[Artifact]:
         """All artifacts of a stage, or of all, newest first, damaged ones included."""
-        artifacts = filter(None, map(self.at, self._places(stage)))
-        return sorted(artifacts, key=lambda artifact: artifact.manifest["published"], reverse=True)
+        return sorted(
+            filter(None, map(self.at, self._places(stage))),
+            key=lambda artifact: artifact.manifest["published"],
+            reverse=True,
+        )
 
     def made_from(self, artifact: Artifact, stage: str) -> list[Artifact]:
         """The artifacts of a stage that have this one as an input, newest first."""
         source = (artifact.stage, artifact.key)
 
         def reads_source(candidate: Artifact) -> bool:
-            inputs = candidate.manifest["inputs"].values()
-            return any((used["stage"], used["key"]) == source for used in inputs)
+            return any(
+                (used["stage"], used["key"]) == source
+                for used in candidate.manifest["inputs"].values()
+            )
 
         return list(filter(reads_source, self.artifacts(stage)))
 

@@ -69,8 +69,7 @@ class ModelSet:
     @property
     def models(self) -> list[Version]:
         """The tokenizer and the models, in the order of the stages."""
-        stages = ("tokenizer", *TRAININGS)
-        return [self.members[stage] for stage in stages if stage in self.members]
+        return [self.members[one] for one in ("tokenizer", *TRAININGS) if one in self.members]
 
     def __str__(self) -> str:
         return f"{self.name}/{self.version}"
@@ -101,10 +100,12 @@ class Registry:
     def sets(self, name: str | None = None) -> list[ModelSet]:
         """The sets of one pipeline or of all, newest first."""
         state = self.read()
-        sets: list[ModelSet] = []
-        for each, of_name in state["sets"].items():
-            if name in (None, each):
-                sets += [_set(state, each, version) for version in of_name["versions"]]
+        sets = [
+            _set(state, each, version)
+            for each, of_name in state["sets"].items()
+            if name in (None, each)
+            for version in of_name["versions"]
+        ]
         return sorted(sets, key=lambda each: (each.created, int(each.version)), reverse=True)
 
     def champion(self, name: str) -> ModelSet | None:
@@ -267,8 +268,9 @@ class Registry:
             aliases = of_name["aliases"]
             same = (each for each, entry in versions.items() if entry["members"] == by_stage)
             number = next(same, _next_number(versions))
-            first = {"run": run, "created": time.time(), "members": by_stage}
-            entry = versions.setdefault(number, first)
+            entry = versions.setdefault(
+                number, {"run": run, "created": time.time(), "members": by_stage}
+            )
             entry.update(keys=dict(keys), metrics=dict(metrics))
             if aliases.get(CHAMPION) != number:
                 aliases[CHALLENGER] = number
@@ -319,9 +321,10 @@ class Registry:
 def _set(state: JsonObject, name: str, version: str) -> ModelSet:
     of_name = state["sets"][name]
     entry = of_name["versions"][version]
-    members = {}
-    for stage, (model, number) in entry["members"].items():
-        members[stage] = Version(model, number, **state["models"][model][number])
+    members = {
+        stage: Version(model, number, **state["models"][model][number])
+        for stage, (model, number) in entry["members"].items()
+    }
     aliases = sorted(alias for alias, holder in of_name["aliases"].items() if holder == version)
     facts = {**entry, "members": members}
     return ModelSet(name=name, version=version, aliases=tuple(aliases), **facts)

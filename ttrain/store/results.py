@@ -14,18 +14,11 @@ class Result:
     @classmethod
     def of(cls, result: JsonObject) -> Self:
         """The values of a manifest that have a field; parts are typed results, too."""
-        values = {
-            each.name: result[each.name]
-            for each in fields(cls)
-            if result.get(each.name) is not None
-        }
-        parts = {
-            each.name: each.default for each in fields(cls) if isinstance(each.default, Result)
-        }
         return cls(
             **{
-                name: parts[name].of(value) if name in parts else value
-                for name, value in values.items()
+                each.name: each.default.of(value) if isinstance(each.default, Result) else value
+                for each in fields(cls)
+                if (value := result.get(each.name)) is not None
             }
         )
 
@@ -40,18 +33,6 @@ class PartCounts(Result):
 
 
 @dataclass(frozen=True)
-class RowCounts(Result):
-    """Numbers of rows that were left out, by reason."""
-
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    rejected: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def left_out(self) -> int:
-        return sum(self.skipped.values()) + sum(self.rejected.values())
-
-
-@dataclass(frozen=True)
 class ShardsResult(Result):
     """Result of the stages `shards-*`."""
 
@@ -62,11 +43,6 @@ class ShardsResult(Result):
     contamination: JsonDict = field(default_factory=dict)
     files: Sequence[JsonObject] = ()
     rows: Mapping[str, JsonObject] = field(default_factory=dict)  # by role: train, heldout
-
-    @property
-    def row_counts(self) -> dict[str, RowCounts]:
-        """Rows that were left out, by role."""
-        return {role: RowCounts.of(tally) for role, tally in self.rows.items()}
 
 
 @dataclass(frozen=True)

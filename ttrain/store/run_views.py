@@ -35,7 +35,6 @@ class StageView:
     stage: str
     key: str | None
     status: str  # completed, cached, failed, interrupted, crashed, running, pending, ...
-    cached: bool
     made_by: str | None  # name of the pipeline's run
     seconds: float | None  # of building it
     record: JsonObject = field(
@@ -113,8 +112,9 @@ class RunView:
                     number = (
                         math.nan if value is None else float(value)
                     )  # JSON has no NaN: the trainer writes null
-                    point = Point(row["step"], tokens, when, number)
-                    latest.setdefault(name, {})[row["step"]] = point
+                    latest.setdefault(name, {})[row["step"]] = Point(
+                        row["step"], tokens, when, number
+                    )
             self.cache[key] = {name: sorted(steps.values()) for name, steps in latest.items()}
         curves: Mapping[str, list[Point]] = self.cache[key]
         return curves
@@ -152,10 +152,12 @@ def find_run(home: Path, text: str) -> JsonDict | None:
         return runs.read(home, name)
     if model := name_syntax.registered(text):
         return runs.read(home, Registry(home).resolve(model).run)
-    for record in runs.newest_first(home) if text else ():
-        if text in ((record.get("tracking") or {}).get("run_id"), record.get("night")):
-            return record
-    return None
+    named = (
+        record
+        for record in (runs.newest_first(home) if text else ())
+        if text in ((record.get("tracking") or {}).get("run_id"), record.get("night"))
+    )
+    return next(named, None)
 
 
 def need_run(home: Path, text: str) -> JsonDict:
@@ -177,9 +179,11 @@ def _view(home: Path, record: JsonObject, cache: dict[tuple[str, str | None], An
     notes = (f"the artifacts of {', '.join(gone)} are no longer in {home}",) if gone else ()
     decision = record.get("decision")
     night = record.get("night")
-    words = tuple[str, ...]()
-    if decision and night:
-        words = (str(night), "promoted" if decision["promote"] else "kept", str(decision["reason"]))
+    words = (
+        (str(night), "promoted" if decision["promote"] else "kept", str(decision["reason"]))
+        if decision and night
+        else ()
+    )
     return RunView(
         name=record["run"],
         pipeline=record["pipeline"],
@@ -214,7 +218,6 @@ def _stage(store: ArtifactStore, record: JsonObject, entry: JsonObject) -> Stage
         stage=name,
         key=key,
         status=entry["outcome"],
-        cached=is_cached,
         made_by=maker,
         seconds=manifest.get("seconds") if is_cached else entry.get("seconds"),
         record=entry,

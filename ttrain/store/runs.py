@@ -131,8 +131,11 @@ class RunRecord:
             return copy.deepcopy(self._data)
 
     def finish(self, outcome: str, metrics: Mapping[str, float]) -> None:
-        seconds = round(time.monotonic() - self._began, 2)
-        self.note(outcome=outcome, seconds=seconds, metrics=dict(metrics))
+        self.note(
+            outcome=outcome,
+            seconds=round(time.monotonic() - self._began, 2),
+            metrics=dict(metrics),
+        )
 
     def _append(self, values: JsonObject, stage: str | None = None) -> None:
         with self._lock:
@@ -294,11 +297,12 @@ def equal_runs(home: Path, keys: Mapping[str, str | None]) -> Iterator[JsonDict]
 
 def newest_finished(home: Path, name: str) -> JsonDict | None:
     """The newest finished run of the user's whole pipeline with this setting `name`."""
-    for run in newest_first(home):
-        is_whole = is_own(run) and not run["pipeline"].startswith("stage-")
-        if is_whole and is_finished(run) and run["settings"].get("name") == name:
-            return run
-    return None
+    finished = (
+        run
+        for run in newest_first(home)
+        if is_own(run) and not run["pipeline"].startswith("stage-") and is_finished(run)
+    )
+    return next((run for run in finished if run["settings"].get("name") == name), None)
 
 
 def is_own(run: RecordedRun) -> bool:

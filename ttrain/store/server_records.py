@@ -88,10 +88,9 @@ def live_server(home: Path, name: str) -> Server | None:
 
 
 def listens(process: psutil.Process, port: int) -> bool:
-    connections = process.net_connections(kind="tcp")
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        for connection in connections
+        for connection in process.net_connections(kind="tcp")
     )
 
 

@@ -80,9 +80,9 @@ class MlflowArtifacts:
         except Exception as error:  # MLflow may raise anything
             log.debug("%s of run %s: %s", MANIFEST, run_id, error)
             return None
-        names = Artifact(stage, "", Path(), manifest).files_of(())
         is_whole = all(
-            sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"] for name in names
+            sizes.get(f"{stage}/{name}") == manifest["files"][name]["bytes"]
+            for name in Artifact(stage, "", Path(), manifest).files_of(())
         )
         return manifest if is_whole else None
 
@@ -97,9 +97,8 @@ class MlflowArtifacts:
             client = self._mirror.client
             name = self._experiment
             known = [client.get_experiment_by_name(name)] if name else client.search_experiments()
-            experiments = [one.experiment_id for one in known if one]
             found = client.search_runs(
-                experiments,
+                [one.experiment_id for one in known if one],
                 query,
                 order_by=["attributes.end_time DESC"],  # the newest first
                 max_results=CANDIDATES,

@@ -100,12 +100,12 @@ def open_client(uri: str, home: Path) -> Any:
         except Exception as error:
             if is_new or NO_FAULT_OF_THE_FILE.search(str(error)):
                 raise
-            aside = set_aside(database)
-            message = (
+            log.warning(
                 "MLflow's database could not be used (%s): it is kept as %s, "
-                "and made anew from the home"
+                "and made anew from the home",
+                first_line(error),
+                set_aside(database),
             )
-            log.warning(message, first_line(error), aside)
             client = _open_own(uri, is_new=True)
         _move_into(home, client)
     return client
@@ -131,12 +131,8 @@ def _move_into(home: Path, client: Any) -> None:
     # MLflow stores absolute locations and cannot change them: those of a home that was moved or
     # copied are rewritten in its database
     place = artifacts_of(home)
-    theirs = {experiment.artifact_location for experiment in client.search_experiments()}
-    for old in (
-        location
-        for location in theirs
-        if location.endswith("/mlflow/artifacts") and location != place
-    ):
+    theirs = {experiment.artifact_location for experiment in client.search_experiments()} - {place}
+    for old in (location for location in theirs if location.endswith("/mlflow/artifacts")):
         with (
             contextlib.closing(sqlite3.connect(database_of(home), timeout=10)) as database,
             database,

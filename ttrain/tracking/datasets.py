@@ -106,8 +106,13 @@ def _data(
     )  # where the files are not the user's own
     listed = {"files": len(files), **made_by, "listed": files[:LISTED_FILES]}
     tags = {CONTEXT: context, **({"tokens": str(totals["tokens"])} if "tokens" in totals else {})}
-    digest = digest_of(stands_for)[:DIGEST_CHARACTERS]
-    return DataInput(name, digest, json.dumps(listed, ensure_ascii=False), json.dumps(counts), tags)
+    return DataInput(
+        name,
+        digest_of(stands_for)[:DIGEST_CHARACTERS],
+        json.dumps(listed, ensure_ascii=False),
+        json.dumps(counts),
+        tags,
+    )
 
 
 def files_of(artifact: Artifact, role: str) -> list[JsonDict]:

@@ -80,10 +80,9 @@ class Logger(Callback):
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(secrets.token_hex(10))  # 20 letters, which both services take
-        project = os.environ.get(project_variable, self._description["project"])
         return {
             **self._description,
-            "project": project,
+            "project": os.environ.get(project_variable, self._description["project"]),
             "id": id_file.read_text(),
             "resume": "allow",
         }

@@ -27,7 +27,6 @@ from ttrain.tracking.client import (
     clean,
     local_path,
     open_client,
-    own_uri,
     plain,
     tracking_uri,
 )
@@ -172,10 +171,11 @@ class Mirror:
 
     def _create(self, run: TrackedRun) -> Bound:
         tags = {ID: run.id, **_clean_tags(run.tags)}
-        experiment = self.experiment_id(run.experiment)
-        started = int(1000 * run.started)
         created = self.client.create_run(
-            experiment, started, tags, plain(run.name)[:NAME_CHARACTERS]
+            self.experiment_id(run.experiment),
+            int(1000 * run.started),
+            tags,
+            plain(run.name)[:NAME_CHARACTERS],
         )
         self.bound[run.id] = Bound(created)
         return self.bound[run.id]
@@ -185,8 +185,9 @@ class Mirror:
             self.client.update_run(bound.run_id, status=RUNNING)
             bound.status = RUNNING
         self.tag(bound, run.tags)
-        values = masked(run.params).items()
-        params = {clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in values}
+        params = {
+            clean(key): plain(value)[:VALUE_CHARACTERS] for key, value in masked(run.params).items()
+        }
         fresh = {key: value for key, value in params.items() if key not in bound.params}
         self._log(bound, "params", self._entities.Param, fresh.items())  # MLflow's cannot change
         bound.params |= fresh
@@ -194,8 +195,9 @@ class Mirror:
         numbers = ((key, value) for key, value in run.summary.items() if is_number(value))
         summary = {clean(key): float(value) for key, value in numbers if math.isfinite(value)}
         points = [(*pair, now, 0) for pair in summary.items() - bound.values.items()]
-        rows = itertools.chain(*map(self._new_rows, run.curves), run.rows)
-        points += _new_points(rows, bound.steps)
+        points += _new_points(
+            itertools.chain(*map(self._new_rows, run.curves), run.rows), bound.steps
+        )
         self._log(bound, "metrics", self._entities.Metric, points)
         bound.values |= summary
         inputs = {(data.name, data.digest): data for data in run.inputs}
@@ -213,9 +215,8 @@ class Mirror:
 
     def _log(self, bound: Bound, kind: str, entity: Any, values: Iterable[Any]) -> None:
         entities = [entity(*value) for value in values]
-        size = BATCH[kind]
-        for first in range(0, len(entities), size):
-            self.client.log_batch(bound.run_id, **{kind: entities[first : first + size]})
+        for first in range(0, len(entities), BATCH[kind]):
+            self.client.log_batch(bound.run_id, **{kind: entities[first : first + BATCH[kind]]})
 
     def _new_rows(self, path: Path) -> list[MetricRow]:
         start = self._offsets.get(path, 0)
@@ -234,14 +235,13 @@ class Mirror:
     def place_files(self, files: Files, bound: Bound) -> None:
         """Place the files that the run lacks: as links on this machine's disks, else by uploads."""
         root = local_path(bound.artifact_uri)
-        sizes = bound.sizes
-        if sizes is None and files:
-            sizes = bound.sizes = dict(self.sizes(bound.run_id))
+        if bound.sizes is None and files:
+            bound.sizes = dict(self.sizes(bound.run_id))
         for target, source in files.items():
             size = len(plain(source).encode()) if isinstance(source, str) else source.stat().st_size
-            if sizes.get(target) == size:
+            if bound.sizes.get(target) == size:
                 continue
-            sizes[target] = size
+            bound.sizes[target] = size
             if isinstance(source, str):
                 self.client.log_text(bound.run_id, plain(source), target)
             elif root:
@@ -260,11 +260,6 @@ class Mirror:
                 yield from self.sizes(run_id, entry.path)
             else:
                 yield entry.path, entry.file_size
-
-
-def prepare(home: Path) -> None:
-    """Open the home's own database before a server does, which would refuse a damaged one."""
-    open_client(own_uri(home), home)
 
 
 def _new_points(rows: Iterable[MetricRow], last: dict[str, int]) -> Iterator[MetricPoint]:

@@ -79,8 +79,10 @@ def waiting(mirror: Mirror) -> list[str]:
     Without those in progress, and those that were pushed to another MLflow.
     """
     home = mirror.home
-    experiments = [one.experiment_id for one in mirror.client.search_experiments()]
-    found = mirror.search(experiments, f"tags.`{PUSHED}` != ''")
+    found = mirror.search(
+        [one.experiment_id for one in mirror.client.search_experiments()],
+        f"tags.`{PUSHED}` != ''",
+    )
     pushed = {run.data.tags[ID]: run.data.tags[PUSHED] for run in found}
     lacking = [name for name in tracked_names(home) if pushed.get(name) != state_of(home, name)]
     server = without_user(mirror.uri) if mirror.uri.startswith("http") else ""
@@ -189,8 +191,7 @@ class Pusher:
                 "up to date",
                 self.error,
             )
-        record = runs.read(self.home, self.run) or {"run": self.run}
-        bound = self._mirror.bound.get(id_of(record))
+        bound = self._mirror.bound.get(id_of(runs.read(self.home, self.run) or {"run": self.run}))
         if bound and not self._is_noted:
             self._is_noted = True
             server = without_user(self._mirror.uri)

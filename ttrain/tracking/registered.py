@@ -70,10 +70,9 @@ def _place(
         )
         return of_last or bound.artifact_uri, bound.run_id
     stage = version.stage
-    holder = bound
-    if stage in content.made and (of_stage := mirror.bound.get(id_of(content.record, stage))):
-        holder = of_stage
-    else:
+    holder = mirror.bound.get(id_of(content.record, stage)) if stage in content.made else None
+    if holder is None:
+        holder = bound
         mirror.place_files(content.model_files(stage), bound)
     return "/".join(filter(None, (holder.artifact_uri, stage, REGISTERED[stage][1]))), holder.run_id
 
@@ -199,8 +198,11 @@ def _versions(mirror: Mirror, name: str) -> dict[str, Any]:
 
 
 def _aliases(mirror: Mirror, name: str) -> dict[str, str]:
-    models = mirror.client.search_registered_models(f"name = '{name}'")
-    return {alias: str(number) for model in models for alias, number in model.aliases.items()}
+    return {
+        alias: str(number)
+        for model in mirror.client.search_registered_models(f"name = '{name}'")
+        for alias, number in model.aliases.items()
+    }
 
 
 def seen_file(home: Path) -> Path:

@@ -1,6 +1,5 @@
-"""Summary of a tracked run: curves by tokens, changed settings, a description, its page."""
+"""Summary of a tracked run: curves by tokens, changed settings, a description."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,8 +13,6 @@ from ttrain.core.text import first_of, truncated
 from ttrain.reports import facts, summary
 from ttrain.store import runs
 from ttrain.store.runs import RecordedRun
-
-log = logging.getLogger("ttrain")
 
 # Before the slash is a section of the run's page, which MLflow sorts by character code: with a
 # capital it comes before `eval`. The rest is the title of the chart; where runs are compared, the
@@ -112,15 +109,3 @@ def note(text: str) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("<", "&lt;")[:300]
-
-
-def page_of(home: Path, name: str) -> str:
-    """The page of a run; "" with a warning if it cannot be made."""
-    from ttrain.reports.report import report_of
-    from ttrain.store.run_views import read_run
-
-    try:
-        return report_of(read_run(home, name))
-    except Exception:
-        log.warning("`ttrain report %s` cannot make the run's page", name, exc_info=True)
-        return ""

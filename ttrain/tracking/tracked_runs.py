@@ -4,6 +4,7 @@ Everything is read from the home, so a run can be pushed at any time, also to an
 """
 
 import json
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -23,7 +24,7 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import TRACKED, Artifact
 from ttrain.store.registry import ModelSet, Registry, Version
 from ttrain.store.results import TrainingResult
-from ttrain.store.run_views import CURVES, decision_metrics
+from ttrain.store.run_views import CURVES, decision_metrics, read_run
 from ttrain.tasks import STAGES
 from ttrain.tracking import datasets, run_summary
 from ttrain.tracking.mlflow_mirror import (
@@ -36,6 +37,8 @@ from ttrain.tracking.mlflow_mirror import (
     Files,
     TrackedRun,
 )
+
+log = logging.getLogger("ttrain")
 
 MODEL = "model"  # directories: of a model, an adapter, its base
 ADAPTER = "adapter"
@@ -150,9 +153,7 @@ class RunContent:
         if run.status != RUNNING:
             run.ended = run.started + (record.get("seconds") or 0.0)
             self._add_end(run)
-        for entry in record["stages"]:
-            if entry["outcome"] in BEGUN:
-                run.stages.append(self._stage(entry))
+        run.stages = [self._stage(entry) for entry in record["stages"] if entry["outcome"] in BEGUN]
         return run
 
     def model_files(self, stage: str) -> Files:
@@ -167,8 +168,10 @@ class RunContent:
             directory == ADAPTER and not self.is_local
         ):  # no second copy of its base
             return files
-        more = loadable(artifact, directory, self.store)
-        return files | {f"{stage}/{directory}/{name}": source for name, source in more.items()}
+        return files | {
+            f"{stage}/{directory}/{name}": source
+            for name, source in loadable(artifact, directory, self.store).items()
+        }
 
     def _tags(self, settings: JsonObject) -> dict[str, str]:
         record = self.record
@@ -195,12 +198,17 @@ class RunContent:
         return {name: str(value) for name, value in tags.items() if value is not None}
 
     def _add_end(self, run: TrackedRun) -> None:
+        from ttrain.reports.report import report_of
+
         record = self.record
         rows = self.record.get("evaluation") or []
-        settings = _without_masks(masked(record["settings"]))
-        run.files["settings.yaml"] = yaml.safe_dump(settings, sort_keys=False)
-        if page := run_summary.page_of(self.home, record["run"]):
-            run.files[REPORT] = page
+        run.files["settings.yaml"] = yaml.safe_dump(
+            _without_masks(masked(record["settings"])), sort_keys=False
+        )
+        try:
+            run.files[REPORT] = report_of(read_run(self.home, record["run"]))
+        except Exception:  # the rest of the run is pushed
+            log.warning("`ttrain report %s` cannot make a page", record["run"], exc_info=True)
         run.tags |= {
             NOTE: run_summary.description(self.home, record, record["metrics"], rows),
             "ttrain.cached": " ".join(
@@ -258,8 +266,10 @@ class RunContent:
         run.inputs = datasets.read_by(inputs, trains=name in STAGES and STAGES[name].uses_ranks)
         if artifact or read_object(work / TRACKED).get("run") == record["run"]:
             run.curves = [path for name in CURVES for path in sorted((output / "run").glob(name))]
-            samples = sorted((output / "run" / "samples").glob("step-*.txt"))
-            run.files = {f"{name}/run/samples/{path.name}": path for path in samples}
+            run.files = {
+                f"{name}/run/samples/{path.name}": path
+                for path in sorted((output / "run" / "samples").glob("step-*.txt"))
+            }
         if artifact:
             run.params |= _result_params(artifact)
             run.inputs += datasets.data_of(artifact)
@@ -287,17 +297,15 @@ def _without_masks(settings: JsonObject) -> JsonDict:
 def _result_params(artifact: Artifact) -> dict[str, object]:
     # As parameters, such as {"result.rows.fill": 0.98}: as a metric, each number of a result would
     # be a chart of one point before the curves
-    groups = enumerate(TrainingResult.of(artifact.result).optimizer_groups)
     params = {
         f"optim.groups.{number}.{name}": value
-        for number, group in groups
+        for number, group in enumerate(TrainingResult.of(artifact.result).optimizer_groups)
         for name, value in group.items()
     }
     result = {name: value for name, value in artifact.result.items() if name != "samples"}
-    numbers = {
+    return params | {
         f"result.{name}": value for name, value in flatten(result) if isinstance(value, int | float)
     }
-    return params | numbers
 
 
 def loadable(artifact: Artifact, directory: str, store: ArtifactStore) -> Files:

@@ -8,14 +8,12 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from ttrain.config import by_weight
 from ttrain.config.training import PRIMARY_METRICS, VALIDATION_LOSS
-from ttrain.core.files import JsonDict
 from ttrain.errors import UsageError
 from ttrain.store import runs
 from ttrain.tracking.mlflow_mirror import FAILED, KILLED, NAME, Bound, Mirror
@@ -64,49 +62,58 @@ def addresses_of(home: Path, chosen: Sequence[tuple[str, str | None]]) -> dict[s
 def refresh_view(mirror: Mirror, experiment: str, name: str) -> None:
     """Bring the view of the runs with this `name` up to date. Raises MLflow's errors."""
     ended = f"attributes.status != '{FAILED}' and attributes.status != '{KILLED}'"
-    view = View(
-        f"ttrain-{name}", f"{name}: which is better, and why", ("attributes.`Description`",)
-    )
-    view.save(mirror, experiment, f"tags.`{NAME}` = '{name}' and {ended}")
+    chosen = f"tags.`{NAME}` = '{name}' and {ended}"
+    title = f"{name}: which is better, and why"
+    save_view(mirror, experiment, f"ttrain-{name}", title, chosen, ["attributes.`Description`"])
 
 
 def refresh_sweeps(mirror: Mirror, experiment: str) -> None:
     """Bring the view of all settings that sweeps compare up to date. Raises MLflow's errors."""
-    columns = (f"tags.`{VERDICT}`", f"tags.`{SWEEP}`", *(f"metrics.`{key}`" for key in COMPARED))
-    view = View("ttrain-sweeps", "sweeps: settings and their verdicts", columns, columns[2])
-    view.save(mirror, experiment, f"tags.`{VERDICT}` != ''")
+    columns = [f"tags.`{VERDICT}`", f"tags.`{SWEEP}`", *(f"metrics.`{key}`" for key in COMPARED)]
+    save_view(
+        mirror,
+        experiment,
+        "ttrain-sweeps",
+        "sweeps: settings and their verdicts",
+        f"tags.`{VERDICT}` != ''",
+        columns,
+        # the lowest value first; MLflow shows no run below another in a sorted table
+        orderByKey=columns[2],
+        orderByAsc=True,
+    )
 
 
-@dataclass(frozen=True)
-class View:
-    """A saved view of the table: its id, title and first columns, as MLflow names them.
+def save_view(
+    mirror: Mirror,
+    experiment: str,
+    name: str,
+    title: str,
+    chosen: str,
+    first: Sequence[str],
+    **sorting: object,
+) -> None:
+    """Save a view of the runs that a filter of MLflow chooses; the newest decide the columns.
 
-    `order`: the column that sorts, the lowest value first. MLflow then shows no run below another.
+    `first`: its first columns, as MLflow names them.
     """
-
-    id: str
-    title: str
-    columns: tuple[str, ...]
-    order: str = ""
-
-    def save(self, mirror: Mirror, experiment: str, chosen: str) -> None:
-        """Save it with the runs that a filter of MLflow chooses; the newest decide the columns."""
-        experiment_id = mirror.experiment_id(experiment)
-        runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
-        columns = [
-            *self.columns,
-            *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
-            *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
-        ]
-        order = ["attributes.`Run Name`", *columns]  # MLflow puts others behind: "Duration"
-        state: JsonDict = {"searchFilter": chosen, "selectedColumns": columns, "columnOrder": order}
-        if self.order:
-            state |= {"orderByKey": self.order, "orderByAsc": True}
-        tag = f"mlflow.sharedViewState.{self.id}"
-        present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
-        if json.loads(present).get("state") != (text := json.dumps(state)):
-            view = {"name": self.title, "createdAt": int(1000 * time.time()), "state": text}
-            mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
+    experiment_id = mirror.experiment_id(experiment)
+    runs = mirror.client.search_runs([experiment_id], chosen, max_results=NEWEST_RUNS)
+    columns = [
+        *first,
+        *(f"metrics.`{key}`" for key in deciding([run.data.metrics for run in runs])),
+        *(f"params.`{key}`" for key in differing([run.data.params for run in runs])),
+    ]
+    state = {
+        "searchFilter": chosen,
+        "selectedColumns": columns,
+        "columnOrder": ["attributes.`Run Name`", *columns],  # MLflow puts others behind: "Duration"
+        **sorting,
+    }
+    tag = f"mlflow.sharedViewState.{name}"
+    present = mirror.client.get_experiment(experiment_id).tags.get(tag, "{}")
+    if json.loads(present).get("state") != (text := json.dumps(state)):
+        view = {"name": title, "createdAt": int(1000 * time.time()), "state": text}
+        mirror.client.set_experiment_tag(experiment_id, tag, json.dumps(view))
 
 
 def deciding(runs: Sequence[Mapping[str, float]]) -> list[str]:
