@@ -42,7 +42,7 @@ from ttrain.train.distributed import Ranks, Tensors, share_cores
 from ttrain.train.early_stopping import early_stopping
 from ttrain.train.language_modeling import CausalTask, LanguageModeling
 from ttrain.train.resource_limits import (
-    NightThrottle,
+    QuietHoursThrottle,
     explain_out_of_memory,
     limit_bytes,
     limit_memory,
@@ -268,13 +268,13 @@ def train(
         speed=Speed(
             compiles(runtime, options.ranks.device, loader.rows, order.steps), runtime.parallel
         ),
-        night=NightThrottle(
-            runtime.night,
+        quiet_hours=QuietHoursThrottle(
+            runtime.quiet_hours,
             options.ranks.device,
             rows_per_device=runtime.rows_per_device,
             memory_limit=limit,
         )
-        if runtime.night
+        if runtime.quiet_hours
         else None,
         stop_requested=job.stop_requested,
     )

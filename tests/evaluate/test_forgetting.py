@@ -11,7 +11,7 @@ import pytest
 from ttrain.config import Promotion
 from ttrain.config.evaluate import TextTask
 from ttrain.evaluate import forgetting, promotion
-from ttrain.evaluate.forgetting import BestFigure, TextFigure, heldout_texts
+from ttrain.evaluate.forgetting import BestScore, TextScore, heldout_texts
 from ttrain.evaluate.items import Items
 from ttrain.evaluate.promotion import Decision, decide, first_champion
 from ttrain.evaluate.task_result import Evaluation, Metric
@@ -38,10 +38,10 @@ def model(costs: Mapping[str, float], *, count: int = COUNT, seed: int = 1) -> M
 def judged(
     old: Mapping[str, float],
     new: Mapping[str, float],
-    best: Mapping[str, BestFigure] | None = None,
+    best: Mapping[str, BestScore] | None = None,
     count: int = COUNT,
     **rules: Any,
-) -> tuple[Decision, dict[str, TextFigure]]:
+) -> tuple[Decision, dict[str, TextScore]]:
     """A champion with the costs `old` against a challenger with `new`, whose last night is new."""
     champion = model(old, count=count, seed=2)
     challenger = model(new, count=count)
@@ -101,7 +101,7 @@ def test_small_nights_are_judged_together_where_they_suffice_for_an_interval() -
 )
 def test_small_losses_do_not_add_up(earlier: int, known: bool, lost: tuple[str, ...]) -> None:
     """A challenger loses 2.9 % on the first night's text, after `earlier` nights that did so."""
-    best = {"night-1": BestFigure(2.0, "version 1", COUNT)} if known else {}
+    best = {"night-1": BestScore(2.0, "version 1", COUNT)} if known else {}
     old = {"night-1": 2.0 * LOSS**earlier, "night-2": 3.0}
     new = {"night-1": 2.0 * LOSS ** (earlier + 1), "night-2": 1.0}
     decision, figures = judged(old, new, best)

@@ -50,7 +50,7 @@ HARMLESS = {  # settings that hold a text
     *(f"{name}.mask_intervals" for name in TRAININGS),
     *("dpo.targets", "lora.targets", "evaluate.documents", "evaluate.chats"),
     *("runtime.sample_prompts", "promotion.metric", "nightly.deadline", "nightly.timezone"),
-    *(f"runtime.night.{name}" for name in ("start", "end", "timezone")),
+    *(f"runtime.quiet_hours.{name}" for name in ("start", "end", "timezone")),
 }
 
 
@@ -131,7 +131,7 @@ def test_changes_are_of_one_setting_and_leave_the_others(tmp_path: Path) -> None
         "data.sft=[{path: a.jsonl, weight: 3}]",
         "notify.webhook=https://host/token",
         "pretrain.epochs=2",
-        "runtime.night={start: '23:00'}",
+        "runtime.quiet_hours={start: '23:00'}",
         "sft.optim.betas=[0.8, 0.9]",
     ]
     settings = load(overrides, environment={}).settings

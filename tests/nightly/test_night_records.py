@@ -8,10 +8,10 @@ import pytest
 from support.night_files import BERLIN, NONE, at, completed, frozen
 
 from ttrain.config import Nightly, Settings
-from ttrain.evaluate.forgetting import BestFigure
+from ttrain.evaluate.forgetting import BestScore
 from ttrain.nightly import history, records
 from ttrain.nightly import inputs as night_inputs
-from ttrain.nightly.decision import best_figures
+from ttrain.nightly.decision import best_scores
 from ttrain.nightly.records import InputSnapshot, Nights
 
 BITS = "bits_per_byte"
@@ -151,10 +151,10 @@ def test_the_best_champion_on_a_text_of_a_completed_night_is_found(known: Nights
         add(known, outcome, champion, str(number), *texts)
         value *= 1.029 if outcome == "promoted" else 1.0
     add(known, "unfinished", "1", "11", text("first", 1.0, 1.0))
-    best = best_figures(known.newest_first(), BITS)
-    assert best["first"] == BestFigure(2.0, "version 1", 40)
-    assert best["new-9"] == BestFigure(1.0, "version 9", 40), "nothing was promoted on it since"
-    assert best["new-5"] == BestFigure(3.0, "version 4", 40), "a kept challenger was no champion"
+    best = best_scores(known.newest_first(), BITS)
+    assert best["first"] == BestScore(2.0, "version 1", 40)
+    assert best["new-9"] == BestScore(1.0, "version 9", 40), "nothing was promoted on it since"
+    assert best["new-5"] == BestScore(3.0, "version 4", 40), "a kept challenger was no champion"
 
 
 def test_only_texts_of_nights_with_the_newest_records_and_the_metric_count(known: Nights) -> None:
@@ -162,5 +162,5 @@ def test_only_texts_of_nights_with_the_newest_records_and_the_metric_count(known
     others = [text("chat_loss_sft", 1.0, 1.0, kind="metric")]
     add(known, "promoted", "10", "11", text("first", 2.5, 2.6, records=30), *others)
     add(known, "promoted", "11", "12", text("first", 0.1, 0.1), by="bits_per_byte_sft")
-    best = best_figures(known.newest_first(), BITS)
-    assert best == {"first": BestFigure(2.5, "version 10", 30)}
+    best = best_scores(known.newest_first(), BITS)
+    assert best == {"first": BestScore(2.5, "version 10", 30)}

@@ -178,7 +178,7 @@ def make_trainer(
     keep: int = 2,
     how: Speed = PLAIN,
     weights: Any = None,
-    night: Any = None,
+    quiet_hours: Any = None,
     **origin: Any,
 ) -> Trainer:
     steps = -(-(config.tokens or 0) // config.tokens_per_step)
@@ -195,7 +195,7 @@ def make_trainer(
         cadence,
         Origin(**origin),
         how,
-        night,
+        quiet_hours,
         stop_after_steps(stop_after, loader),
     )
     return Trainer(task or LanguageModeling(config, model), loader, options, callbacks)

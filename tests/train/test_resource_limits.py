@@ -16,14 +16,14 @@ from support.tiny_data import NumberedRows
 from support.tiny_trainers import ALONE, Recorder, WatchedTask, in_ranks, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 
-from ttrain.config import Night
+from ttrain.config import QuietHours
 from ttrain.config.loading import load
 from ttrain.core import machine
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import precision, resource_limits
 from ttrain.train.distributed import Ranks
 from ttrain.train.precision import LossScale, resolve_device, resolve_precision
-from ttrain.train.resource_limits import NightThrottle, explain_out_of_memory, limit_memory
+from ttrain.train.resource_limits import QuietHoursThrottle, explain_out_of_memory, limit_memory
 from ttrain.train.training_options import Cadence
 
 CPU, CUDA, MPS = ALONE.device, torch.device("cuda", 0), torch.device("mps")
@@ -96,8 +96,10 @@ def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Any]:
     begin = datetime(2026, 1, 1, 21, 30)
     times = (begin + number * timedelta(minutes=90) for number in itertools.count())
     clock = (lambda: next(times)) if ranks.first else lambda: datetime(2026, 1, 1)
-    throttle = NightThrottle(Night(), CPU, rows_per_device=4, clock=clock) if night else None
-    options: dict[str, Any] = {"task": task, "callbacks": [recorder], "night": throttle}
+    throttle = (
+        QuietHoursThrottle(QuietHours(), CPU, rows_per_device=4, clock=clock) if night else None
+    )
+    options: dict[str, Any] = {"task": task, "callbacks": [recorder], "quiet_hours": throttle}
     options |= {"ranks": ranks, "cadence": Cadence(log=1, checkpoint=100)}
     make_trainer(config, model, NumberedRows(52), **options).fit()
     return recorder, task
@@ -105,7 +107,7 @@ def fit(night: bool, ranks: Ranks = ALONE) -> tuple[Recorder, Any]:
 
 def test_at_night_micro_batches_are_halved_and_losses_are_equal() -> None:
     (by_day, day_task), (by_night, night_task) = fit(False), fit(True)
-    is_night = [bool(value) for value in by_night.figures("night")]
+    is_night = [bool(value) for value in by_night.figures("quiet_hours")]
     assert is_night == [False] + [True] * 6 + [False] * 2, "from 23:00, the night ends at 8:00"
     assert by_night.figures("loss") == pytest.approx(by_day.figures("loss"), rel=1e-5)
     gradients = [task.optimizers.gradients[3] for task in (day_task, night_task)]
@@ -117,7 +119,7 @@ def test_at_night_micro_batches_are_halved_and_losses_are_equal() -> None:
 def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> tuple[int, list[float]]:
         recorder, task = fit(True, ranks)
-        return task.passes, recorder.figures("night")
+        return task.passes, recorder.figures("quiet_hours")
 
     (first, nights), (second, _) = in_ranks(2, tmp_path, work)
     assert first == second, "both made the same change at the same step"
@@ -135,11 +137,11 @@ def test_a_window_of_the_day(now: int, start: int, end: int, inside: bool) -> No
 def test_the_profile_takes_half_of_gpu_and_threads_by_night_but_no_less_than_is_in_use(
     fractions: Any, monkeypatch: pytest.MonkeyPatch, used: float, by_night: float
 ) -> None:
-    settings = load(profiles=["night"]).settings.runtime.night
+    settings = load(profiles=["quiet-hours"]).settings.runtime.quiet_hours
     assert settings
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: used)
     torch.set_num_threads(4)
-    throttle = NightThrottle(settings, CUDA, rows_per_device=4)
+    throttle = QuietHoursThrottle(settings, CUDA, rows_per_device=4)
     assert (throttle.set(True), torch.get_num_threads()) == (2, 2)
     assert (throttle.set(False), torch.get_num_threads()) == (4, 4)
     assert fractions == [(by_night, CUDA), (1.0, CUDA)]

@@ -11,7 +11,7 @@ from ttrain.config.evaluate import Evaluate, Expert, Gate, GateJob
 from ttrain.config.loop import Loop, Optim, Schedule
 from ttrain.config.model import Model, Moe, MultiToken
 from ttrain.config.nightly import Event, Nightly, Notify, Promotion
-from ttrain.config.runtime import Night, Runtime, Tracking
+from ttrain.config.runtime import QuietHours, Runtime, Tracking
 from ttrain.config.settings import NAMES_CODE, SHAPE_NO_RESULT, Settings, by_weight
 from ttrain.config.training import (
     TRAINING_STAGES,
@@ -44,13 +44,13 @@ __all__ = [
     "Model",
     "Moe",
     "MultiToken",
-    "Night",
     "Nightly",
     "Notify",
     "Optim",
     "Pretrain",
     "Promotion",
     "PythonDocs",
+    "QuietHours",
     "Reading",
     "Runtime",
     "Schedule",

@@ -20,7 +20,7 @@ TOKENS_PER_PARAMETER = (
 )
 RATES = {"lr": 4e-3, "muon_lr": 0.02, "embedding_lr": 0.04, "head_lr": 4e-3}
 OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
-OF_WIDTH = frozenset({"embedding_lr", "head_lr"})
+RATES_BY_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS = (0.5, 0.95)  # of AdamW next to Muon
 USUAL_BETAS = (0.9, 0.95)  # of AdamW alone
 LARGEST_HEAD = (
@@ -44,8 +44,8 @@ BATCH_KEY = "pretrain.tokens_per_step"
 OPTIM = "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
 KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
-OF_EXISTING = {
-    **dict.fromkeys(f"{OPTIM}{name}" for name in sorted(OF_WIDTH)),
+DEFAULTS_OF_EXISTING = {
+    **dict.fromkeys(f"{OPTIM}{name}" for name in sorted(RATES_BY_WIDTH)),
     BETAS_KEY: USUAL_BETAS,
 }
 SIZES = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size")
@@ -91,7 +91,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     for name, usual in RATES.items():
         rate = OWN_HEAD_LR if name == "head_lr" and not tied else usual
         rule = Rule(rate, f"{rate:g}, at all sizes")
-        if name in OF_WIDTH:
+        if name in RATES_BY_WIDTH:
             scaled = float(f"{rate * math.sqrt(WIDTH / width):.3g}")
             rule = (
                 Rule(scaled, f"{rate:g} x ({width} / {WIDTH})^-0.5")
@@ -106,7 +106,10 @@ def automatic(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of `KEYS` for `auto`, from all settings; {} if some are missing."""
     try:
         if values.get(START, NEW) != NEW:
-            return {**OF_EXISTING, BATCH_KEY: whole_rows(BATCH, values["pretrain.row_length"])}
+            return {
+                **DEFAULTS_OF_EXISTING,
+                BATCH_KEY: whole_rows(BATCH, values["pretrain.row_length"]),
+            }
         return {key: rule.value for key, rule in by_rule(values).items()}
     except KeyError:
         return {}

@@ -16,7 +16,7 @@ from ttrain.config.base import (
 )
 
 
-class Night(Section):
+class QuietHours(Section):
     """Hours in which training takes half of the machine: micro-batches and threads.
 
     The weights stay the same, up to the order of summation.
@@ -26,7 +26,7 @@ class Night(Section):
     end: TimeOfDay = setting("08:00", "hour:minute; not included. The same as start: all day")
     timezone: TimeZone | None = setting(None, "such as Europe/Berlin; empty: the machine's own")
     memory_share: float | None = setting(
-        None, "of a GPU; a rank keeps what it has used before", gt=0, le=1
+        None, "of a GPU's memory; a rank keeps what it has used before", gt=0, le=1
     )
 
 
@@ -44,7 +44,7 @@ class Runtime(Section):
         "which GPUs of this machine, by their numbers; empty: all that CUDA_VISIBLE_DEVICES leaves",
     )
     nodes: int = setting(1, "machines that train together; all need the same TTRAIN_HOME", ge=1)
-    node_rank: int = setting(0, "which of them this one is; 0 publishes", ge=0)
+    node_rank: int = setting(0, "number of this machine; 0 publishes", ge=0)
     rendezvous: str | None = setting(
         None, "host:port of node 0, where nodes meet", pattern=r"^\S+:\d{1,5}$"
     )
@@ -59,10 +59,12 @@ class Runtime(Section):
     rows_per_device: int = setting(16, "rows of one micro-batch on one rank", ge=1)
     memory_limit_gb: float | None = setting(
         None,
-        "of a rank, in 1e9 bytes: of the GPU, or of the process on a CPU; more ends the stage",
+        "of a rank, in 1e9 bytes: of its GPU, or of its process; more ends the stage",
         gt=0,
     )
-    night: Night | None = setting(None, "hours in which less of the machine is taken; empty: none")
+    quiet_hours: QuietHours | None = setting(
+        None, "hours in which less of the machine is taken; empty: none"
+    )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "ranks hold whole models, or shards of one (FSDP2)"
     )
@@ -135,7 +137,7 @@ class Runtime(Section):
     checkpoint_every_epochs: int | None = setting(
         None, "also with the step that ends every so many passes over the rows; empty: none", ge=1
     )
-    keep_checkpoints: int = setting(2, "the newest so many, beside the best one", ge=1)
+    keep_checkpoints: int = setting(2, "newest checkpoints that stay, beside the best one", ge=1)
     keep_every_steps: int = setting(0, "checkpoints of these steps stay for good; 0: none", ge=0)
     guards: Literal["warn", "off"] = setting(
         "warn", "look out for spikes of the loss and overfitting"

@@ -24,7 +24,7 @@ SAFE: Any = yaml.CSafeLoader
 INTEGER = "tag:yaml.org,2002:int"
 FLOAT = "tag:yaml.org,2002:float"
 QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-NOTHING = ("", "~", "null", "none")
+WRITTEN_AS_NULL = ("", "~", "null", "none")
 
 
 class InvalidYaml(ValueError):
@@ -89,7 +89,7 @@ def read(text: str, kind: Any) -> Any:
     if QUOTED.fullmatch(text):
         return parse(text)
     has_entries = any(get_origin(form) in (list, tuple) for form in forms)
-    if text.strip().lower() in NOTHING and (has_entries or NoneType in forms):
+    if text.strip().lower() in WRITTEN_AS_NULL and (has_entries or NoneType in forms):
         return None
     if has_entries:  # one entry, or several between commas, may stand without brackets
         return _whole(text, WordLoader) if text.startswith(("[", "{")) else text

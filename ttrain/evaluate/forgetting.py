@@ -32,7 +32,7 @@ class HeldoutText:
 
 
 @dataclass(frozen=True)
-class BestFigure:
+class BestScore:
     """The best value of a champion on a text of this many records, and that champion's name."""
 
     value: float
@@ -41,7 +41,7 @@ class BestFigure:
 
 
 @dataclass(frozen=True)
-class TextFigure:
+class TextScore:
     """The values of challenger and champion on one held-out text, or in one metric.
 
     difference  by how much the challenger is better, in the metric's unit
@@ -120,8 +120,8 @@ def figures(
     champion: Metric | None,
     texts: Sequence[HeldoutText],
     settings: Promotion,
-    best: Mapping[str, BestFigure] = MappingProxyType({}),
-) -> list[TextFigure]:
+    best: Mapping[str, BestScore] = MappingProxyType({}),
+) -> list[TextScore]:
     """Compare both models on each text, then on texts that are judged together.
 
     Empty where the scores cannot be compared. `best` has the champions' best values so far.
@@ -154,9 +154,7 @@ def figures(
     ]
 
 
-def figure_of_metric(
-    challenger: Metric, champion: Metric, settings: Promotion
-) -> TextFigure | None:
+def figure_of_metric(challenger: Metric, champion: Metric, settings: Promotion) -> TextScore | None:
     """Compare both models in a metric, all its records as one text; None if incomparable.
 
     A metric that is finite at the champion alone is lost, on however few records.
@@ -166,7 +164,7 @@ def figure_of_metric(
         return None
     if not math.isfinite(challenger.value):
         is_lost = settings.forgetting is not None
-        return TextFigure(
+        return TextScore(
             "metric",
             challenger.name,
             count,
@@ -192,12 +190,12 @@ def _figure(
     champion: Metric | None,
     text: HeldoutText,
     settings: Promotion,
-    best: Mapping[str, BestFigure],
+    best: Mapping[str, BestScore],
     *,
     judged: bool,
-) -> TextFigure:
+) -> TextScore:
     ours = challenger.restricted(text.rows)
-    alone = TextFigure(text.kind, text.name, len(text.rows), ours.value)
+    alone = TextScore(text.kind, text.name, len(text.rows), ours.value)
     if champion is None:
         return alone
     theirs = champion.restricted(text.rows)
@@ -251,7 +249,7 @@ def sign_of(metric: Metric, settings: Promotion) -> float:
     return 1.0 if higher else -1.0
 
 
-def reason_of(lost: Sequence[TextFigure], bound: float) -> str:
+def reason_of(lost: Sequence[TextScore], bound: float) -> str:
     """Describe the texts that were lost, the worst first."""
     worst = sorted(lost, key=lambda figure: -figure.loss)
     rest_note = f", and {len(worst) - SHOWN} more" if len(worst) > SHOWN else ""

@@ -12,7 +12,7 @@ from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
 from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
-from ttrain.evaluate.forgetting import BestFigure, Digests, TextFigure
+from ttrain.evaluate.forgetting import BestScore, Digests, TextScore
 from ttrain.evaluate.statistics import Interval
 from ttrain.evaluate.task_result import Evaluation, Metric, too_few
 
@@ -133,7 +133,7 @@ def decide(
     settings: Promotion,
     *,
     first: First = (True, NO_CHAMPION),
-    texts: Sequence[TextFigure] = (),
+    texts: Sequence[TextScore] = (),
     unknown: str = "",
 ) -> Decision:
     """Decide whether the challenger becomes champion.
@@ -263,8 +263,8 @@ def judge(
     rules: Promotion,
     nights: Digests,
     new: str = "",
-    best: Mapping[str, BestFigure] = MappingProxyType({}),
-) -> tuple[Decision, list[TextFigure]]:
+    best: Mapping[str, BestScore] = MappingProxyType({}),
+) -> tuple[Decision, list[TextScore]]:
     """Decide by two evaluations: (decision, values by text and metric).
 
     nights  names of the held-out records of each night
@@ -275,7 +275,7 @@ def judge(
     """
     # The text of the new night cannot be forgotten.
     deciding = challenger.metric(rules.metric)
-    texts = list[TextFigure]()
+    texts = list[TextScore]()
     unknown = ""
     metric = metric_of_texts(rules.metric)
     if ours := challenger.metrics.get(metric):
@@ -310,7 +310,7 @@ def judge(
 
 def _of_other_models(
     challenger: Evaluation, champion: Evaluation, rules: Promotion
-) -> Iterator[TextFigure]:
+) -> Iterator[TextScore]:
     # In the metric of each other model that is not over documents.
     names = [row.metric.name for row in TRAINING_STAGES.values()]
     for name in (name for name in names if name not in (*OF_DOCUMENTS, rules.metric)):

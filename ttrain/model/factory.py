@@ -49,7 +49,7 @@ RESIDUAL = frozenset(
 )
 # Name parts of weights that are named alike but write elsewhere: a first matrix, a head, a router,
 # a norm.
-ELSEWHERE = frozenset(
+NOT_RESIDUAL = frozenset(
     {
         "intermediate",
         "transform",
@@ -247,5 +247,5 @@ def residual_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2
         and (parts := name.removesuffix(".weight").split("."))[-1] in RESIDUAL
-        and ELSEWHERE.isdisjoint(parts)
+        and NOT_RESIDUAL.isdisjoint(parts)
     }

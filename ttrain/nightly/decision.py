@@ -7,7 +7,7 @@ from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
-from ttrain.evaluate.forgetting import BestFigure, TextFigure
+from ttrain.evaluate.forgetting import BestScore, TextScore
 from ttrain.evaluate.task_result import Evaluation
 from ttrain.nightly import history
 from ttrain.nightly.inputs import NightInputs, find_heldout
@@ -64,7 +64,7 @@ def decide(
 
 def _judge(
     night: NightRecord, inputs: NightInputs, execution: PipelineRun, say: Callable[[str], object]
-) -> tuple[promotion.Decision, list[TextFigure]]:
+) -> tuple[promotion.Decision, list[TextScore]]:
     store = execution.store
     made = execution.artifacts
     names = (stage.name for stage in (EVALUATE, EVALUATE_CHAMPION) if stage.name in made)
@@ -84,7 +84,7 @@ def _judge(
         by_night = (
             dict(zip(heldout_nights(night, evaluation), groups, strict=True)) if groups else {}
         )
-    best = best_figures(
+    best = best_scores(
         Nights(store.root, inputs.settings.name).newest_first(),
         promotion.metric_of_texts(rules.metric),
     )
@@ -124,13 +124,13 @@ def heldout_of(evaluation: Artifact) -> str | None:
     return f"{documents['stage']}/{documents['key']}" if documents else None
 
 
-def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFigure]:
+def best_scores(nights: Iterable[NightRecord], metric: str) -> dict[str, BestScore]:
     """The best value of any champion on each night's text; `nights` newest first, lower is better.
 
     Values of another metric, of sources, whose text grows, of several texts together, and of a text
     that has other records by now do not count.
     """
-    best: dict[str, BestFigure] = {}
+    best: dict[str, BestScore] = {}
     for night in nights:
         decision = night.data.get("decision") or {}
         champion = night.frozen.champion
@@ -149,5 +149,5 @@ def best_figures(nights: Iterable[NightRecord], metric: str) -> dict[str, BestFi
                     known.records == text["records"] and known.value > value
                 )
                 if text["kind"] == "night" and value is not None and is_best:
-                    best[text["name"]] = BestFigure(value, f"version {version}", text["records"])
+                    best[text["name"]] = BestScore(value, f"version {version}", text["records"])
     return best

@@ -160,7 +160,7 @@ def server_app(home: Path) -> Any:
     return import_module("mlflow.server.fastapi_app").app
 
 
-def cannot_be_asked(uri: str, error: Exception) -> str:
+def unreachable_message(uri: str, error: Exception) -> str:
     """One line: which MLflow, its answer, a fix."""
     cause = " does not answer" if NO_ANSWER.search(str(error)) else f": {first_line(error)}"
     fix = "; start it, or set MLFLOW_TRACKING_URI to another one" if uri.startswith("http") else ""

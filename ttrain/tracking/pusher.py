@@ -12,7 +12,7 @@ from ttrain.core.redact import without_user
 from ttrain.engine.execution import PipelineRun
 from ttrain.store import runs, server_records
 from ttrain.store.sweeps import sweep_file
-from ttrain.tracking.client import cannot_be_asked
+from ttrain.tracking.client import unreachable_message
 from ttrain.tracking.mlflow_mirror import ID, NAME, RUNNING, Bound, Mirror
 from ttrain.tracking.registered import register, seen_file
 from ttrain.tracking.sweeps import tracked_names, tracked_sweep
@@ -70,7 +70,7 @@ def push(
 def _why(mirror: Mirror, error: Exception) -> str:
     log.debug("from MLflow", exc_info=error)
     mirror.forget()
-    return cannot_be_asked(mirror.uri, error)
+    return unreachable_message(mirror.uri, error)
 
 
 def waiting(mirror: Mirror) -> list[str]:

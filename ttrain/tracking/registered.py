@@ -16,7 +16,7 @@ from ttrain.core.hashing import digest_of
 from ttrain.core.text import short_digest
 from ttrain.engine.execution import REGISTERED
 from ttrain.store.registry import CHALLENGER, CHAMPION, ModelSet, Registry, Version
-from ttrain.tracking.client import cannot_be_asked, database_of, own_uri, plain, tracking_uri
+from ttrain.tracking.client import database_of, own_uri, plain, tracking_uri, unreachable_message
 from ttrain.tracking.mlflow_mirror import ID, Bound, Mirror
 from ttrain.tracking.tracked_runs import RunContent, id_of
 
@@ -166,7 +166,7 @@ def take_over_champions(home: Path) -> Registry:
         seen.touch()
     except Exception as error:  # MLflow may raise anything
         log.warning(
-            "whether MLflow has another champion is not known: %s", cannot_be_asked(uri, error)
+            "whether MLflow has another champion is not known: %s", unreachable_message(uri, error)
         )
     return registry
 

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 import psutil
 import torch
 
-from ttrain.config import Night, Runtime
+from ttrain.config import QuietHours, Runtime
 from ttrain.core.text import first_line
 from ttrain.errors import TTrainError, UsageError
 
@@ -134,12 +134,12 @@ def cap_at_available_memory(device: torch.device, ranks: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class NightThrottle:
-    """Switches settings by the clock; by night half of the rows of a micro-batch and threads."""
+class QuietHoursThrottle:
+    """Switches settings by the clock: in quiet hours half of the rows and of the threads."""
 
     def __init__(
         self,
-        settings: Night,
+        settings: QuietHours,
         device: torch.device,
         *,
         rows_per_device: int,
@@ -155,8 +155,8 @@ class NightThrottle:
         zone = ZoneInfo(settings.timezone) if settings.timezone else None
         self._clock = clock or (lambda: datetime.now(zone))
 
-    def is_night(self) -> bool:
-        """Whether it is night now; the window has its start but not its end."""
+    def is_quiet(self) -> bool:
+        """Whether quiet hours are now; they have their start but not their end."""
         return is_in_window(
             self._clock().time(),
             time.fromisoformat(self.settings.start),
@@ -164,7 +164,7 @@ class NightThrottle:
         )
 
     def set(self, on: bool) -> int:
-        """Switch night settings on or off; returns the rows of a micro-batch."""
+        """Switch the settings of quiet hours on or off; returns the rows of a micro-batch."""
         self.on = on
         rows = max(1, self._rows_per_device // 2) if on else self._rows_per_device
         threads = max(1, self._threads // 2) if on else self._threads
@@ -174,9 +174,11 @@ class NightThrottle:
             total = torch.cuda.get_device_properties(self._device).total_memory
             # Less than what is in use would end what fits by day.
             used = torch.cuda.max_memory_reserved(self._device)
-            by_night = min(day, max(self.settings.memory_share * total, used))
-            limit_memory(by_night if on else day, self._device)
-        log.info("%s: %d rows a micro-batch, %d threads", "night" if on else "day", rows, threads)
+            lowered = min(day, max(self.settings.memory_share * total, used))
+            limit_memory(lowered if on else day, self._device)
+        log.info(
+            "%s: %d rows a micro-batch, %d threads", "quiet hours" if on else "day", rows, threads
+        )
         return rows
 
 

@@ -39,11 +39,11 @@ log = logging.getLogger("ttrain")
 
 
 class Votes(NamedTuple):
-    """How many ranks vote for a stop by a signal, a stop by a callback, and night settings."""
+    """How many ranks vote for a stop by a signal, a stop by a callback, and quiet hours."""
 
     signal: float = 0.0
     callback: float = 0.0
-    night: float = 0.0
+    quiet: float = 0.0
 
 
 class Trainer:
@@ -149,8 +149,9 @@ class Trainer:
         if self.first == 0 and self._quick_steps:
             self._validate_quickly()
         for step in range(self.first, self.steps):
-            if self.options.night is not None and self.options.night.on != bool(self._votes.night):
-                self.loader.rows_per_device = self.options.night.set(bool(self._votes.night))
+            throttle = self.options.quiet_hours
+            if throttle is not None and throttle.on != bool(self._votes.quiet):
+                self.loader.rows_per_device = throttle.set(bool(self._votes.quiet))
                 batches = iter(self.loader)
             self.callback_list.epoch_start(step, continued=step == self.first)
             self.callback_list.dispatch("step_start", step + 1)
@@ -172,12 +173,11 @@ class Trainer:
         return COMPLETED
 
     def _votes_of_rank(self) -> Votes:
-        is_night = (
-            self.options.night is not None and self.ranks.first and self.options.night.is_night()
-        )
+        throttle = self.options.quiet_hours
+        is_quiet = throttle is not None and self.ranks.first and throttle.is_quiet()
         # Before the first step there is nothing to keep.
         wants_stop = self.step > 0 and self.callback_list.wants_stop()
-        return Votes(float(self.stop_requested()), float(wants_stop), float(is_night))
+        return Votes(float(self.stop_requested()), float(wants_stop), float(is_quiet))
 
     def _vote(self) -> None:
         self._votes = Votes(*map(max, self._votes, self.ranks.sum([*self._votes_of_rank()])))
@@ -245,10 +245,10 @@ class Trainer:
         self, step: int, live: int, figures: Sequence[float] = ()
     ) -> tuple[float, list[float]]:
         """Sum targets and metrics of a step over all ranks; votes travel in the same message."""
-        live_sum, signal, callback, night, *summed = self.ranks.sum(
+        live_sum, signal, callback, quiet, *summed = self.ranks.sum(
             [float(live), *self._votes_of_rank(), *figures]
         )
-        self._votes = Votes(signal, callback, night)
+        self._votes = Votes(signal, callback, quiet)
         if not live_sum:
             raise TTrainError(
                 f"step {step + 1} has no token to learn from; every label of its rows is masked. "
@@ -333,8 +333,8 @@ class Trainer:
         }
         if self.counters.skipped or self.loss_scale.enabled:
             metrics["skipped_steps"] = self.counters.skipped
-        if self.options.night is not None:
-            metrics["night"] = float(self.options.night.on)
+        if self.options.quiet_hours is not None:
+            metrics["quiet_hours"] = float(self.options.quiet_hours.on)
         if self.options.speed.compile:
             metrics["compiled"] = float(self.model.compiled)
         if self.loss_scale.enabled:

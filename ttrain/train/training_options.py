@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from ttrain.train.checkpoint import Checkpoints
 from ttrain.train.distributed import Ranks, Tensors
 from ttrain.train.precision import Precision
-from ttrain.train.resource_limits import NightThrottle
+from ttrain.train.resource_limits import QuietHoursThrottle
 from ttrain.train.snapshots import Snapshot
 
 COMPLETED = "completed"
@@ -76,7 +76,7 @@ class TrainerOptions:
     cadence: Cadence = Cadence()
     origin: Origin = Origin()
     speed: Speed = Speed()
-    night: NightThrottle | None = None
+    quiet_hours: QuietHoursThrottle | None = None
     stop_requested: Callable[[], bool] = lambda: False
 
 

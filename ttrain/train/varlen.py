@@ -19,7 +19,7 @@ from ttrain.train.precision import is_ampere
 
 DEVICE = "cuda"
 LONGEST_HEAD = 256  # maximum head width of the kernel
-HALF = (torch.bfloat16, torch.float16)
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 class Spans(NamedTuple):
@@ -58,7 +58,7 @@ def is_usable(device: torch.device, dtype: torch.dtype, head_width: int, dropout
     """Whether the kernel runs on this device, in this format, for these heads and dropout."""
     return (
         is_ampere(device)
-        and dtype in HALF
+        and dtype in HALF_PRECISIONS
         and head_width <= LONGEST_HEAD
         and head_width % 8 == 0
         and not dropout
