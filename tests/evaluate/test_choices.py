@@ -200,7 +200,8 @@ def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
 def test_last_words(tmp_path: Path, subject: LoadedModel) -> None:
     contexts = [line.rsplit(" ", 1)[0] for line in LINES[:3]]
     prompts = [[*subject.begin_ids, *ids] for ids in subject.encoder.encode(contexts)]
-    words = [subject.encoder.decode(answer.ids) for answer in subject.generate(prompts, 1)]
+    logits = [subject.model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in prompts]
+    words = [subject.encoder.decode([int(row.argmax())]) for row in logits]
     pairs = [*zip(contexts, words, strict=True), (contexts[0], "fox"), ("", "fox"), ("a", 5)]
     write(tmp_path / "a.jsonl", [{"context": text, "target": word} for text, word in pairs])
     items = choices.read("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))

@@ -53,7 +53,7 @@ def test_a_note_and_tags_are_shown_masked_and_count_in_no_key(stage_home: Home) 
     tags = ["purpose=a smaller rate", "hub.token=x1"]
     shown = {"purpose": "a smaller rate", "hub.token": "***"}
     labels = labels_of("why: <b>\nsk-abcdefghijklmnopqrstu", tags)
-    by_night = stage_settings(2, night={"start": "00:00", "end": "00:00"})
+    by_night = stage_settings(2, quiet_hours={"start": "00:00", "end": "00:00"})
     parent, _, log = run(stage_home, by_night, facts=labels)
     assert shown.items() <= parent.data.tags.items()
     note = parent.data.tags["mlflow.note.content"]
