@@ -137,6 +137,8 @@ def test_a_run_is_found_by_every_name_it_and_its_models_have(home: Path) -> None
     for text in (FIRST, FIRST[:16], FIRST[-5:], "b2" * 16, "mine-base/1", "models:/mine-base/1"):
         assert read_run(home, text).name == FIRST
     assert read_run(home, "latest").name == CACHED
+    newest = [runs.newest_finished(home, "".join(name)) for name in (["quick", "start"], "other")]
+    assert [run and run["run"] for run in newest] == [CACHED, None]
 
 
 def test_an_unknown_or_ambiguous_name_lists_runs(home: Path) -> None:
