@@ -115,6 +115,10 @@ def export(
             f'dtype="auto"{trust})'
         )
         lines.append(f"try it:  ttrain chat {exported.directory}")
+        if exported.scores:
+            lines.append(f"llama.cpp: llama-cli -m {exported.directory / exported.scores[0].file}")
+            modelfile = exported.directory / "Modelfile"
+            lines.append(f"Ollama: ollama create {exported.directory.name} -f {modelfile}")
     else:
         lines.append(f'open it: PeftModel.from_pretrained(base, "{exported.directory}")')
     return Output(value, [*tables, *lines])
