@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from ttrain.errors import TTrainError, UsageError
-from ttrain.export import export as exporting
+from ttrain.export import hub as uploads
 from ttrain.export.export import Export
 
 FILES = {"model.safetensors": 7, "README.md": 6}
@@ -22,7 +22,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def push(directory: Path) -> str:
-    return exporting.push(Export(directory, "model", "bfloat16", 7, FILES, ()), "me/mine")
+    return uploads.push(Export(directory, "model", "bfloat16", 7, FILES, ()), "me/mine")
 
 
 def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(
@@ -46,4 +46,4 @@ def test_a_refused_upload_has_a_fix(tmp_path: Path, hub: Mock, error: Exception)
 @pytest.mark.parametrize("name", ["mine", "a/b/c", "", "me/mine!"])
 def test_a_name_of_no_repository_is_refused_first(name: str) -> None:
     with pytest.raises(UsageError, match=r"--push .*OWNER/NAME"):
-        exporting.check_repository(name)
+        uploads.check_repository(name)

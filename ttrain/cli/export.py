@@ -70,11 +70,12 @@ def export(
 ) -> Output:
     """Write a model for other programs: safetensors, tokenizer, template, configs, model card."""
     from ttrain.export import export as work
+    from ttrain.export import hub
     from ttrain.lineage import lookup
 
     before_torch()
     if push is not None:
-        work.check_repository(push)
+        hub.check_repository(push)
     [model] = resolved_models([reference], base=base, run=run, stderr=as_json)
     request = work.Request(
         dtype=dtype,
@@ -93,7 +94,7 @@ def export(
     ]
     lines += exported.remarks
     if push is not None:
-        value["pushed"] = work.push(exported, push, public=public)
+        value["pushed"] = hub.push(exported, push, public=public)
         lines.append(f"uploaded to {value['pushed']}")
     files = [(name, f"{size:,}") for name, size in exported.files.items()]
     tables = [Table(("file", "bytes"), files)]

@@ -21,10 +21,10 @@ from ttrain.core.files import (
     temporary_path,
     user_path,
 )
-from ttrain.core.machine import VERSION
-from ttrain.core.text import first_line, first_of
-from ttrain.errors import ArtifactError, TTrainError, UsageError
+from ttrain.core.text import first_of
+from ttrain.errors import UsageError
 from ttrain.export import gguf_adapter, gguf_file, ollama
+from ttrain.export.weights import write, write_tensors
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.heldout_shards import heldout_shards
@@ -40,9 +40,6 @@ from ttrain.store.model_files import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
     from ttrain.export.gguf_export import Scored
 
 TOKENIZER_FILES = (
@@ -90,9 +87,7 @@ SHARD_SIZE = re.compile(
 )  # as transformers takes it
 
 SHOWN_LICENCES = 8
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SCORED_BYTES = 32_768  # of held-out text, with which GGUF files are compared with the model
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names in torch
 
 
 @dataclass(frozen=True)
@@ -360,106 +355,3 @@ def _copy_code(source: Path, work: Path) -> bool:
     config = {**read_object(work / "config.json"), "auto_map": auto_map}
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return True
-
-
-def write(model: PreTrainedModel, target: Path, *, dtype: str, shard_size: str) -> int:
-    """Write config, generation config and shards of at most `shard_size`; returns the parameters.
-
-    Raises UsageError if a weight is too large for the type.
-    """
-    # transformers casts the parameters, except those that it keeps in fp32, such as the bias of a
-    # router, and buffers.
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    parameters = dict(model.named_parameters())  # tied ones once
-    for name, parameter in parameters.items():
-        cast(name, parameter.data, dtype)
-    config = model.config
-    generation_config = model.generation_config
-    kind = getattr(torch, DTYPES[dtype])
-    model = type(model).from_pretrained(
-        None, config=config, state_dict=model.state_dict(), dtype=kind
-    )
-    # save_pretrained gives a loaded model the tensor names of the file it was loaded from, and a
-    # model built from its config the architecture's standard names (three matrices per expert,
-    # where transformers holds all experts of a layer in two tensors). The latter are wanted here.
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, dtype=kind)
-    made.load_state_dict(model.state_dict(), assign=True)
-    made.tie_weights()
-    made.generation_config = generation_config
-    made.save_pretrained(target, max_shard_size=shard_size.upper())
-    return sum(parameter.numel() for parameter in parameters.values())
-
-
-def write_tensors(source: Path, target: Path, *, dtype: str) -> int:
-    """Write a file of tensors in another type; returns its number of elements."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = {
-        name: cast(name, tensor, dtype).contiguous() for name, tensor in load_file(source).items()
-    }
-    save_file(tensors, target, metadata={"format": "pt"})
-    return sum(tensor.numel() for tensor in tensors.values())
-
-
-def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    """Cast a tensor to another type; integers stay.
-
-    Raises ArtifactError if a value is not finite, UsageError if it is too large for the type.
-    """
-    import torch
-
-    if not tensor.is_floating_point():
-        return tensor
-    kind = getattr(torch, DTYPES[dtype])
-    cast_tensor = tensor.to(kind)
-    if not cast_tensor.isfinite().all():
-        if not tensor.isfinite().all():
-            raise ArtifactError(
-                f"the tensor {name} holds a value that is NaN or infinite; "
-                "such a model cannot be used"
-            )
-        raise UsageError(
-            f"--dtype is {dtype}, which holds numbers up to {torch.finfo(kind).max:g}, "
-            f"but the tensor {name} reaches "
-            f"{float(tensor.abs().max()):g}; use --dtype {'fp32' if dtype == 'bf16' else 'bf16'}"
-        )
-    return cast_tensor
-
-
-def check_repository(name: str) -> None:
-    """Raise UsageError unless the name is OWNER/NAME, as of a repository on the Hub."""
-    if not REPOSITORY.fullmatch(name):
-        raise UsageError(
-            f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub"
-        )
-
-
-def push(exported: Export, repository: str, *, public: bool = False) -> str:
-    """Upload the files of an export in one commit; returns the commit's address.
-
-    Raises TTrainError where the Hub refuses or does not answer.
-    """
-    # A new repository is private unless `public`. The token is that of HF_TOKEN or `hf auth login`.
-    import httpx2  # what the library talks with
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    hub = HfApi()
-    try:
-        hub.create_repo(repository, private=not public, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=repository,
-            folder_path=exported.directory,
-            allow_patterns=list(exported.files),
-            commit_message=f"Upload a model of ttrain {VERSION}",
-        )
-    except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
-        raise TTrainError(
-            f"{repository} could not be uploaded: {first_line(error)}; "
-            f"the export is in {exported.directory}; "
-            "set HF_TOKEN to a token that may write there, or run `hf auth login`"
-        ) from None
-    return str(commit.commit_url)
