@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +207,10 @@ def _suite_items(settings: Evaluate, job: StageContext) -> dict[str, list[Items[
         by_suite[suite] = [running.mark_overlaps(items, overlaps) for items in read]
         for line in notes_on(read):
             log.warning("%s", line)  # not among the results: they name paths of this machine
-    return {
-        name: list(chain.from_iterable(map(by_suite.__getitem__, settings.suites.of(name))))
-        for name in _models(job)
-    }
+    by_model = {}
+    for name in _models(job):
+        by_model[name] = [items for suite in settings.suites.of(name) for items in by_suite[suite]]
+    return by_model
 
 
 # --- the models -----------------------------------------------------------------------------------

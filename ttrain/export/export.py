@@ -40,6 +40,8 @@ from ttrain.store.model_files import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ttrain.export.gguf_export import Scored
 
 TOKENIZER_FILES = (
@@ -257,7 +259,8 @@ def _fill(
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
     scores: list[Scored] = []
     if request.gguf:
-        scores = _write_gguf(reference, work / name, request, say)
+        whole_model = None if adapter else model
+        scores = _write_gguf(reference, whole_model, work / name, request, say)
     history = History.of(reference.artifact, ArtifactStore(home()))
     exported = Exported(
         name=name,
@@ -295,29 +298,37 @@ def _row_licences(history: History) -> dict[str, str]:
 
 
 def _write_gguf(
-    reference: Reference, stem: Path, request: Request, say: Callable[[str], object]
+    reference: Reference,
+    model: PreTrainedModel | None,
+    stem: Path,
+    request: Request,
+    say: Callable[[str], object],
 ) -> list[Scored]:
-    # Write STEM-TYPE.gguf of each type, scored, and the Modelfile of the first one.
+    # Write STEM-TYPE.gguf of each type, scored, and the Modelfile of the first one. `model`: the
+    # one that is exported; None: the files hold the adapter.
     from ttrain.export import gguf_export
     from ttrain.inference import loading
     from ttrain.model import factory
     from ttrain.tasks.shards import heldout_records, scored_documents
 
-    adapter = None if request.merge else reference.adapter
-    model = loading.load(reference, device="cpu")
-    whole_model = factory.load(reference.model) if adapter else model.causal
+    if model is None:
+        loaded = loading.load(reference, device="cpu")
+    else:
+        loaded = loading.with_tokenizer(reference.text, model, reference.tokenizer)
     shards = heldout_shards(reference.artifact, ArtifactStore(home())).get(BITS_PER_BYTE.records)
     documents = scored_documents(heldout_records(shards.path), SCORED_BYTES) if shards else []
     texts = [str(document["text"]) for document in documents]
     types = gguf_file.check_types(request.gguf or "")
     files = [stem.with_name(f"{stem.name}-{kind}.gguf") for kind in types]
     with temporary_directory("gguf") as whole:
-        write(whole_model, whole, dtype="fp32", shard_size=request.shard_size)
+        base = model or factory.load(reference.model)
+        write(base, whole, dtype="fp32", shard_size=request.shard_size)
         _copy(reference.tokenizer, whole, TOKENIZER_FILES)
-        scores = gguf_export.write_checked(model, whole, files, texts, say, adapter)
-        if adapter is None:
-            render = ollama.renderer(whole) if model.can_chat else None
-            text = ollama.modelfile(files[0].name, model, render)
+        adapter = reference.adapter if model is None else None
+        scores = gguf_export.write_checked(loaded, whole, files, texts, say, adapter)
+        if model is not None:
+            render = ollama.renderer(whole) if loaded.can_chat else None
+            text = ollama.modelfile(files[0].name, loaded, render)
             stem.with_name(MODELFILE).write_text(text, encoding="utf-8")
     return scores
 

@@ -22,7 +22,7 @@ from ttrain.errors import UsageError
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]  # fp32, by their Hugging Face names
 
-# Types of `--gguf`, and by how much bits per byte may be above the model's (see judge.py).
+# Types of `--gguf`, and by how much bits per byte may be above the model's.
 BOUNDS = {
     "f32": 0.0001,
     "f16": 0.001,
@@ -62,16 +62,19 @@ class Entry:
     heads: int = 0
 
     def pack(self, tensors: Tensors) -> Array:
+        """The tensor of the file, from those of the model."""
         stacked = np.stack([self.ordered(tensors[name]) for name in self.names])
         return stacked if self.is_stacked else stacked[0]
 
     def unpack(self, values: Array) -> Iterator[tuple[str, Array]]:
+        """The model's tensors with their names, from the tensor of the file."""
         each = values if self.is_stacked else values[None]
         for name, tensor in zip(self.names, each, strict=True):
             yield name, self.ordered(tensor, inverse=True)
 
     @property
     def is_stacked(self) -> bool:
+        """Whether it holds the experts of a layer, [E, ...]."""
         return EXPERT.fullmatch(self.names[0]) is not None
 
     def ordered(self, tensor: Array, *, inverse: bool = False) -> Array:

@@ -82,17 +82,20 @@ class Optimizers:
 
     def groups(self) -> list[dict[str, Any]]:
         """Description of each parameter group for the log."""
-        return [
-            {
-                "optimizer": type(optimizer).__name__,
-                "lr": group["initial_lr"],
-                "weight_decay": group["weight_decay"],
-                "tensors": len(group["params"]),
-                "parameters": sum(map(Tensor.numel, group["params"])),
-                "names": [*map(self.names.__getitem__, group["params"][:SHOWN_NAMES])],
-            }
-            for optimizer, group in self._groups()
-        ]
+        groups = []
+        for optimizer, group in self._groups():
+            parameters = group["params"]
+            groups.append(
+                {
+                    "optimizer": type(optimizer).__name__,
+                    "lr": group["initial_lr"],
+                    "weight_decay": group["weight_decay"],
+                    "tensors": len(parameters),
+                    "parameters": sum(p.numel() for p in parameters),
+                    "names": [self.names[p] for p in parameters[:SHOWN_NAMES]],
+                }
+            )
+        return groups
 
     def state(self) -> Tensors:
         """All state as named plain tensors: {"exp_avg|model.norm.weight": ...}."""
