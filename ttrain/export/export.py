@@ -257,10 +257,11 @@ def _fill(
     has_code = adapter is None and _copy_code(reference.model, work)
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
-    scores: list[Scored] = []
-    if request.gguf:
-        whole_model = None if adapter else model
-        scores = _write_gguf(reference, whole_model, work / name, request, say)
+    scores = (
+        _write_gguf(reference, None if adapter else model, work / name, request, say)
+        if request.gguf
+        else []
+    )
     history = History.of(reference.artifact, ArtifactStore(home()))
     exported = Exported(
         name=name,
@@ -321,8 +322,12 @@ def _write_gguf(
     types = gguf_file.check_types(request.gguf or "")
     files = [stem.with_name(f"{stem.name}-{kind}.gguf") for kind in types]
     with temporary_directory("gguf") as whole:
-        base = model or factory.load(reference.model)
-        write(base, whole, dtype="fp32", shard_size=request.shard_size)
+        write(
+            model or factory.load(reference.model),
+            whole,
+            dtype="fp32",
+            shard_size=request.shard_size,
+        )
         _copy(reference.tokenizer, whole, TOKENIZER_FILES)
         adapter = reference.adapter if model is None else None
         scores = gguf_export.write_checked(loaded, whole, files, texts, say, adapter)
