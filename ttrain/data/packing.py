@@ -7,7 +7,7 @@ and segments (which record, for the attention mask; -1 for padding).
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Self
@@ -38,8 +38,16 @@ Counts = dict[str, int | float]
 
 
 @dataclass(frozen=True)
+class Taught:
+    """What a teacher gives its likeliest next tokens at each position, [B, T, K]; 0: nothing."""
+
+    ids_BTK: Array
+    shares_BTK: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Rows as arrays of shape [B, T]."""
+    """Rows as arrays of shape [B, T], and what a teacher makes of them, if there is one."""
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
     # Whether each target counts by itself, so that a part of a row can be trained on.
@@ -48,6 +56,7 @@ class Batch:
     labels_BT: Array
     positions_BT: Array
     segments_BT: Array
+    taught: Taught | None = field(default=None, kw_only=True)
 
     @classmethod
     def padding(cls, rows: int, width: int, pad_id: int) -> Self:

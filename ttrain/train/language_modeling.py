@@ -18,6 +18,7 @@ from ttrain.train.attention import Inputs, segment_mask
 from ttrain.train.distributed import Tensors, on_device
 from ttrain.train.kernels import fuse
 from ttrain.train.losses import (
+    Lesson,
     count_hits,
     labels_after_next,
     linear_token_loss_sum,
@@ -59,6 +60,7 @@ class PackedTensors(NamedTuple):
     labels_BT: Tensor
     spans: Spans | None
     branches_BT: Tensor | None
+    lesson: Lesson | None = None
 
 
 log = logging.getLogger("ttrain")
@@ -117,7 +119,11 @@ class LanguageModeling(CausalTask):
     """Next-token prediction; pretraining, SFT and LoRA differ only in rows and model."""
 
     def train_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
-        total, parts, sums = model(*_arrays(batch, device), spans=self._model.spans(batch, device))
+        total, parts, sums = model(
+            *_arrays(batch, device),
+            spans=self._model.spans(batch, device),
+            taught=_taught(batch, device),
+        )
         return LossSum(total, batch.live_tokens, parts, sums)
 
     def validation_step(self, model: nn.Module, batch: Batch, device: torch.device) -> LossSum:
@@ -153,6 +159,13 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
     return on_device(
         (batch.input_ids_BT, batch.positions_BT, batch.segments_BT, batch.labels_BT), device
     )
+
+
+def _taught(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if batch.taught is None:
+        return None
+    ids_BTK, shares_BTK = on_device((batch.taught.ids_BTK, batch.taught.shares_BTK), device)
+    return ids_BTK.flatten(0, 1), shares_BTK.flatten(0, 1)
 
 
 @final
@@ -230,15 +243,20 @@ class NextTokenLoss(nn.Module):
         spans: Spans | None = None,
         branches_BT: Tensor | None = None,
         weights_B: Tensor | None = None,
+        taught: tuple[Tensor, Tensor] | None = None,
     ) -> LossTerms:
         """Loss in nats, summed over the labels; its parts, if several; sums over routers' choices.
 
         `next_only`: only the cross entropy of the first head, and as a sum its hits and targets.
         `spans`: of `self.spans`. With `branches_BT` the loss is its terms, [B, T], and the parts
         are the balance terms, unweighted (see `balance_of`), where each row counts `weights_B`
-        times.
+        times. `taught`: ids and shares of a `Lesson`, whose term is a part.
         """
-        rows = PackedTensors(input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT)
+        zero = torch.zeros((), device=labels_BT.device)
+        lesson = None if taught is None else Lesson(*taught, zero)
+        rows = PackedTensors(
+            input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT, lesson
+        )
         if next_only and branches_BT is not None:
             return self._first_head(rows)[1], {}, {}
         if next_only:
@@ -248,6 +266,8 @@ class NextTokenLoss(nn.Module):
         with self._routers.watched() as choices:
             hidden_BTD, loss = self._first_head(rows)
         parts: dict[str, Tensor] = {} if branches_BT is not None else {"ce1": loss}
+        if lesson is not None:
+            parts = {"ce1": loss.detach() - lesson.total, "teacher": lesson.total}
         sums: Tensors = {}
         second: Any = self.get_second_head() if branches_BT is None else None
         if second is not None:
@@ -263,6 +283,13 @@ class NextTokenLoss(nn.Module):
                 parts |= self._balance(choices, inside_BT, live_B)
                 loss = loss if branches_BT is not None else loss + self.balance_of(parts)
         return loss, {} if [*parts] == ["ce1"] else parts, sums
+
+    def logits(self, batch: Batch, device: torch.device) -> Tensor:
+        """Logits of the next tokens, [B, T, V]."""
+        rows = PackedTensors(
+            *_arrays(batch, device), spans=self.spans(batch, device), branches_BT=None
+        )
+        return cast(Tensor, self.causal(**self._inputs(rows), use_cache=False).logits)
 
     def balance_of(self, parts: Tensors) -> Tensor:
         """What the balance terms among the parts add to the loss."""
@@ -286,7 +313,9 @@ class NextTokenLoss(nn.Module):
             return hidden_BTD, linear_token_losses(
                 hidden_BTD, weight_VD, rows.labels_BT, self._chunk_tokens
             )
-        return hidden_BTD, self._loss_in_chunks(hidden_BTD, weight_VD, rows.labels_BT, hits)
+        return hidden_BTD, self._loss_in_chunks(
+            hidden_BTD, weight_VD, rows.labels_BT, hits, rows.lesson
+        )
 
     def _inputs(self, rows: PackedTensors) -> Inputs:
         model = self.causal
@@ -320,14 +349,24 @@ class NextTokenLoss(nn.Module):
             loss = (token_loss_sum if rows.branches_BT is None else token_losses)(
                 logits_BTV, rows.labels_BT
             )
+            flat = logits_BTV.flatten(0, 1), rows.labels_BT.flatten()
             if hits is not None:
-                hits += count_hits(logits_BTV.flatten(0, 1), rows.labels_BT.flatten())
+                hits += count_hits(*flat)
+            if rows.lesson is not None:
+                added = rows.lesson.loss(*flat)
+                rows.lesson.total.add_(added.detach())
+                loss = loss + added
         finally:
             hook.remove()
         return hidden_states[0], loss
 
     def _loss_in_chunks(
-        self, hidden_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, hits: Tensor | None = None
+        self,
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        labels_BT: Tensor,
+        hits: Tensor | None = None,
+        lesson: Lesson | None = None,
     ) -> Tensor:
         return cast(
             Tensor,
@@ -338,6 +377,7 @@ class NextTokenLoss(nn.Module):
                 self._chunk_tokens,
                 compiled=attention.is_compiled(self.causal),
                 hits=hits,
+                lesson=lesson,
             ),
         )
 

@@ -2,9 +2,11 @@
 # Letters in names: B rows, T positions, N positions of all rows, C of a chunk, D width of the
 # hidden states, V entries of the vocabulary.
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +58,40 @@ def labels_after_next(labels_BT: Tensor, segments_BT: Tensor) -> Tensor:
     return found_BT
 
 
+class Lesson(NamedTuple):
+    """A teacher's likeliest next tokens and their shares of the target, [N, K] (arXiv:1503.02531).
+
+    The target gets shares from the label alone: what the teacher gives to other tokens stays
+    there, so that its entries add up to 1. `total`: a counter of what it adds to the loss.
+    """
+
+    ids_NK: Tensor
+    shares_NK: Tensor
+    total: Tensor
+
+    def of(self, rows: Tensor) -> Lesson:
+        """Of these positions."""
+        return Lesson(self.ids_NK[rows], self.shares_NK[rows], self.total)
+
+    def loss(self, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        """What it adds to the summed cross entropy, in fp32; nothing where a label is IGNORE."""
+        # -sum(q ln p) of the mixed target q, without the label's own term: the logarithm of the
+        # normalizer cancels, so that the term is linear in the logits.
+        of_labels_N1 = logits_NV.gather(1, labels_N.clamp(min=0)[:, None]).float()
+        shares_NK = self._live(labels_N)
+        return (shares_NK * (of_labels_N1 - logits_NV.gather(1, self.ids_NK).float())).sum()
+
+    def add_slopes(self, slopes_NV: Tensor, labels_N: Tensor, scale: float) -> None:
+        """Add to scaled gradients of logits those of `loss`."""
+        shares_NK = self._live(labels_N) * scale
+        of_labels_N1 = shares_NK.sum(1, keepdim=True).to(slopes_NV.dtype)
+        slopes_NV.scatter_add_(1, labels_N.clamp(min=0)[:, None], of_labels_N1)
+        slopes_NV.scatter_add_(1, self.ids_NK, -shares_NK.to(slopes_NV.dtype))
+
+    def _live(self, labels_N: Tensor) -> Tensor:
+        return self.shares_NK * (labels_N != IGNORE)[:, None]
+
+
 @torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
 def linear_token_loss_sum(
     hidden_BTD: Tensor,
@@ -65,11 +101,12 @@ def linear_token_loss_sum(
     *,
     compiled: bool = False,
     hits: Tensor | None = None,
+    lesson: Lesson | None = None,
 ) -> Tensor:
     """`token_loss_sum(hidden @ weight.T, labels)`, with the logits of `chunk_tokens` at a time.
 
     `compiled`: use compiled softmax kernels on CUDA. `hits`: a counter of the labels with the
-    largest logit.
+    largest logit. `lesson`: its term is added.
     """
     # The forward pass computes both gradients chunk by chunk, the backward pass only multiplies
     # them (fused linear cross entropy, arXiv:2410.10989, section 3.2); gradients that nobody needs
@@ -77,7 +114,7 @@ def linear_token_loss_sum(
     # fp32. Not torch.nn.functional.linear_cross_entropy, which gives the sum itself in bf16, knows
     # no autocast, and is slower on a CPU than the plain way (247 ms against 205 ms).
     arguments = _arguments(hidden_BTD, weight_VD, labels_BT, chunk_tokens)
-    return cast(Tensor, _LinearTokenLoss.apply(*arguments, compiled, hits))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _LinearTokenLoss.apply(*arguments, compiled, hits, lesson))  # type: ignore[no-untyped-call]
 
 
 def _arguments(
@@ -99,6 +136,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         gradients: bool,
         compiled: bool,
         hits: Tensor | None,
+        lesson: Lesson | None,
     ) -> Tensor:
         kind = hidden_ND.device.type
         dtype = autocast_dtype(hidden_ND)
@@ -126,7 +164,15 @@ class _LinearTokenLoss(torch.autograd.Function):
                 logits = hidden @ weight.T
                 if hits is not None:
                     hits += count_hits(logits, labels)
-                total += score(logits, labels, wide, scale if gradients else None).sum()
+                if lesson is None:
+                    total += score(logits, labels, wide, scale if gradients else None).sum()
+                else:
+                    part = lesson.of(rows)
+                    added = part.loss(logits, labels)
+                    total += added + score(logits, labels, wide, scale if gradients else None).sum()
+                    lesson.total.add_(added)
+                    if gradients:
+                        part.add_slopes(logits, labels, scale)
                 if grad_hidden is not None:
                     grad_hidden.index_copy_(
                         0, rows, _product(logits, weight).div_(scale).to(grad_hidden.dtype)
@@ -143,7 +189,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         )
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 @torch.compiler.disable(reason=UNEVEN)  # type: ignore[no-untyped-call,untyped-decorator]
