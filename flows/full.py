@@ -10,6 +10,7 @@ from ttrain.tasks import (
     REFERENCE,
     SHARDS,
     SOURCE,
+    TEACHER,
     TOKENIZER,
     TRAINING_STAGES,
 )
@@ -52,6 +53,8 @@ def full(settings: Settings) -> Graph:
             inputs[REFERENCE.name] = graph.add(
                 REFERENCE, base=inputs["base"], shards=inputs["shards"]
             )
+        if name == "pretrain" and settings.pretrain.teacher:
+            inputs[TEACHER.name] = graph.add(TEACHER, tokenizer=tokenizer, shards=shards[name])
         models[name] = graph.add(training, **inputs)
         row = config.TRAINING_STAGES[name]
         evaluated |= {row.model: models[name], row.part: shards[name]}

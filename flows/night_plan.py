@@ -17,6 +17,7 @@ from ttrain.nightly.inputs import NightInputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
+from ttrain.store.registry import CHAMPION
 from ttrain.store.runs import NIGHTLY
 from ttrain.tasks import (
     BASE_OF,
@@ -31,6 +32,7 @@ from ttrain.tasks import (
     REPLAY_SFT,
     SFT,
     SHARDS_PRETRAIN,
+    TEACHER,
 )
 from ttrain.tracking.registered import take_over_champions
 
@@ -88,6 +90,8 @@ def night_graph(inputs: NightInputs) -> Graph:
         replaced |= {EXISTING_MODEL.name: inputs.kept_base, SHARDS_PRETRAIN.name: None}
     for node in full(inputs.settings).replacing(replaced).values():
         stage = node.stage
+        if stage is TEACHER:  # after what is replayed, which alone it reads
+            continue
         sources: dict[str, Source | None] = {**node.sources}
         if stage.name in inputs.bases:
             sources["base"] = inputs.bases[stage.name]
@@ -102,6 +106,12 @@ def night_graph(inputs: NightInputs) -> Graph:
                 if earlier:
                     read |= {"tokenizer": sources["tokenizer"], EARLIER_HELDOUT: earlier}
                 sources["replay"] = graph.add(REPLAY, **read)
+                if TEACHER.name in sources:
+                    taught = {name: sources[name] for name in ("tokenizer", "shards", "replay")}
+                    base = inputs.champion[TRAINING_STAGES[PRETRAIN.name].model]
+                    sources[TEACHER.name] = graph.add(TEACHER, **taught, teacher=base)
+            if "replay" not in sources:
+                sources[TEACHER.name] = None
         elif stage is SFT and inputs.replayed_chats:
             sources["replay"] = graph.add(
                 REPLAY_SFT, documents=sources["shards"], **_learnt_before(inputs.replayed_chats)
@@ -127,6 +137,11 @@ def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
 def check(settings: Settings) -> None:
     """Raise UsageError for settings that a night cannot have."""
     promotion.check_metric(settings)
+    if settings.pretrain.teacher not in (None, CHAMPION):
+        raise UsageError(
+            f"pretrain.teacher is {settings.pretrain.teacher}, but the teacher of a night is the "
+            f"champion, on what is replayed; set pretrain.teacher={CHAMPION}, or leave it out"
+        )
     if settings.runtime.nodes > 1:
         raise UsageError(
             f"runtime.nodes is {settings.runtime.nodes}, but a night runs on one machine, with "

@@ -133,9 +133,26 @@ REFERENCE = Stage(
     memory=("runtime.rows_per_device",),
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
+TEACHER = Stage(
+    "teacher",
+    "ttrain.tasks.teacher",
+    # The budget, since few passes are refused.
+    tuple(
+        f"pretrain.{name}"
+        for name in (
+            *("teacher", "tokens", "epochs", "tokens_per_step", "row_length"),
+            *("packing", "stride", "mask_intervals", "precision"),
+        )
+    ),
+    {"tokenizer": (), "shards": (), "replay": (), "teacher": ("model",)},
+    uses_model=True,
+    spreads=True,
+    memory=("runtime.rows_per_device",),
+    about="Note the likeliest next tokens of an earlier model at every position of the rows",
+)
 # What a training stage reads besides the model that it starts from and its shards.
 OF_ROLE: Mapping[str, dict[str, tuple[str, ...]]] = {
-    "base": {"tokenizer": (), "plateau": (PLATEAU,)}
+    "base": {"tokenizer": (), "plateau": (PLATEAU,), TEACHER.name: ()}
 }
 OF_ROWS: Mapping[str, dict[str, tuple[str, ...]]] = {"pairs": {REFERENCE.name: ()}}
 
@@ -217,6 +234,7 @@ STAGES: Mapping[str, Stage] = {
         *(
             REPLAY,
             REPLAY_SFT,
+            TEACHER,
             REFERENCE,
             *TRAINING_STAGES.values(),
             HELDOUT,

@@ -5,16 +5,25 @@ A night's also reads `replay` and the champion's `plateau`.
 
 from ttrain.config import Settings, flatten
 from ttrain.data.encoder import Encoder
+from ttrain.data.loader import BatchSource
+from ttrain.data.packing import Rows
 from ttrain.model import multi_token
 from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.whole_model import whole_model
+from ttrain.tasks.teacher import TaughtRows
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
     """Train a new model, or the base if there is one; leaves `model/` and `checkpoints/`."""
-    return training.run(settings, settings.pretrain, job, prepare)
+    config = settings.pretrain
+
+    def batches(part: str, rows: Rows) -> BatchSource:
+        teacher = job.inputs.get("teacher") if part == "train" else None
+        return TaughtRows(rows, teacher, config.teacher_weight) if teacher else rows
+
+    return training.run(settings, config, job, prepare, batches=batches)
 
 
 def prepare(settings: Settings, inputs: Inputs, encoder: Encoder) -> training.TrainableModel:

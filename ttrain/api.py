@@ -23,7 +23,7 @@ from typing import Any
 from ttrain.config import Settings
 from ttrain.core.html_table import html_table
 from ttrain.engine.display import StageDisplay
-from ttrain.engine.graph import Plan, Planned, Rerun, Selection
+from ttrain.engine.graph import Graph, Plan, Planned, Rerun, Selection
 from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store import runs as run_records
@@ -93,13 +93,17 @@ def plan(
     from ttrain.engine.planner import plan as plan_stages
     from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
+    from ttrain.flows.teacher import with_teacher
     from ttrain.tracking.artifact_source import store_of
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
-    make_graph = graph_of(pipeline)
+
+    def make_graph(settings: Settings) -> Graph:
+        return with_teacher(graph_of(pipeline)(settings), settings, store)
+
     settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
     graph = make_graph(settings)
     earlier = run_records.newest_finished(store.root, settings.name)

@@ -10,7 +10,7 @@ from support.night_files import artifact, completed, frozen, inbox, list_of, sou
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
-from ttrain.errors import ArtifactError
+from ttrain.errors import ArtifactError, UsageError
 from ttrain.flows import night_plan
 from ttrain.flows.night_plan import night_graph
 from ttrain.nightly import decision, records
@@ -305,6 +305,18 @@ def test_shards_and_replay_read_what_earlier_nights_hold_out(night: Night) -> No
     assert alone["shards-pretrain"].keys() == {"tokenizer", "learnt-0000"}
     assert alone["replay"].keys() == {"documents", "learnt-0000"}
     assert (alone["sft"]["base"], alone["lora"]["base"]) == ("pretrain", "sft")
+
+
+def test_the_champion_teaches_what_a_night_replays(night: Night) -> None:
+    taught = {"pretrain": {**INFINITE, "teacher": "champion"}}
+    stages = stages_of(night.inputs(taught, documents=("shards-pretrain/d",)))
+    assert stages["pretrain"]["teacher"] == "teacher"
+    assert stages["teacher"]["replay"] == "replay" and stages["teacher"]["teacher"].key == "p"
+    stages = stages_of(night.inputs(taught))  # nothing to replay
+    assert "teacher" not in stages and "teacher" not in stages["pretrain"]
+    previous = Settings.model_validate({"pretrain": {"teacher": "previous"}})
+    with pytest.raises(UsageError, match="set pretrain.teacher=champion"):
+        night_plan.check(previous)
 
 
 def test_without_near_duplicates_a_night_holds_out_the_least_share(night: Night) -> None:

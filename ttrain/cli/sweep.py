@@ -24,6 +24,8 @@ from ttrain.core.text import counted, format_duration
 from ttrain.store.layout import home, usable_home
 
 if TYPE_CHECKING:
+    from ttrain.config import Settings
+    from ttrain.engine.graph import Graph
     from ttrain.experiments.request import Request
     from ttrain.store.artifacts import ArtifactStore
     from ttrain.store.sweeps import Experiment
@@ -122,6 +124,7 @@ def sweep_full(
     from ttrain.engine.input_files import check_first_rows
     from ttrain.experiments import request, trials
     from ttrain.flows.full import full
+    from ttrain.flows.teacher import with_teacher
     from ttrain.tracking.artifact_source import store_of
 
     files = [
@@ -130,8 +133,12 @@ def sweep_full(
         if word.endswith((".yaml", ".yml")) and "=" not in word
     ]
     settings = [word for word in overrides or () if Path(word) not in files]
+
+    def pipeline(settings: Settings) -> Graph:
+        return with_teacher(full(settings), settings, store_of(home(), settings))
+
     wanted = request.request_of(
-        full,
+        pipeline,
         layers(settings, config or (), profile or (), os.environ),
         request.Options(**asdict(options)),
         files,

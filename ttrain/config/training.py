@@ -195,6 +195,14 @@ class Pretrain(Training):
     tokens_per_step: Tokens | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
+    teacher: str | None = setting(
+        None,
+        "an earlier model whose likeliest next tokens are learnt too, of three passes and more "
+        "(docs/recipe.md): previous, champion, or a name as for `ttrain eval`; empty: none",
+    )
+    teacher_weight: float = setting(
+        0.5, "share of each target that the teacher decides", gt=0, le=1
+    )
     optim: Optim = Optim(kind="muon", betas=rules.BETAS, **rules.RATES)
 
 

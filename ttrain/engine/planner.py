@@ -32,7 +32,7 @@ from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 
 # Settings that name files or other stages: the key has the digests of those instead.
 COUNTED_BY_BYTES = (
-    *("tokenizer.existing", "shards.decontaminate"),
+    *("tokenizer.existing", "shards.decontaminate", "pretrain.teacher"),
     *(f"{name}.start_from" for name in TRAINING_STAGES),
     *(f"evaluate.suites.{row.model}" for row in TRAINING_STAGES.values()),
 )

@@ -1,0 +1,58 @@
+"""The model that `pretrain.teacher` names."""
+
+from ttrain.config import Settings, flatten
+from ttrain.engine.graph import Graph
+from ttrain.errors import UsageError
+from ttrain.lineage import lookup
+from ttrain.store import runs
+from ttrain.store.artifacts import ArtifactStore
+from ttrain.store.layout import Artifact
+from ttrain.store.registry import CHAMPION
+from ttrain.tasks import PRETRAIN, TEACHER
+
+PREVIOUS = "previous"
+
+
+def with_teacher(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:
+    """The graph, whose stage `teacher` reads its model. Raises UsageError if there is none."""
+    if TEACHER.name not in graph:
+        return graph
+    complete = Graph()
+    for node in graph.values():
+        named = {"teacher": _teacher(settings, store)} if node.stage is TEACHER else {}
+        complete.add(node.stage, **node.sources, **named)
+    return complete
+
+
+def _teacher(settings: Settings, store: ArtifactStore) -> Artifact:
+    name = str(settings.pretrain.teacher)
+    if name == PREVIOUS:
+        return _previous(settings, store)
+    named = lookup.find(store, f"{settings.name}@{CHAMPION}" if name == CHAMPION else name)
+    keys = dict(named.artifacts)
+    stage = PRETRAIN.name if PRETRAIN.name in keys else next(reversed(keys), "")
+    artifact = store.find(stage, keys[stage]) if stage else None
+    if artifact is None or not artifact.files_of(("model",)):
+        raise UsageError(
+            f"pretrain.teacher is {name}, but no whole model of that name is in {store.root}; "
+            f"name a run or a stage that has one, or leave it out"
+        )
+    return store.complete(artifact, ("model",))
+
+
+def _previous(settings: Settings, store: ArtifactStore) -> Artifact:
+    # What these settings make is not its own teacher: the same command finds it finished.
+    own = dict(flatten(PRETRAIN.part_of(settings)))
+    for run in filter(runs.is_own, runs.newest_first(store.root)):
+        key = runs.keys_of(run).get(PRETRAIN.name)
+        artifact = store.find(PRETRAIN.name, key) if key else None
+        if artifact is None:
+            continue
+        made_with = artifact.manifest["ingredients"]["settings"]
+        is_taught = TEACHER.name in artifact.manifest["inputs"]
+        if not is_taught or any(own.get(each) != value for each, value in made_with.items()):
+            return artifact
+    raise UsageError(
+        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no other finished pretraining; "
+        f"run once without it first, or name a model"
+    )
