@@ -1,4 +1,4 @@
-"""The model that `pretrain.teacher` names: of the previous run, the champion, by name, in nights."""
+"""The model that `pretrain.teacher` names: a previous run, the champion, a run by its name."""
 
 import pytest
 from support.artifact_home import Home

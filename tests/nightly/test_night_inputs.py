@@ -315,7 +315,7 @@ def test_the_champion_teaches_what_a_night_replays(night: Night) -> None:
     stages = stages_of(night.inputs(taught))  # nothing to replay
     assert "teacher" not in stages and "teacher" not in stages["pretrain"]
     previous = Settings.model_validate({"pretrain": {"teacher": "previous"}})
-    with pytest.raises(UsageError, match="set pretrain.teacher=champion"):
+    with pytest.raises(UsageError, match="the teacher of a night is the champion"):
         night_plan.check(previous)
 
 
