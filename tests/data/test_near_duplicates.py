@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from support.shard_sets import build, digests, texts_in, write_lines
 
 from ttrain.config import Reading
@@ -15,7 +14,6 @@ from ttrain.data.blocks import BlockRecipe
 from ttrain.data.near_duplicates import FOLDER, NEAR_DUPLICATE, REPORT
 from ttrain.data.plain_text import plain
 from ttrain.data.pool import Processes
-from ttrain.data.selection import is_first
 
 NEAR = Reading(heldout_fraction=0.0, near_duplicates=0.8)
 SPLIT = Reading(heldout_fraction=0.1, near_duplicates=0.8)
@@ -75,12 +73,6 @@ def test_sketches_do_not_depend_on_what_stands_beside_a_text_nor_change_with_a_v
         assert (alone[:, 0] == together[:, number]).all()
     # If this fails, raise near_duplicates.FORMAT, since sketches in files have the old values.
     assert together[:3, 0].tolist() == [3029725062, 3324641135, 3708436563]
-
-
-def test_of_rows_with_equal_halves_of_their_hash_the_first_is_kept() -> None:
-    table = [(1, 5, 0, 0), (2, 5, 0, 1), (1, 5, 7, 2), (1, 6, 0, 3), (2, 5, 0, 4), (1, 6, 0, 5)]
-    expected = [True, True, False, True, False, False]
-    assert is_first(np.array(table, np.uint64)).tolist() == expected
 
 
 def test_planted_near_duplicates_are_found(tmp_path: Path, recipe: BlockRecipe) -> None:

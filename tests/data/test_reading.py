@@ -26,7 +26,6 @@ from ttrain.data import first_rows, json_rows, streams
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.check import check
 from ttrain.data.json_rows import NOT_UTF8, NULS, Tally, lines
-from ttrain.data.records import LABEL_CHARACTERS, labels_of
 from ttrain.errors import CannotRead, DataError, UsageError
 
 PARTS = (TEXT[:999], TEXT[999:])
@@ -71,13 +70,6 @@ def test_a_json_array_is_read_element_by_element(tmp_path: Path) -> None:
     assert len(lines_of(written(tmp_path, b'[{"text": "a"}]\n[1]\n'))) == 2, "lines of lists"
     with pytest.raises(DataError, match="truncated"):
         lines_of(written(tmp_path, b'[{"text": "a"},\n{"te'))
-
-
-def test_only_damage_is_an_error_of_the_file() -> None:
-    errors = (pa.ArrowKeyError("a"), KeyError("a"), pa.ArrowMemoryError())
-    for error, raised in zip(errors, (DataError, KeyError, MemoryError), strict=True):
-        with pytest.raises(raised), streams.noting_faults("a.parquet"):
-            raise error
 
 
 def test_a_text_file_is_one_row_to_the_byte(tmp_path: Path) -> None:
@@ -177,11 +169,6 @@ def test_first_rows_of_another_kind_or_mostly_bad_are_refused(tmp_path: Path) ->
     for names, fraction in (("many", 0.01), ("bad good", 0.01), ("bad", 0.8), ("wrong", 1)):
         files = [paths[name] for name in names.split()]
         first_rows.check("data.sft", "chats", files, Reading(rejected_fraction=fraction))
-
-
-def test_a_label_has_at_most_its_number_of_characters() -> None:
-    longest = "x" * LABEL_CHARACTERS
-    assert labels_of({"source": longest, "lang": longest + "x"}) == (("source", longest),)
 
 
 END = json_error("unexpected end of data")

@@ -17,7 +17,7 @@ from ttrain.config import Reading
 from ttrain.data.blocks import BlockRecipe
 from ttrain.data.pool import Processes
 from ttrain.data.shards import ShardSet
-from ttrain.errors import ArtifactError, StageFailed
+from ttrain.errors import StageFailed
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, pa.uint16()), (65537, pa.uint32())])
@@ -27,18 +27,6 @@ def test_a_shard_opens_with_arrow_alone(tmp_path: Path, vocab: int, dtype: pa.Da
     table = pa.ipc.open_stream(pa.memory_map(str(tmp_path / index["shards"][0]["file"]))).read_all()
     assert table.schema.field("tokens").type == pa.large_list(dtype)
     assert table.to_pydict() == {"tokens": [ids for ids, _ in rows], "live": [[0, 1], [1, 0, 1]]}
-
-
-def test_a_shard_that_was_cut_or_exchanged_is_refused_by_name(tmp_path: Path) -> None:
-    rows = [([number] * 30, [True] * 30) for number in range(9)]
-    first, second, *_ = write_shards(tmp_path, rows, kind="chats", tokens_per_shard=99)["shards"]
-    whole = (tmp_path / second["file"]).read_bytes()
-    (tmp_path / first["file"]).write_bytes(whole)
-    with pytest.raises(ArtifactError, match=rf"{first['file']} is damaged: its sha256 is"):
-        ShardSet(tmp_path).row(0)
-    (tmp_path / second["file"]).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ArtifactError, match=rf"{second['file']} is damaged"):
-        ShardSet(tmp_path).row(first["rows"])
 
 
 class FourBlocks(Processes):

@@ -73,17 +73,6 @@ def test_random_texts_come_back_as_they_went_in(corpus_encoder: Encoder, text: s
     assert min(ids, default=9) >= len(jinja_templates.SPECIAL_TOKENS["ttrain"])
 
 
-def test_transformers_opens_it_and_reads_the_same_ids(corpus_encoder: Encoder) -> None:
-    from transformers import AutoTokenizer
-
-    opened = AutoTokenizer.from_pretrained(corpus_encoder.directory, local_files_only=True)
-    assert [opened.pad_token_id, opened.unk_token_id, opened.eos_token_id] == [0, 1, 3]
-    text = " a b ,  c . don't über 日本🙂\n"
-    (ids,) = corpus_encoder.encode([text])
-    assert opened(text)["input_ids"] == [corpus_encoder.bos_id, *ids]
-    assert opened.decode([corpus_encoder.bos_id, *ids], skip_special_tokens=True) == text
-
-
 def test_a_word_without_end_is_cut_for_training_only_and_loses_nothing() -> None:
     word = "".join(chr(0x4E00 + (i * i) % 900) for i in range(1000))
     cut = tokenizer.pieces(f"ab {word} cd\n{word}")

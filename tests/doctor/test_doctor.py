@@ -36,7 +36,6 @@ from ttrain.train import timing as steps
 from ttrain.train.checkpoint import WEIGHTS
 from ttrain.train.language_modeling import LanguageModeling, segment_mask
 from ttrain.train.losses import token_loss_sum
-from ttrain.train.memory_rows import made_up_rows
 from ttrain.train.precision import Precision
 from ttrain.train.task import LossSum, TrainingTask
 from ttrain.train.trainer import Trainer
@@ -245,13 +244,6 @@ def test_steps_are_timed(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = getattr(settings, stage).resolved(100)
     measured = timing.measure_stage(stage, config, settings, {}, tmp_path)
     assert measured is not None and 0 < measured.row < measured.step
-
-
-def test_of_made_up_chats_the_second_half_of_each_record_counts() -> None:
-    batch = made_up_rows(3, 8, 100, "chats").batch([2])
-    assert np.array_equal(batch.positions_BT[0], [0, 1, 2, 3, 0, 1, 2, 3])
-    assert np.array_equal(batch.labels_BT[0] != IGNORE, [0, 0, 1, 1, 0, 0, 1, 1])
-    assert batch.labels_BT[0][2] == batch.input_ids_BT[0][3]
 
 
 Spoil = Callable[[Any, Any, Any], None]

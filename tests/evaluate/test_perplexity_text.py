@@ -12,7 +12,7 @@ from support.tiny_trainers import score_of, tiny_model
 
 from ttrain.config.evaluate import TextTask
 from ttrain.data.encoder import Encoder
-from ttrain.evaluate import baselines, perplexity, task_result
+from ttrain.evaluate import baselines, perplexity
 from ttrain.evaluate.items import Items, SuiteFiles
 from ttrain.evaluate.task_result import LN2, TaskResult
 
@@ -74,11 +74,6 @@ def test_a_limit_draws_by_the_seed_and_max_bytes_takes_the_beginning(tmp_path: P
     size = sum(len(text.encode()) for text in TEXTS[:3])
     for most, count in ((size, 3), (size - 1, 2), (1, 1)):
         assert read(tmp_path, ROWS, max_bytes=most).items == tuple(TEXTS[:count])
-
-
-def test_held_out_documents_are_named_as_the_records_of_an_evaluation_are(tmp_path: Path) -> None:
-    items = read(tmp_path, ROWS, file="heldout", by=("source",))
-    assert list(items.digests) == [task_result.record_name(text) for text in TEXTS]
 
 
 # Bits by the definition, counted byte by byte: each length of context falls back on the one that is

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ttrain.config.evaluate import ChoicesTask, TextTask
-from ttrain.evaluate.items import Items, groups, notes_on
+from ttrain.evaluate.items import Items, groups
 from ttrain.evaluate.results import OTHER_COUNTS, OTHER_ITEMS, Results
 from ttrain.evaluate.statistics import Rule
 from ttrain.evaluate.task_result import LN2, Metric, TaskResult
@@ -59,12 +59,6 @@ def perplexity(tokens: float) -> TaskResult:
 def test_verdicts(models: tuple[TaskResult, TaskResult], rule: Rule, verdict: str) -> None:
     (comparison,) = Results(models, rule).comparisons()
     assert comparison["verdict"] == verdict
-
-
-def test_notes_name_the_rows_that_are_left_out() -> None:
-    left_out = [{"file": "b", "line": line, "reason": "empty"} for line in range(11, 1211)]
-    (note,) = notes_on([Items("poems", ChoicesTask(file="x"), (), (), left_out=left_out)])
-    assert note == "poems: 1,200 rows left out: empty (b:11, b:12, b:13 and 1,197 more)"
 
 
 def test_a_field_of_two_to_twenty_values_makes_groups() -> None:

@@ -48,12 +48,6 @@ def test_metric_and_stages(overrides: list[str], metric: str, own: list[str]) ->
     assert not {*once, *by_seed} & {*own}
 
 
-def test_a_stage_that_no_change_touches_runs_once_or_once_a_seed() -> None:
-    once, by_seed, _ = asked("sft.epochs=1,2").stages()
-    assert once == ["source", "tokenizer", "shards-pretrain", "shards-sft"]
-    assert by_seed == ["pretrain"]
-
-
 def test_more_is_better_where_the_metric_says_so_or_the_user() -> None:
     assert not asked(LR).measure.maximize
     assert asked(LR, maximize=True).measure.maximize

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import openai
@@ -150,16 +149,6 @@ def test_an_answer_ends_with_its_client_and_requests_are_bounded(served: Served)
     with pytest.raises(openai.APITimeoutError):
         create(**endless, timeout=1)
     wait_until(lambda: not served.queue.requests)
-
-
-def test_a_name_without_a_model_unloads_none(served: Served) -> None:
-    load = Mock(side_effect=served.load)
-    queue = AnswerQueue(load, max_requests=1)
-    with pytest.raises(UsageError):
-        [queue.open(name) for name in ("sft", "dpo", "x")]
-    queue.open("sft")
-    assert [call.args[0] for call in load.call_args_list] == ["sft", "dpo", "x"]
-    queue.close()
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])

@@ -1,6 +1,5 @@
 """Names: run, stage and directory lead to the same files; an unknown one lists what exists."""
 
-import hashlib
 import re
 import shutil
 import time
@@ -193,14 +192,6 @@ def test_a_directory_is_a_model_an_adapter_an_artifact_or_a_checkpoint(runs_home
     assert runs_home.resolve("./sft").model == here
     (here / SECOND_HEAD).touch()
     assert runs_home.resolve("./sft").second_head == here / SECOND_HEAD
-
-
-def test_the_base_of_an_adapter_is_the_model_whose_weights_have_the_digest(runs_home: Home) -> None:
-    shutil.copytree(runs_home.lora.path / "adapter", "copied")
-    reference = runs_home.resolve("copied")
-    assert reference.adapter == Path("copied").absolute()
-    assert reference.model == runs_home.sft.path / "model"
-    assert reference.base_digest == hashlib.sha256(b"first").hexdigest()
 
 
 def test_the_base_of_a_foreign_adapter_is_given_named_or_beside_it(runs_home: Home) -> None:

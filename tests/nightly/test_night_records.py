@@ -1,7 +1,6 @@
 """Records of nights: slots, deadlines, tries, secrets, their table, the best of any champion."""
 
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,21 +116,6 @@ def test_nights_are_listed_newest_first_with_losses(known: Nights) -> None:
     row = dict(zip(history.HEADER, history.row(kept), strict=True))
     cells = {"new documents": "1,200", "chats": "12", "lost": "night-000001", "why": KEPT}
     assert cells.items() <= row.items()
-
-
-def test_what_a_night_trained_on_is_counted_with_the_rows_that_it_left_out() -> None:
-    def made(**result: Any) -> Any:
-        return SimpleNamespace(result=result)
-
-    counts = {"skipped": {"duplicate": 2, "empty": 1}, "rejected": {"not JSON": 4}}
-    shards = made(train={"rows": 90, "tokens": 800}, rows={"train": counts})
-    replay = made(tokens=60, records=2, share=0.05)
-    pretrain, chats = made(tokens=1000), made(train={"rows": 12, "tokens": 900})
-    artifacts = {"shards-pretrain": shards, "pretrain": pretrain, "replay": replay}
-    expected = {"documents": 90, "tokens": 800, "left_out": 7}
-    expected |= {"read_tokens": 1000, "replayed_tokens": 50}
-    assert history.learnt_of(artifacts, chats) == expected | {"chats": 12}
-    assert history.learnt_of({"pretrain": pretrain}, chats) == {"chats": 12}, "it keeps the base"
 
 
 def add(

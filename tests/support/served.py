@@ -7,7 +7,6 @@ import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from support.pipeline_home import Cli
 from support.waiting import wait_until
 
 from ttrain.engine.stage_worker import PROCESS_NAME
-from ttrain.flows import deploy
 from ttrain.store import server_records
 
 # Names of the states in which flow runs end
@@ -26,11 +24,6 @@ FINAL_STATES = (
     *("Unfinished", "Promoted", "Kept", "NothingNew", "Skipped"),
 )
 FINAL_TYPES = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-
-
-def every_five_seconds(cli: Cli, cron: str = "* * * * * */5") -> None:
-    """Give the home's one schedule a cron with seconds, which the command line does not take."""
-    deploy.write(cli.home, replace(deploy.find(cli.home, None), cron=cron))
 
 
 class Served:

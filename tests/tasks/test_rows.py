@@ -173,14 +173,6 @@ def test_too_many_dropped_records_end_the_stage(tmp_path: Path, encoder: Encoder
         order_of(config.model_copy(update={"dropped_fraction": 0.05}), rows)
 
 
-def test_less_data_than_one_step_is_refused(tmp_path: Path, encoder: Encoder) -> None:
-    config = settings(tokens_per_step=64)
-    rows = open_rows(documents(tmp_path, encoder), encoder, config)
-    with pytest.raises(DataError, match=r"tokens_per_step.*=40"):
-        order_of(config, rows)
-    assert order_of(settings(tokens_per_step=40), rows).steps == 1
-
-
 def test_budgets_follow_from_the_rows_unless_they_are_set() -> None:
     sizes = {10_000: (4096, 1), 320: (4096, 3), 100: (1280, 3), 20: (256, 3), 9: (256, 7)}
     for rows, (batch, passes) in {**sizes, 1: (256, 10)}.items():

@@ -18,7 +18,7 @@ from ttrain.config import Optim, Schedule
 from ttrain.data.packing import Batch
 from ttrain.errors import TTrainError, UsageError
 from ttrain.train import checkpoint
-from ttrain.train.callbacks import Callback, MetricsFile
+from ttrain.train.callbacks import Callback
 from ttrain.train.early_stopping import EarlyStopping, early_stopping
 from ttrain.train.guards import LossSpike
 from ttrain.train.task import LossSum
@@ -135,16 +135,6 @@ def trained(directory: Path, *, stop_after: int | None = None, done: int = 0) ->
     options |= {"callbacks": callbacks[::-1] if done else callbacks}
     trainer = scripted_trainer(12 * 96, PLATEAU[done:], **options)
     return trainer.fit(), trainer
-
-
-def test_a_continued_metrics_file_loses_later_and_torn_lines(tmp_path: Path) -> None:
-    path, fields = tmp_path / "metrics.jsonl", {"tokens": 0, "time": 0.0, "metrics": {}}
-    lines = [json.dumps({"step": step, **fields}) + "\n" for step in (2, 4, 6)]
-    path.write_text("".join(lines) + '{"step": 3, "tok')
-    MetricsFile(path).start(4, 8)
-    assert path.read_text() == "".join(lines[:2])
-    MetricsFile(path).start(0, 8)
-    assert path.read_text() == ""
 
 
 @pytest.mark.parametrize("stop_after", [None, 4])

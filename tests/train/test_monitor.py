@@ -1,7 +1,6 @@
 """What watches each step: performance metrics, against a clock that the test turns, and guards."""
 
 import json
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from ttrain.train.monitor import (
     PerformanceMonitor,
     datasheet_flops,
     flops_per_token,
-    trimmed_mean,
 )
 
 
@@ -86,11 +84,6 @@ def test_a_chip_is_known_by_its_name_unless_the_board_differs() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU")
     expected = [989.4 * TERA, 756 * TERA, 0]
     assert [datasheet_flops(name, "bf16") for name in names] == expected
-
-
-def test_one_value_of_each_end_is_trimmed_of_three_or_more() -> None:
-    values = ([], [3.0], [1.0, 3.0], [0.0, 4.0, 90.0])
-    assert [trimmed_mean(deque(row)) for row in values] == [0.0, 3.0, 2.0, 4.0]
 
 
 ORDER = ShuffledOrder(60, 6, 60_000, 1)

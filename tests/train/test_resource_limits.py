@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable
-from datetime import datetime, time, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,13 +124,6 @@ def test_two_ranks_follow_the_clock_of_the_first(tmp_path: Path) -> None:
     (first, nights), (second, _) = in_ranks(2, tmp_path, work)
     assert first == second, "both made the same change at the same step"
     assert nights == [0] + [1] * 6 + [0] * 2
-
-
-@pytest.mark.parametrize(
-    ("now", "start", "end", "inside"), [(22, 22, 8, True), (8, 22, 8, False), (3, 1, 5, True)]
-)
-def test_a_window_of_the_day(now: int, start: int, end: int, inside: bool) -> None:
-    assert resource_limits.is_in_window(time(now), time(start), time(end)) is inside
 
 
 @pytest.mark.parametrize(("used", "by_night"), [(10e9, 0.5), (100e9, 0.625)])
