@@ -12,7 +12,7 @@ from ttrain.tasks import new_model
 from ttrain.tasks.common import training
 from ttrain.tasks.common.job import Figures, Inputs, StageContext
 from ttrain.tasks.common.whole_model import whole_model
-from ttrain.tasks.teacher import TaughtRows
+from ttrain.train.teacher import TaughtRows
 
 
 def run(settings: Settings, job: StageContext) -> Figures:

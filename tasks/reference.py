@@ -6,10 +6,9 @@ Letters in names: A answers, of the shards or of a batch.
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file, save
 
@@ -21,6 +20,7 @@ from ttrain.data.pair_rows import PairBatch
 from ttrain.data.shards import ShardSet
 from ttrain.tasks import new_model
 from ttrain.tasks.common.job import Figures, StageContext
+from ttrain.tasks.common.row_scores import Scores, write_scores
 from ttrain.tasks.common.rows import open_rows
 from ttrain.tasks.common.training import start
 from ttrain.train import leakage_check, precision
@@ -28,19 +28,17 @@ from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.preference_tuning import score_answers
 
 PARTS = ("train", "heldout")
-BLOCK_ROWS = 64  # rows per block file; a killed pass keeps its finished block files
+BLOCK_ROWS = 64  # rows of a file
 LOG_PROBABILITIES = "log_probabilities"
 TOKENS = "tokens"
 ANSWERS = "answers"
-
-Scores = dict[str, npt.NDArray[Any]]
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
     """Write `train.safetensors` and `heldout.safetensors`: log-probability and tokens per answer.
 
-    Blocks of rows are dealt to the ranks in turn. Each block is written to its own file, so that a
-    killed pass continues after its finished blocks; the files are joined at the end.
+    Blocks of rows are scored one by one, so that a killed pass continues after its finished blocks;
+    they are joined at the end.
     """
     runtime = job.runtime
     ranks = start(runtime)
@@ -51,35 +49,24 @@ def run(settings: Settings, job: StageContext) -> Figures:
     computed_in = precision.resolve_precision(settings.dpo.precision, ranks.device)
     model.to(ranks.device).eval()
 
-    def scored(rows: Rows, block: range) -> Scores:
-        columns: dict[str, list[npt.NDArray[Any]]] = {
-            ANSWERS: [],
-            LOG_PROBABILITIES: [],
-            TOKENS: [],
-        }
-        for first in block[:: runtime.rows_per_device]:
-            batch = rows.batch(range(first, min(first + runtime.rows_per_device, block.stop)))
-            assert isinstance(batch, PairBatch)
-            with torch.no_grad(), computed_in.autocast():
-                log_probs_A, tokens_A = score_answers(model, batch, ranks.device)
-            columns[ANSWERS].append(batch.answer_ids_A)
-            columns[LOG_PROBABILITIES].append(log_probs_A.cpu().numpy().astype(np.float64))
-            columns[TOKENS].append(tokens_A.cpu().numpy().astype(np.int64))
-        return {name: np.concatenate(arrays) for name, arrays in columns.items()}
-
     blocks = job.output / "blocks"
     for part in PARTS:
         rows = open_rows(
             job.inputs["shards"] / part, encoder, settings.dpo, heldout=part == "heldout"
         )
-        (blocks / part).mkdir(parents=True, exist_ok=True)
-        for number, first in enumerate(range(0, len(rows), BLOCK_ROWS)):
-            job.progress.update(first, len(rows), "rows")
-            path = blocks / part / f"{number:06}.safetensors"
-            if number % ranks.world == ranks.rank and not path.exists():
-                block = range(first, min(first + BLOCK_ROWS, len(rows)))
-                write_bytes(path, save(scored(rows, block)))
-        job.progress.update(len(rows), len(rows), "rows")
+
+        def scored(numbers: range, rows: Rows = rows) -> Scores:
+            batch = rows.batch(numbers)
+            assert isinstance(batch, PairBatch)
+            with torch.no_grad(), computed_in.autocast():
+                log_probs_A, tokens_A = score_answers(model, batch, ranks.device)
+            return {
+                ANSWERS: batch.answer_ids_A,
+                LOG_PROBABILITIES: log_probs_A.cpu().numpy().astype(np.float64),
+                TOKENS: tokens_A.cpu().numpy().astype(np.int64),
+            }
+
+        write_scores(blocks / part, range(len(rows)), BLOCK_ROWS, scored, job, ranks)
     ranks.barrier()
     if not ranks.first:
         return {}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from support.comparing import curve
 from support.kill_points import killed_at
 from support.tiny_data import make_shards
@@ -24,6 +25,7 @@ from ttrain.tasks.common.rows import open_rows, with_replay
 from ttrain.train import losses
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import Lesson
+from ttrain.train.teacher import IDS, TOP, TaughtRows
 
 SETTINGS = stage_settings(0, {"tokens": None, "epochs": 3, "teacher": "previous"})
 
@@ -52,15 +54,15 @@ def test_rows_bring_the_shares_of_the_teacher(inputs: dict[str, Path], taught: P
     encoder = Encoder(inputs["tokenizer"])
     rows = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
     numbers = [len(rows) - 1, 0]
-    batch = teacher.TaughtRows(rows, taught, 0.25).batch(numbers)
+    batch = TaughtRows(rows, taught, 0.25).batch(numbers)
     model = new_model.load(inputs["teacher"] / "model").eval()
     plain = rows.batch(numbers)
     assert batch.taught is not None and (batch.input_ids_BT == plain.input_ids_BT).all()
-    shares_BTK = torch.from_numpy(batch.taught.shares_BTK)
+    shares_BTK = torch.from_numpy(batch.taught[1])
     for line, row in enumerate(plain.input_ids_BT):
         first, end = next(iter(plain.spans(line)))
         ids = torch.from_numpy(row[None, first:end])
-        top = model(input_ids=ids).logits.softmax(-1).topk(teacher.TOP)
+        top = model(input_ids=ids).logits.softmax(-1).topk(TOP)
         assert torch.allclose(shares_BTK[line, first:end], 0.25 * top.values[0], rtol=1e-2)
 
 
@@ -70,13 +72,13 @@ def test_a_killed_pass_leaves_the_same_files(
     monkeypatch.setattr(teacher, "BLOCK_ROWS", 8)
     teach(inputs, tmp_path / "whole")
     assert killed_at(4, ("replace",), lambda: teach(inputs, tmp_path / "killed"))
-    left = list((tmp_path / "killed").glob("*.npy"))
+    left = list((tmp_path / "killed").glob("*.safetensors"))
     teach(inputs, tmp_path / "killed")
-    files = [sorted((tmp_path / name).glob("*.npy")) for name in ("whole", "killed")]
+    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "killed")]
     assert 0 < len(left) < len(files[0])
     assert [sha256_file(path) for path in files[0]] == [sha256_file(path) for path in files[1]]
-    blocks = [np.load(path) for path in files[0] if path.name.startswith(teacher.IDS)]
-    assert (np.concatenate(blocks) == np.load(taught / "ids-000000.npy")).all()
+    blocks = [load_file(path)[IDS] for path in files[0]]
+    assert (np.concatenate(blocks) == load_file(taught / "000000.safetensors")[IDS]).all()
 
 
 def test_few_passes_and_other_tokenizers_are_refused(
@@ -101,9 +103,9 @@ def test_a_night_is_taught_what_it_replays_alone(inputs: dict[str, Path], tmp_pa
     new = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
     rows = with_replay(new, tmp_path / "replay" / "train", encoder, SETTINGS.pretrain)
     assert figures["rows"] == len(rows) - len(new) > 0
-    batch = teacher.TaughtRows(rows, tmp_path / "night", 0.5).batch([0, len(new)])
+    batch = TaughtRows(rows, tmp_path / "night", 0.5).batch([0, len(new)])
     assert batch.taught is not None
-    assert batch.taught.shares_BTK[0].max() == 0 < batch.taught.shares_BTK[1].max()
+    assert batch.taught[1][0].max() == 0 < batch.taught[1][1].max()
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 0])
@@ -143,7 +145,7 @@ def test_a_student_comes_closer_to_its_teacher(
     """A teacher that knows nothing: the student learns less from the labels, more from it."""
     encoder = Encoder(inputs["tokenizer"])
     rows = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
-    batch = teacher.TaughtRows(rows, taught, 1.0).batch(range(8))
+    batch = TaughtRows(rows, taught, 1.0).batch(range(8))
     assert batch.taught is not None
     settings = stage_settings(24, {"teacher_weight": 1.0})
     totals, entropies = [], []

@@ -38,16 +38,11 @@ Counts = dict[str, int | float]
 
 
 @dataclass(frozen=True)
-class Taught:
-    """What a teacher gives its likeliest next tokens at each position, [B, T, K]; 0: nothing."""
-
-    ids_BTK: Array
-    shares_BTK: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
 class Batch:
-    """Rows as arrays of shape [B, T], and what a teacher makes of them, if there is one."""
+    """Rows as arrays of shape [B, T].
+
+    `taught`: a teacher's likeliest next tokens and their shares of the targets, [B, T, K].
+    """
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
     # Whether each target counts by itself, so that a part of a row can be trained on.
@@ -56,7 +51,7 @@ class Batch:
     labels_BT: Array
     positions_BT: Array
     segments_BT: Array
-    taught: Taught | None = field(default=None, kw_only=True)
+    taught: tuple[Array, npt.NDArray[np.float32]] | None = field(default=None, kw_only=True)
 
     @classmethod
     def padding(cls, rows: int, width: int, pad_id: int) -> Self:

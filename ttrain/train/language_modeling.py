@@ -164,7 +164,7 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
 def _taught(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor] | None:
     if batch.taught is None:
         return None
-    ids_BTK, shares_BTK = on_device((batch.taught.ids_BTK, batch.taught.shares_BTK), device)
+    ids_BTK, shares_BTK = on_device(batch.taught, device)
     return ids_BTK.flatten(0, 1), shares_BTK.flatten(0, 1)
 
 
