@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ttrain.config import Settings
 from ttrain.core.files import temporary_directory
 from ttrain.data.encoder import Encoder, open_tokenizer
 from ttrain.errors import ArtifactError
-from ttrain.model import factory, multi_token
+from ttrain.model import factory
+from ttrain.model.embeddings import embedding_rows, grow
 from ttrain.tasks import new_model
 from ttrain.tasks.common.job import Figures, StageContext
 
@@ -107,38 +106,3 @@ def _set_ids(model: PreTrainedModel, encoder: Encoder) -> None:
         setattr(generation, name, number)
     stop_ids = dict.fromkeys([encoder.eos_id, encoder.end_id, *stops])
     generation.eos_token_id = [number for number in stop_ids if number is not None]
-
-
-def grow(model: PreTrainedModel, size: int, pieces: Mapping[int, Sequence[int]]) -> None:
-    """Grow the model to at least `size` rows, and set the rows of `pieces`; deterministic.
-
-    `pieces`: by new token the tokens whose mean it starts from (empty: all known ones). Means lie
-    within the embeddings; they differ, since an adapter cannot tell equal frozen rows apart.
-    """
-    old = embedding_rows(model)
-    if size > old:
-        model.resize_token_embeddings(size, mean_resizing=False)
-        if hasattr(
-            model, multi_token.NAME
-        ):  # it has no row for them; `model.multi_token` makes another
-            delattr(model, multi_token.NAME)
-    seen_ids = [number for number in range(old) if number not in pieces]
-    head = model.get_output_embeddings()
-    # With a row, or one number, per token: [V, D] or [V]; of tied ones one table twice
-    tables = {
-        id(table): table for table in (model.get_input_embeddings().weight, head.weight, head.bias)
-    }
-    with torch.no_grad():
-        for table in tables.values():
-            if table is not None:
-                means = {
-                    number: table[list(chosen or seen_ids)].mean(dim=0)
-                    for number, chosen in pieces.items()
-                }
-                for number, mean in means.items():
-                    table[number] = mean
-
-
-def embedding_rows(model: PreTrainedModel) -> int:
-    """How many tokens the model has an embedding for."""
-    return int(model.get_input_embeddings().weight.shape[0])
