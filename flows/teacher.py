@@ -13,6 +13,14 @@ from ttrain.tasks import PRETRAIN, TEACHER
 PREVIOUS = "previous"
 
 
+def name_teacher(settings: Settings, store: ArtifactStore) -> Settings:
+    """The settings with the key of the teacher, by which a rerun has the same one."""
+    if settings.pretrain.teacher is None or PRETRAIN.name not in settings.trainings:
+        return settings
+    teacher = _teacher(settings, store)
+    return settings.replaced({"pretrain": {"teacher": f"{teacher.stage}/{teacher.key}"}})
+
+
 def with_teacher(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:
     """The graph, whose stage `teacher` reads its model. Raises UsageError if there is none."""
     if TEACHER.name not in graph:

@@ -6,9 +6,12 @@ from support.night_files import artifact
 from support.planned_homes import House
 
 from ttrain import api
+from ttrain.config import flatten
+from ttrain.engine.planner import COUNTED_BY_BYTES
 from ttrain.errors import UsageError
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
+from ttrain.tasks import PRETRAIN
 
 PREVIOUS = "pretrain.teacher=previous"
 MODEL = {"model/config.json": "{}", "model/model.safetensors": ""}
@@ -19,29 +22,30 @@ def planned_teacher(house: House, *overrides: str) -> Artifact:
     assert [stage.name for stage in plan][4:6] == ["teacher", "pretrain"]
     teacher = plan.graph["teacher"].sources["teacher"]
     assert isinstance(teacher, Artifact)
+    assert plan.settings.pretrain.teacher == f"pretrain/{teacher.key}"  # so that a rerun has it
     return teacher
 
 
-def trained(house: House, *overrides: str) -> Artifact:
-    """The pretraining of a finished run of these settings."""
-    made = house.build(house.settings(*overrides))["pretrain"]
-    Home(house.store.root).run(made, age=60)
-    return made
+def trained(house: House, key: str, age: float, **inputs: str) -> None:
+    """A finished run whose pretraining had the present settings."""
+    settings = dict(flatten(PRETRAIN.part_of(house.settings())))
+    ingredients = {
+        "files": {},
+        "settings": {k: v for k, v in settings.items() if k not in COUNTED_BY_BYTES},
+    }
+    read = {name: {"stage": name, "key": of, "content": ""} for name, of in inputs.items()}
+    made = artifact(house.store, "pretrain", key, MODEL, ingredients=ingredients, inputs=read)
+    Home(house.store.root).run(made, age=age)
 
 
 def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
     with pytest.raises(UsageError, match="no other finished pretraining; run once without it"):
         planned_teacher(house, PREVIOUS)
-    plain = trained(house)
-    assert planned_teacher(house, PREVIOUS).key == plain.key
-    ingredients = {**plain.manifest["ingredients"]}
-    inputs = {"teacher": {"stage": "teacher", "key": "k", "content": ""}}
-    taught = artifact(
-        house.store, "pretrain", "taught", MODEL, ingredients=ingredients, inputs=inputs
-    )
-    Home(house.store.root).run(taught)
-    assert planned_teacher(house, PREVIOUS).key == plain.key  # it does not teach itself
-    assert planned_teacher(house, PREVIOUS, "pretrain.seed=2").key == "taught"
+    trained(house, "a" * 64, 60)
+    assert planned_teacher(house, PREVIOUS).key == "a" * 64
+    trained(house, "b" * 64, 0, teacher="k")
+    assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
+    assert planned_teacher(house, PREVIOUS, "pretrain.seed=2").key == "b" * 64
 
 
 def test_a_teacher_has_a_name_or_is_the_champion(house: House) -> None:
