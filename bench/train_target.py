@@ -4,6 +4,7 @@
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
     python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; commit 50dc1ba
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
+    python bench/train_target.py --only passes        two hours on two cores; three seeds
 
 target: time until the validation loss reaches a target on a small corpus. A model of hidden size
 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
@@ -19,6 +20,11 @@ recipe: bits per byte of the quickstart's held-out documents. The first version'
 seconds, by the runs before each seed, and on 0.55 of these, which must reach the first version's
 bits. With `--preset` the model has another size, and both sides train on as many tokens. The sides
 take turns, one seed after the other.
+
+passes: bits per byte of the same documents for four times the seconds of the quickstart's
+pretraining: the best plain run of those that were tried (docs/recipe.md), and one with the
+quickstart's own model as its teacher, whose pass over the rows counts. Each seed trains all three;
+the interval of the difference is that of its seeds, by Student's t.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ import train_common
 import train_peers
 from common import Cost, Table
 from train_common import Size
+
+from ttrain.evaluate.statistics import t_interval
 
 SIZE = Size(128, 4, 256, rows_per_step=16, warmup_steps=1, measured_steps=90, vocab_size=2048)
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
@@ -59,6 +67,9 @@ MOST_BITS = 1.78
 MOST_AT_EQUAL_TOKENS = 0.95
 SHARE = 0.55  # of the tokens of equal seconds
 MOST_TO_LOSS = 0.6  # of the first version's seconds to its loss
+PLAIN = ["pretrain.tokens=7200000"]
+TAUGHT = ["pretrain.tokens=7000000"]
+MOST_SECONDS, MOST_TAUGHT_BITS, LEAST_GAIN = 4.1, 1.58, 0.03
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -97,19 +108,7 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         settings = [*model, *changes, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
         cost = train_common.stage("pretrain", directory, settings, keep=True, **environment)
         rates[name == "first"].append(tokens / seconds(cost))
-        command = [
-            *common.TTRAIN,
-            "eval",
-            cost.result["artifact"] + "/model",
-            "--text",
-            str(heldout),
-            "--json",
-        ]
-        _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
-        (figures,) = json.loads(output)["tasks"][0]["models"].values()
-        return replace(
-            cost, result={**cost.result, "bits": figures["figures"]["bits_per_byte"]["value"]}
-        )
+        return replace(cost, result={**cost.result, "bits": bits_per_byte(cost, heldout, directory)})
 
     tokens = dict.fromkeys(("first", "ours"), options.tokens)
     for name, count in () if options.preset else tokens.items():
@@ -146,6 +145,49 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
             medians["first"],
             most=MOST_TO_LOSS,
         )
+
+
+def compare_passes(options: argparse.Namespace, directory: Path, table: Table) -> None:
+    """Bits per byte at four times the seconds of today's run: plain, and taught by it."""
+    source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
+    heldout = Path(source) / "pretrain_heldout.jsonl"
+    runs = defaultdict[str, list[tuple[float, float]]](list)  # bits and seconds
+
+    def train(name: str, settings: list[str], more: float = 0.0) -> str:
+        cost = train_common.stage("pretrain", directory, settings, keep=True)
+        run = bits_per_byte(cost, heldout, directory), seconds(cost) + more
+        runs[name].append(run)
+        print(f"  {name}: {run[0]:.4f} in {run[1]:.0f} s, {' '.join(settings)}", flush=True)
+        return str(cost.result["artifact"])
+
+    for seed in range(1, options.seeds + 1):
+        teacher = train("today", [f"pretrain.seed={seed}"])
+        train("plain", [f"pretrain.seed={seed}", *PLAIN])
+        taught = [f"pretrain.seed={seed + 100}", f"pretrain.teacher={teacher}", *TAUGHT]
+        (path,) = train_common.artifacts(directory, taught, "teacher")
+        manifest = json.loads((Path(path) / "manifest.json").read_text())
+        train("taught", taught, manifest["seconds"])
+    bits = {name: [run[0] for run in runs[name]] for name in runs}
+    times = {name: statistics.mean(run[1] for run in runs[name]) for name in runs}
+    for name in ("plain", "taught"):
+        label = f"s of training, {name}; today's"
+        table.ratio(label, times[name], times["today"], most=MOST_SECONDS)
+    table.value("bits per byte, today", statistics.mean(bits["today"]))
+    table.value("bits per byte, plain", statistics.mean(bits["plain"]))
+    table.value("bits per byte, taught", statistics.mean(bits["taught"]), most=MOST_TAUGHT_BITS)
+    gains = [plain - own for plain, own in zip(bits["plain"], bits["taught"], strict=True)]
+    table.value("gain over plain", statistics.mean(gains), least=LEAST_GAIN)
+    if reach := t_interval(gains):
+        table.check(f"gain of {reach[0]:.4f} to {reach[1]:.4f} (95 %) is not 0", reach[0] > 0)
+
+
+def bits_per_byte(cost: Cost, documents: Path, directory: Path) -> float:
+    """Of the model that a stage has trained, on a file of documents."""
+    model = f"{cost.result['artifact']}/model"
+    command = [*common.TTRAIN, "eval", model, "--text", str(documents), "--json"]
+    _, output = common.run(command, {"TTRAIN_HOME": str(directory / "home")}, directory)
+    (figures,) = json.loads(output)["tasks"][0]["models"].values()
+    return float(figures["figures"]["bits_per_byte"]["value"])
 
 
 def compare(options: argparse.Namespace, directory: Path, table: Table) -> None:
@@ -252,4 +294,5 @@ def seconds_to_target(cost: Cost, target: float) -> tuple[float, float] | None:
 
 
 if __name__ == "__main__":
-    common.main(str(__doc__), {"target": compare, "recipe": compare_recipes}, options=options)
+    parts = {"target": compare, "recipe": compare_recipes, "passes": compare_passes}
+    common.main(str(__doc__), parts, default="target,recipe", options=options)

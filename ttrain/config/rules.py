@@ -23,6 +23,7 @@ OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 RATES_BY_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS = (0.5, 0.95)  # of AdamW next to Muon
 USUAL_BETAS = (0.9, 0.95)  # of AdamW alone
+DECAY, DECAY_A_PASS = 0.1, 0.05  # of the weights; it grows with a budget in passes
 LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
@@ -43,7 +44,8 @@ TIED = "model.tie_embeddings"
 BATCH_KEY = "pretrain.tokens_per_step"
 OPTIM = "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
-KEYS = (TIED, BATCH_KEY, BETAS_KEY, *(f"{OPTIM}{name}" for name in RATES))
+DECAY_KEY = f"{OPTIM}weight_decay"
+KEYS = (TIED, BATCH_KEY, BETAS_KEY, DECAY_KEY, *(f"{OPTIM}{name}" for name in RATES))
 DEFAULTS_OF_EXISTING = {
     **dict.fromkeys(f"{OPTIM}{name}" for name in sorted(RATES_BY_WIDTH)),
     BETAS_KEY: USUAL_BETAS,
@@ -72,6 +74,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
+    passes = values["pretrain.epochs"] or 0
     rules = {
         TIED: Rule(
             share > LARGEST_HEAD,
@@ -85,6 +88,10 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             ),
             f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, "
             "a power of two, in whole rows",
+        ),
+        DECAY_KEY: Rule(
+            float(f"{max(DECAY, DECAY_A_PASS * passes):.3g}") if kind == "muon" else DECAY,
+            f"{DECAY_A_PASS} x {passes:g} passes of pretrain.epochs with Muon, at least {DECAY}",
         ),
         BETAS_KEY: Rule(BETAS, "beside Muon") if kind == "muon" else Rule(USUAL_BETAS, alone),
     }
