@@ -16,7 +16,6 @@ from ttrain.core.files import JsonDict, JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.engine import stage_worker
 from ttrain.engine.fork_server import ForkedProcess, ForkServer, ForkServerError
-from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.tasks import GATE, TASK, Stage
@@ -330,7 +329,7 @@ class Followed:
             lines.append(self._line)
         for line in lines:
             self.report("logged", {"line": line.decode("utf-8", "replace")})
-        progress = read_json(self.work / PROGRESS)
+        progress = read_json(self.work / stage_worker.PROGRESS)
         if progress and progress != self._progress:
             self._progress = progress
             self.report("progressed", progress)
