@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ttrain.api import Plan, Run
     from ttrain.config import Settings, Training
     from ttrain.config.loading import LoadedSettings
-    from ttrain.config.rules import Rule
     from ttrain.core.files import JsonObject
     from ttrain.engine.estimate import Estimate
     from ttrain.train.measured_steps import Measured
@@ -132,11 +131,25 @@ def pipeline_rerun(
     The settings are those of the newest run that has the stage, or of --run, overridden by those
     given here. Config files and profiles without --run replace them, as in `run`.
     """
+    from ttrain.lineage import lookup
+    from ttrain.store.run_views import need_run
 
     outlast_output()
+    if (settings_options.config or settings_options.profile) and not run:
+        loaded = settings_options.load()
+    else:
+        earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
+        loaded = settings_options.over_run(earlier_run)
+        changed = " ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}"
+            for _, key, value in lookup.settings_of(earlier_run)
+        )
+        print_escaped(
+            f"settings of {earlier_run['run']}, apart from the defaults: {changed or 'none'}"
+        )
     plan_and_run(
         "full",
-        _settings_of_earlier_run(stage, run, settings_options),
+        loaded,
         options=options,
         labels=options.labels(),
         restart=restart,
@@ -170,8 +183,10 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain import api
+    from ttrain.config import flatten, rules
     from ttrain.engine.estimate import estimate
     from ttrain.engine.planner import trained_on
+    from ttrain.engine.row_counts import rules_of_rows
 
     pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
     loaded = settings_options.load()
@@ -179,7 +194,9 @@ def pipeline_plan(
         _refuse_for_nights(options != SelectionOptions())
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
-    automatic = _rules(loaded, planned, packs=show_rules)
+    automatic = rules_of_rows(planned.settings, planned.stages, packs=show_rules)
+    if "pretrain" in loaded.settings.trainings:
+        automatic = rules.followed(dict(flatten(loaded.settings.model_dump()))) | automatic
     estimated = measured_estimate(planned) if time else estimate(planned)
     value = {
         **planned.to_json(),
@@ -229,20 +246,6 @@ def _measure_stage(*arguments: Any) -> Measured:
     from ttrain.doctor.timing import measure_stage
 
     return measure_stage(*arguments)
-
-
-def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
-    """The settings that follow from others, or from the data, each with its rule."""
-    from ttrain.config import flatten, rules
-    from ttrain.engine.row_counts import rules_of_rows
-
-    settings = loaded.settings
-    automatic = (
-        rules.followed(dict(flatten(settings.model_dump())))
-        if "pretrain" in settings.trainings
-        else {}
-    )
-    return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
 @command(
@@ -477,27 +480,6 @@ def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
         lines.append(f"compared with the run {planned.compared_with}")
     lines += [*estimated.lines(), *estimated.remarks()]
     return [Table(STAGE_COLUMNS, planned.rows()), *filter(None, lines)]
-
-
-def _settings_of_earlier_run(
-    stage: str, run: str, settings_options: SettingsOptions
-) -> LoadedSettings:
-    """The settings for rerunning a stage; prints the run and those that are not defaults."""
-    from ttrain.lineage import lookup
-    from ttrain.store.run_views import need_run
-
-    if (settings_options.config or settings_options.profile) and not run:
-        return settings_options.load()
-    earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
-    loaded = settings_options.over_run(earlier_run)
-    settings_text = " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}"
-        for _, key, value in lookup.settings_of(earlier_run)
-    )
-    print_escaped(
-        f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}"
-    )
-    return loaded
 
 
 def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]:
