@@ -61,7 +61,6 @@ OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl
 BETTER_EPOCHS = 3
 MOST_EPOCHS = 10
 FULL = "full"
-NIGHTLY = "nightly"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -95,11 +94,12 @@ def pipeline_run(
 ) -> None:
     """Run a pipeline; stages with unchanged inputs, settings and code come from the store."""
     outlast_output()
-    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
+    chooses_stages = stages != SelectionOptions() or bool(restart)
+    pipeline, loaded = _pipeline_and_settings(
+        pipeline, settings_options, chooses_stages=chooses_stages
+    )
     labels = options.labels()
-    loaded = settings_options.load()
-    if pipeline == NIGHTLY:
-        _refuse_for_nights(stages != SelectionOptions() or bool(restart))
+    if pipeline == runs.NIGHTLY:
         _run_night(loaded, options.engine, labels)
         return
     plan_and_run(
@@ -188,10 +188,10 @@ def pipeline_plan(
     from ttrain.engine.planner import trained_on
     from ttrain.engine.row_counts import rules_of_rows
 
-    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
-    loaded = settings_options.load()
-    if pipeline == NIGHTLY:
-        _refuse_for_nights(options != SelectionOptions())
+    pipeline, loaded = _pipeline_and_settings(
+        pipeline, settings_options, chooses_stages=options != SelectionOptions()
+    )
+    if pipeline == runs.NIGHTLY:
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
     automatic = rules_of_rows(planned.settings, planned.stages, packs=show_rules)
@@ -368,7 +368,7 @@ def _plan_night(loaded: LoadedSettings) -> Output:
         name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files
     }
     value = {
-        "pipeline": NIGHTLY,
+        "pipeline": runs.NIGHTLY,
         "reason": planned.reason,
         "champion": frozen.champion.version if frozen and frozen.champion else None,
         "files": files,
@@ -387,20 +387,13 @@ def _plan_night(loaded: LoadedSettings) -> Output:
     return Output(value, [planned.reason, *lines, *stages])
 
 
-def _refuse_for_nights(chooses_stages: bool) -> None:
-    """Raise UsageError for an option that selects stages: a night chooses them itself."""
-    if chooses_stages:
-        raise UsageError(
-            "an option chooses stages or begins them again, but a night chooses its stages by "
-            "itself; "
-            "leave it out, or use `ttrain pipeline run full`"
-        )
-
-
 def _pipeline_and_settings(
-    word: str, settings_options: SettingsOptions
-) -> tuple[str, SettingsOptions]:
-    """The pipeline and the settings; `full` where the first word is a setting already."""
+    word: str, settings_options: SettingsOptions, *, chooses_stages: bool
+) -> tuple[str, LoadedSettings]:
+    """The pipeline and the settings; `full` where the first word is a setting already.
+
+    Raises UsageError for an option that selects stages of a night: it chooses them itself.
+    """
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
 
@@ -408,10 +401,18 @@ def _pipeline_and_settings(
         overrides = [word, *(settings_options.overrides or ())]
         named = [name for name in overrides if name in NAMES][:1] or [FULL]
         settings = [override for override in overrides if override not in named]
-        return named[0], replace(settings_options, overrides=settings)
-    if word not in NAMES and (meant := commands_named(word)):
+        word = named[0]
+        settings_options = replace(settings_options, overrides=settings)
+    elif word not in NAMES and (meant := commands_named(word)):
         raise UsageError(f"there is no pipeline '{word}'; did you mean {meant}?")
-    return word, settings_options
+    loaded = settings_options.load()
+    if word == runs.NIGHTLY and chooses_stages:
+        raise UsageError(
+            "an option chooses stages or begins them again, but a night chooses its stages by "
+            "itself; "
+            "leave it out, or use `ttrain pipeline run full`"
+        )
+    return word, loaded
 
 
 def plan_and_run(
