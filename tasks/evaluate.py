@@ -21,7 +21,6 @@ from ttrain.evaluate import run as running
 from ttrain.evaluate import samples, statistics, suites
 from ttrain.evaluate.items import Items, SuiteFiles, comparable, notes_on
 from ttrain.evaluate.results import Results
-from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
 from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
@@ -149,7 +148,7 @@ def _counts(result: TaskResult) -> dict[str, int]:
 
 def _prompts(
     held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder
-) -> list[SamplePrompt]:
+) -> list[samples.SamplePrompt]:
     size = {
         "new_tokens": settings.new_tokens,
         "room": max(8, settings.row_length - settings.new_tokens),
@@ -161,7 +160,7 @@ def _prompts(
         *(
             samples.of_documents(items.get("text", ()), encoder, **size)
             if settings.documents is None
-            else map(SamplePrompt, settings.documents)
+            else map(samples.SamplePrompt, settings.documents)
         ),
         *(
             samples.of_chats(items.get("chats", ()), encoder, **size)

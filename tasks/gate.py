@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import write_json
@@ -79,7 +78,7 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     )
     for _ in range(steps):
         batch = [*itertools.islice(order, settings.rows_per_step)]
-        loss = nn.functional.cross_entropy(
+        loss = torch.nn.functional.cross_entropy(
             router(padded([rows[row] for row in batch])), best_R[batch]
         )
         optimizer.zero_grad()
