@@ -204,7 +204,16 @@ def start(
     ranks = environments_of_ranks(stage, settings.runtime, environment, work)
     group.first_rank = int(ranks[0].get("RANK", 0))
     for variables in ranks:
-        forked = _fork(server, variables, work, log, stop) if server else None
+        forked = None
+        if server:
+            try:
+                forked = server.start(
+                    WORKER, [str(work)], variables, log.fileno(), lambda: stop.signum != 0
+                )
+            except ForkServerError as error:
+                log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
+            if stop.signum and forked is None:
+                raise Interrupted("the stage was stopped before it began", stop.signum)
         group.processes.append(forked or spawn(WORKER, [str(work)], variables, log))
 
 
@@ -253,26 +262,6 @@ def spawn(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-
-
-def _fork(
-    server: ForkServer,
-    environment: Mapping[str, str],
-    work: Path,
-    log: IO[bytes],
-    stop: StopRequest,
-) -> ForkedProcess | None:
-    # None if that fails, which the stage's log records. Raises Interrupted.
-    try:
-        process = server.start(
-            WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0
-        )
-    except ForkServerError as error:
-        log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
-        return None
-    if process is None:
-        raise Interrupted("the stage was stopped before it began", stop.signum)
-    return process
 
 
 fork_servers: dict[
