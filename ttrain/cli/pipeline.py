@@ -100,7 +100,17 @@ def pipeline_run(
     )
     labels = options.labels()
     if pipeline == runs.NIGHTLY:
-        _run_night(loaded, options.engine, labels)
+        from ttrain.engine.provenance import with_absolute_paths
+        from ttrain.flows.engine import RunOptions
+        from ttrain.flows.nightly import run_night
+        from ttrain.tracking.artifact_source import store_of
+
+        settings = with_absolute_paths(loaded.settings)
+        store = store_of(usable_home(), settings)
+        result = run_night(settings, store, console(), RunOptions(options.engine, labels=labels))
+        print_escaped(f"{result.night or 'no night'}: {result.outcome}")
+        if result.night:
+            print("next:\n  all champions and challengers: ttrain models list")
         return
     plan_and_run(
         pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages)
@@ -335,22 +345,6 @@ def pipeline_logs(
     for line in runs.log_lines(home(), name, follow=follow):
         if not stage or line.split(" ", 3)[2:3] == [f"{stage}:"]:
             print(escape_control_characters(line), flush=follow)
-
-
-def _run_night(loaded: LoadedSettings, engine: str, labels: JsonObject) -> None:
-    """Run one night now."""
-    from ttrain.engine.provenance import with_absolute_paths
-    from ttrain.flows.engine import RunOptions
-    from ttrain.flows.nightly import run_night
-    from ttrain.tracking.artifact_source import store_of
-
-    settings = with_absolute_paths(loaded.settings)
-    result = run_night(
-        settings, store_of(usable_home(), settings), console(), RunOptions(engine, labels=labels)
-    )
-    print_escaped(f"{result.night or 'no night'}: {result.outcome}")
-    if result.night:
-        print("next:\n  all champions and challengers: ttrain models list")
 
 
 def _plan_night(loaded: LoadedSettings) -> Output:
