@@ -53,7 +53,16 @@ def run(config: Settings, job: StageContext) -> Figures:
     settings = config.evaluate
     ranks = join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
-    shared = _shared_results(held_out, job, ranks) if ranks.world > 1 else {}
+    shared: dict[str, list[TaskResult]] = {}
+    if ranks.world > 1:
+        shared = {
+            name: running.ask(
+                held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0)
+            )
+            for name in _models(job)
+        }
+        # Then each rank may end: samples and suites can outlast a collective's timeout.
+        torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     if not ranks.first:
         return {}
     prompts = (
@@ -253,15 +262,3 @@ def join_ranks(runtime: Runtime) -> Ranks:
         precision.resolve_device(runtime.device, share_cores(runtime.threads)),
         runtime.rank_timeout_seconds,
     )
-
-
-def _shared_results(
-    held_out: list[Items[Any]], job: StageContext, ranks: Ranks
-) -> dict[str, list[TaskResult]]:
-    # Then each rank may end: samples and suites can outlast a collective's timeout.
-    results = {
-        name: running.ask(held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0))
-        for name in _models(job)
-    }
-    torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
-    return results
