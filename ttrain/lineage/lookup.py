@@ -88,7 +88,16 @@ def find(
     directory = name_syntax.directory(text) if text not in names else None
     model = None if is_path else name_syntax.registered(text)
     if model and (directory is None or str(model) in Registry(home).versions()):
-        return _registered(home, model)
+        if model.alias == CHAMPION:
+            take_over_champions(home)
+        version = Registry(home).resolve(model)
+        members = version.models if isinstance(version, ModelSet) else [version]
+        return Named(
+            "set" if isinstance(version, ModelSet) else "model",
+            str(version),
+            tuple((member.stage, member.key) for member in members),
+            runs.read(home, version.run),
+        )
     if directory:
         places = (directory.resolve(), *directory.resolve().parents)
         if owner := next(filter(None, map(store.at, places)), None):
@@ -127,20 +136,6 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
         if entry.get("key") and entry["outcome"] in DONE
     )
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
-
-
-def _registered(home: Path, model: name_syntax.Registered) -> Named:
-    if model.alias == CHAMPION:
-        take_over_champions(home)
-    version = Registry(home).resolve(model)
-    models = version.models if isinstance(version, ModelSet) else [version]
-    kind = "set" if isinstance(version, ModelSet) else "model"
-    return Named(
-        kind,
-        str(version),
-        tuple((one.stage, one.key) for one in models),
-        runs.read(home, version.run),
-    )
 
 
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
