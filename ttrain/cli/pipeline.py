@@ -29,6 +29,7 @@ from ttrain.cli.options import (
     option,
 )
 from ttrain.core import redact
+from ttrain.core.files import JsonObject, temporary_directory
 from ttrain.core.terminal import (
     console,
     escape_control_characters,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from ttrain.api import Plan, Run
     from ttrain.config import Settings, Training
     from ttrain.config.loading import LoadedSettings
-    from ttrain.core.files import JsonObject
     from ttrain.engine.estimate import Estimate
     from ttrain.train.measured_steps import Measured
 
@@ -229,7 +229,6 @@ def measured_estimate(planned: Plan) -> Estimate:
     from multiprocessing import get_context
 
     from ttrain.cli.train import prepare_to_train
-    from ttrain.core.files import temporary_directory
     from ttrain.engine.estimate import estimate
     from ttrain.train.measured_steps import can_be_measured
 
