@@ -24,8 +24,6 @@ from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.train import precision
 from ttrain.train.distributed import share_cores
 
-MAX_LINE_BYTES = 32 << 20
-
 Floats = npt.NDArray[np.float64]
 
 log = logging.getLogger("ttrain")
@@ -104,7 +102,9 @@ def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
             if first_rows.kind_of_file(location, Reading()) == "chats"
             else sources.document_parser(settings.text_field)
         )
-        for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
+        for record in sources.read(
+            [location], parse, tally, json_rows.MAX_LINE_BYTES, settings.text_field
+        ):
             by_content[sources.content_hash(record)] = record
     expected_fields = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
     tally.check("--data", settings.rejected_fraction, expected_fields, prefix="")
