@@ -21,7 +21,6 @@ from ttrain.evaluate import run as running
 from ttrain.evaluate import samples, statistics, suites
 from ttrain.evaluate.items import Items, SuiteFiles, comparable, notes_on
 from ttrain.evaluate.results import Results
-from ttrain.evaluate.samples import SamplePrompt
 from ttrain.evaluate.task_result import Metric, TaskResult, write_scores
 from ttrain.inference.loading import LoadedModel, with_tokenizer
 from ttrain.model import adapters, factory
@@ -54,7 +53,16 @@ def run(config: Settings, job: StageContext) -> Figures:
     settings = config.evaluate
     ranks = join_ranks(job.runtime)
     held_out = heldout_items(job.inputs, settings)
-    shared = _shared_results(held_out, job, ranks) if ranks.world > 1 else {}
+    shared: dict[str, list[TaskResult]] = {}
+    if ranks.world > 1:
+        shared = {
+            name: running.ask(
+                held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0)
+            )
+            for name in _models(job)
+        }
+        # Then each rank may end: samples and suites can outlast a collective's timeout.
+        torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
     if not ranks.first:
         return {}
     prompts = (
@@ -149,7 +157,7 @@ def _counts(result: TaskResult) -> dict[str, int]:
 
 def _prompts(
     held_out: list[Items[Any]], settings: Evaluate, encoder: Encoder
-) -> list[SamplePrompt]:
+) -> list[samples.SamplePrompt]:
     size = {
         "new_tokens": settings.new_tokens,
         "room": max(8, settings.row_length - settings.new_tokens),
@@ -161,7 +169,7 @@ def _prompts(
         *(
             samples.of_documents(items.get("text", ()), encoder, **size)
             if settings.documents is None
-            else map(SamplePrompt, settings.documents)
+            else map(samples.SamplePrompt, settings.documents)
         ),
         *(
             samples.of_chats(items.get("chats", ()), encoder, **size)
@@ -254,15 +262,3 @@ def join_ranks(runtime: Runtime) -> Ranks:
         precision.resolve_device(runtime.device, share_cores(runtime.threads)),
         runtime.rank_timeout_seconds,
     )
-
-
-def _shared_results(
-    held_out: list[Items[Any]], job: StageContext, ranks: Ranks
-) -> dict[str, list[TaskResult]]:
-    # Then each rank may end: samples and suites can outlast a collective's timeout.
-    results = {
-        name: running.ask(held_out, _load(name, job, ranks.device, ranks), _progress(job, name, 0))
-        for name in _models(job)
-    }
-    torch.set_num_threads(job.runtime.threads or os.cpu_count() or 1)
-    return results

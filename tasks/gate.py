@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from ttrain.config import Expert, Gate, GateJob, Reading
 from ttrain.core.files import write_json
@@ -24,8 +23,6 @@ from ttrain.inference.gate_router import Router, padded, run_ids
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.train import precision
 from ttrain.train.distributed import share_cores
-
-MAX_LINE_BYTES = 32 << 20
 
 Floats = npt.NDArray[np.float64]
 
@@ -79,7 +76,7 @@ def train(settings: Gate, texts: Sequence[str], nats_RE: Floats) -> Router:
     )
     for _ in range(steps):
         batch = [*itertools.islice(order, settings.rows_per_step)]
-        loss = nn.functional.cross_entropy(
+        loss = torch.nn.functional.cross_entropy(
             router(padded([rows[row] for row in batch])), best_R[batch]
         )
         optimizer.zero_grad()
@@ -105,7 +102,9 @@ def read(locations: Sequence[str], settings: Gate) -> list[sources.Record]:
             if first_rows.kind_of_file(location, Reading()) == "chats"
             else sources.document_parser(settings.text_field)
         )
-        for record in sources.read([location], parse, tally, MAX_LINE_BYTES, settings.text_field):
+        for record in sources.read(
+            [location], parse, tally, json_rows.MAX_LINE_BYTES, settings.text_field
+        ):
             by_content[sources.content_hash(record)] = record
     expected_fields = f"{sources.document_fields(settings.text_field, prefix='')}, or a chat"
     tally.check("--data", settings.rejected_fraction, expected_fields, prefix="")

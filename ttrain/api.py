@@ -28,7 +28,6 @@ from ttrain.errors import Interrupted, TTrainError, UsageError
 from ttrain.store import layout
 from ttrain.store import runs as run_records
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.layout import Artifacts
 
 # Without a handler Python prints warnings to standard error.
 logging.getLogger("ttrain").addHandler(logging.NullHandler())
@@ -183,7 +182,7 @@ class Run:
         return dict(self.record["settings"])
 
     @functools.cached_property
-    def artifacts(self) -> Artifacts:
+    def artifacts(self) -> layout.Artifacts:
         """Artifacts of finished stages in the home, by stage; `.path` is the directory."""
         keys = run_records.keys_of(self.record).items()
         return {

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ttrain.cli.options import Output, Table, app, argument, check_output_file, command, option
 from ttrain.core.text import ABSENT, truncated
 from ttrain.errors import UsageError
 from ttrain.store.layout import home
-
-if TYPE_CHECKING:
-    from ttrain.reports.compare import Difference, RunComparison
-    from ttrain.store.run_views import RunView
 
 RUN_HELP = (
     "a run or the beginning of its name, `latest`, an MLflow run id, or a registered "
@@ -37,6 +32,8 @@ def compare(
 ) -> Output:
     """Print how two or more runs differ: settings, data, code, figures, samples."""
     from ttrain.reports.compare import compare as compared
+    from ttrain.reports.compare import run_rows
+    from ttrain.reports.facts import REFERENCE, letter
     from ttrain.store.run_views import read_runs
 
     if len(runs) < 2:
@@ -48,14 +45,34 @@ def compare(
         check_output_file(html)
     views = read_runs(home(), runs)
     comparison = compared(views)
+    letters = [letter(number) for number in range(len(views))]
+    notes = [f"note: {remark}" for remark in (*comparison.remarks, *comparison.notes)]
+    parts: list[str | Table] = [
+        Table(("", "run", "outcome", "began", "took"), run_rows(views)),
+        *("", comparison.verdict, *notes, ""),
+    ]
+    for title, rows in comparison.tables.items():
+        cells: list[list[str]] = []
+        for row in rows:
+            texts = [truncated(text, LONGEST_CELL) for text in row.texts]
+            if row.best is not None:
+                texts[row.best] += "  * best"
+            cells.append([row.title, *texts])
+        parts.append(Table((title.lower(), *letters), cells or [["no difference"]]))
+    different = [sample for sample in comparison.samples if len({*sample["answers"]}) > 1]
+    for sample in different[:SHOWN_SAMPLES]:
+        prompt = truncated(sample["prompt"], LONGEST_CELL)
+        parts += ["", f"{sample['model']} model: {prompt}"]
+        answers = (*sample["answers"], sample["reference"] or ABSENT)
+        for name, answer in zip((*letters, REFERENCE), answers, strict=True):
+            parts.append(f"  {name}  {truncated(answer, LONGEST_CELL)}")
+    parts += ["", "--html and --json show the rest"]
     if html:
         from ttrain.reports.report import comparison_page
 
         html.write_text(comparison_page(views, comparison), encoding="utf-8")
-    return Output(
-        {**asdict(comparison), "page": html and str(html)},
-        [*_parts(comparison, views), *([f"written to {html}"] if html else [])],
-    )
+        parts.append(f"written to {html}")
+    return Output({**asdict(comparison), "page": html and str(html)}, parts)
 
 
 @command(
@@ -95,33 +112,3 @@ def report(
     check_output_file(path)
     path.write_text(page, encoding="utf-8")
     return Output({"run": name, "page": str(path), "notes": notes}, [str(path)])
-
-
-def _parts(comparison: RunComparison, views: Sequence[RunView]) -> Iterator[str | Table]:
-    from ttrain.reports.compare import run_rows
-    from ttrain.reports.facts import REFERENCE, letter
-
-    yield Table(("", "run", "outcome", "began", "took"), run_rows(views))
-    yield ""
-    yield comparison.verdict
-    yield from (f"note: {remark}" for remark in (*comparison.remarks, *comparison.notes))
-    yield ""
-    letters = [letter(number) for number in range(len(views))]
-    for title, rows in comparison.tables.items():
-        yield Table((title.lower(), *letters), [*map(_cells, rows)] or [["no difference"]])
-    different = [sample for sample in comparison.samples if len({*sample["answers"]}) > 1]
-    for sample in different[:SHOWN_SAMPLES]:
-        yield ""
-        yield f"{sample['model']} model: {truncated(sample['prompt'], LONGEST_CELL)}"
-        answers = (*sample["answers"], sample["reference"] or ABSENT)
-        for name, answer in zip((*letters, REFERENCE), answers, strict=True):
-            yield f"  {name}  {truncated(answer, LONGEST_CELL)}"
-    yield ""
-    yield "--html and --json show the rest"
-
-
-def _cells(row: Difference) -> list[str]:
-    cells = [truncated(text, LONGEST_CELL) for text in row.texts]
-    if row.best is not None:
-        cells[row.best] += "  * best"
-    return [row.title, *cells]

@@ -17,7 +17,6 @@ from ttrain.core.text import format_value
 from ttrain.data import inspect, locations
 from ttrain.data.check import check
 from ttrain.data.encoder import open_tokenizer
-from ttrain.data.inspect import TokenView
 from ttrain.data.shards import ShardSet
 from ttrain.engine.artifact_commands import find_artifact
 from ttrain.errors import UsageError
@@ -110,7 +109,7 @@ def show(shards: str, store: ArtifactStore, count: int, row_length: int) -> Outp
     return Output(value, [heading, Table(("property", "value"), cells), *rows])
 
 
-def _row_parts(row: TokenView, special: frozenset[int]) -> Iterator[str | Spans]:
+def _row_parts(row: inspect.TokenView, special: frozenset[int]) -> Iterator[str | Spans]:
     yield ""
     yield f"row {row.number}: {len(row.ids)} tokens; {sum(row.live)} count in the loss"
     for segment in range(1 + max(row.segments, default=-1)):

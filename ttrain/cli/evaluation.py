@@ -16,7 +16,6 @@ from ttrain.evaluate import run, suites
 from ttrain.evaluate.items import comparable, notes_on
 from ttrain.evaluate.results import Results
 from ttrain.evaluate.statistics import Rule
-from ttrain.evaluate.suites import LoadedSuite
 from ttrain.evaluate.task_result import TaskResult
 from ttrain.inference import loading
 from ttrain.lineage import lookup
@@ -29,7 +28,9 @@ from ttrain.tasks.shards import heldout_records
 Records = Mapping[str, Sequence[JsonObject]]
 
 
-def load_suites(named: Sequence[str], files: dict[str, list[Path] | None]) -> list[LoadedSuite]:
+def load_suites(
+    named: Sequence[str], files: dict[str, list[Path] | None]
+) -> list[suites.LoadedSuite]:
     """Load suites and files as one suite. Raises UsageError for a missing file."""
     tasks: dict[str, JsonDict] = {}
     for kind, paths in files.items():
@@ -52,7 +53,7 @@ def load_suites(named: Sequence[str], files: dict[str, list[Path] | None]) -> li
 
 def evaluate(
     models: Sequence[str],
-    loaded: list[LoadedSuite],
+    loaded: list[suites.LoadedSuite],
     limit: int | None,
     options: LoadingOptions,
     say: Callable[[str], None],
@@ -94,7 +95,9 @@ def evaluate(
     return Results(outcomes, Rule()), identities, [*notes, *notes_on(items)]
 
 
-def default_suite(heldout: Records, models: Sequence[Reference]) -> tuple[LoadedSuite, list[str]]:
+def default_suite(
+    heldout: Records, models: Sequence[Reference]
+) -> tuple[suites.LoadedSuite, list[str]]:
     """(suite of the held-out data that all models can be evaluated on, notes on the rest).
 
     Raises UsageError if nothing remains.

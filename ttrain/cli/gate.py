@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 from ttrain.cli.options import (
     AsJson,
@@ -20,18 +20,13 @@ from ttrain.cli.options import (
 )
 from ttrain.cli.train import check_output
 from ttrain.core import redact
-from ttrain.core.files import JsonDict, JsonObject
+from ttrain.core.files import JsonObject
 from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home
 from ttrain.store.model_files import Reference
-
-if TYPE_CHECKING:
-    from ttrain.config.loading import Override
-    from ttrain.engine.display import Display
-
 
 gate_app = command_group(
     "gate",
@@ -72,19 +67,56 @@ def gate_train(
 ) -> Output:
     """Score the experts on records, and train a router to the one with the least loss.
 
-    The same command continues a stopped scoring.
+    The same command continues a stopped scoring, and keeps the losses that it scored.
     """
-    from ttrain.config import as_tuple
+    from ttrain.config import Gate, GateJob, as_tuple
+    from ttrain.config.loading import settings_of_task
+    from ttrain.data import existing, locations
     from ttrain.engine.display import Display
+    from ttrain.engine.launch import run_alone, split_runtime
+    from ttrain.inference import gate_files
+    from ttrain.lineage.lookup import resolve_all
+    from ttrain.tasks import GATE
 
     outlast_output()
     files = [name for option in data or () for name in cast("tuple[str, ...]", as_tuple(option))]
+    names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
+    if len(names) < 2:
+        raise UsageError(
+            f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two"
+        )
+    runtime, gate_overrides = split_runtime(task_settings(overrides, config))
+    if runtime.devices > 1:
+        raise UsageError(
+            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set "
+            "runtime.devices=1"
+        )
+    settings = settings_of_task(Gate, gate_overrides)
+    directory = out.absolute()
+    check_output(directory)
+    references = resolve_all(names)
+    texts = locations.expand(files, "--data") if files else heldout_files(references)
+    chosen = tuple(map(gate_files.expert_of, references))
+    for expert in chosen:
+        longest = existing.max_length(Path(expert.model) / existing.CONFIG)
+        if longest is not None and settings.row_length > longest:
+            raise UsageError(
+                f"row_length is {settings.row_length} but the expert {expert.reference} takes "
+                f"{longest} positions; "
+                f"set row_length={longest} and stride={max(1, longest // 2)}"
+            )
+    job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
+    why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {directory}"
     with closing(Display(console(stderr=as_json))) as display:
-        summary = train(experts, files, task_settings(overrides, config), out, display)
-    parts = routing_parts(
-        [expert["reference"] for expert in summary["experts"]], summary["routing"]
-    )
-    return Output(summary, [*parts, f"talk through it: ttrain chat --gate {out}"])
+        metrics = run_alone(GATE, job, runtime, directory, why, display)
+    value = {
+        "out": str(directory),
+        "experts": job["experts"],
+        "data": [redact.url(text) for text in texts],
+        **metrics,
+    }
+    parts = routing_parts([expert.reference for expert in chosen], metrics["routing"])
+    return Output(value, [*parts, f"talk through it: ttrain chat --gate {out}"])
 
 
 def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table]:
@@ -124,60 +156,6 @@ def routing_parts(names: Sequence[str], metrics: JsonObject) -> list[str | Table
             "one: no gain"
         )
     return parts
-
-
-def train(
-    experts: Sequence[str],
-    data: Sequence[str],
-    overrides: Sequence[Override],
-    out: Path,
-    display: Display,
-) -> JsonDict:
-    """Train the gate and return its metrics; reuse losses that an earlier attempt scored.
-
-    Raises UsageError for a missing expert or file.
-    """
-    from ttrain.config import Gate, GateJob
-    from ttrain.config.loading import settings_of_task
-    from ttrain.data import existing, locations
-    from ttrain.engine.launch import run_alone, split_runtime
-    from ttrain.inference import gate_files
-    from ttrain.lineage.lookup import resolve_all
-    from ttrain.tasks import GATE
-
-    names = [name.strip() for option in experts for name in option.split(",") if name.strip()]
-    if len(names) < 2:
-        raise UsageError(
-            f"--experts names {', '.join(names) or 'none'}, but a gate picks one of at least two"
-        )
-    runtime, gate_overrides = split_runtime(overrides)
-    if runtime.devices > 1:
-        raise UsageError(
-            f"runtime.devices is {runtime.devices}, but a gate trains in one process; set "
-            "runtime.devices=1"
-        )
-    settings = settings_of_task(Gate, gate_overrides)
-    out = out.absolute()
-    check_output(out)
-    references = resolve_all(names)
-    texts = locations.expand(data, "--data") if data else heldout_files(references)
-    chosen = tuple(map(gate_files.expert_of, references))
-    for expert in chosen:
-        longest = existing.max_length(Path(expert.model) / existing.CONFIG)
-        if longest is not None and settings.row_length > longest:
-            raise UsageError(
-                f"row_length is {settings.row_length} but the expert {expert.reference} takes "
-                f"{longest} positions; "
-                f"set row_length={longest} and stride={max(1, longest // 2)}"
-            )
-    job = GateJob(gate=settings, experts=chosen, data=tuple(texts)).model_dump(mode="json")
-    why = f"{counted(len(references), 'expert')}, {counted(len(texts), 'file')}, in {out}"
-    return {
-        "out": str(out),
-        "experts": job["experts"],
-        "data": [redact.url(text) for text in texts],
-        **run_alone(GATE, job, runtime, out, why, display),
-    }
 
 
 def heldout_files(experts: Sequence[Reference]) -> list[str]:

@@ -197,13 +197,16 @@ def up(
     from ttrain.store import name_syntax, run_views, server_records
 
     home = layout.usable_home()
+    chosen = []
     for text in runs or ():  # before the servers start
-        run_views.need_run(home, name_syntax.run_and_stage(text)[0])
+        run, stage = name_syntax.run_and_stage(text)
+        record = run_views.need_run(home, run)
+        chosen.append((str(record.get("equals") or record["run"]), stage or None))
     if len(servers.running(home)) < 2:
         print("starting the servers, which takes about ten seconds", file=sys.stderr, flush=True)
     servers.start(home, {"prefect": prefect_port, "mlflow": mlflow_port})
     addresses = servers.running(home)
-    links = tracking.links_of(home, addresses["mlflow"], runs or [])
+    links = tracking.links_of(home, addresses["mlflow"], chosen)
     pages = {
         name: server_records.page_with_token(home, address) for name, address in addresses.items()
     } | links

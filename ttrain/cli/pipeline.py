@@ -29,6 +29,7 @@ from ttrain.cli.options import (
     option,
 )
 from ttrain.core import redact
+from ttrain.core.files import JsonObject, temporary_directory
 from ttrain.core.terminal import (
     console,
     escape_control_characters,
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from ttrain.api import Plan, Run
     from ttrain.config import Settings, Training
     from ttrain.config.loading import LoadedSettings
-    from ttrain.config.rules import Rule
-    from ttrain.core.files import JsonObject
     from ttrain.engine.estimate import Estimate
     from ttrain.train.measured_steps import Measured
 
@@ -62,7 +61,6 @@ OWN_DATA = "data.pretrain=docs.jsonl data.sft=chats.jsonl data.lora=domain.jsonl
 BETTER_EPOCHS = 3
 MOST_EPOCHS = 10
 FULL = "full"
-NIGHTLY = "nightly"
 PIPELINE_HELP = "the pipeline: full, or nightly (one night: new data, a challenger, the decision)"
 
 pipeline_app = command_group(
@@ -96,12 +94,23 @@ def pipeline_run(
 ) -> None:
     """Run a pipeline; stages with unchanged inputs, settings and code come from the store."""
     outlast_output()
-    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
+    chooses_stages = stages != SelectionOptions() or bool(restart)
+    pipeline, loaded = _pipeline_and_settings(
+        pipeline, settings_options, chooses_stages=chooses_stages
+    )
     labels = options.labels()
-    loaded = settings_options.load()
-    if pipeline == NIGHTLY:
-        _refuse_for_nights(stages != SelectionOptions() or bool(restart))
-        _run_night(loaded, options.engine, labels)
+    if pipeline == runs.NIGHTLY:
+        from ttrain.engine.provenance import with_absolute_paths
+        from ttrain.flows.engine import RunOptions
+        from ttrain.flows.nightly import run_night
+        from ttrain.tracking.artifact_source import store_of
+
+        settings = with_absolute_paths(loaded.settings)
+        store = store_of(usable_home(), settings)
+        result = run_night(settings, store, console(), RunOptions(options.engine, labels=labels))
+        print_escaped(f"{result.night or 'no night'}: {result.outcome}")
+        if result.night:
+            print("next:\n  all champions and challengers: ttrain models list")
         return
     plan_and_run(
         pipeline, loaded, options=options, labels=labels, restart=restart, **asdict(stages)
@@ -132,11 +141,25 @@ def pipeline_rerun(
     The settings are those of the newest run that has the stage, or of --run, overridden by those
     given here. Config files and profiles without --run replace them, as in `run`.
     """
+    from ttrain.lineage import lookup
+    from ttrain.store.run_views import need_run
 
     outlast_output()
+    if (settings_options.config or settings_options.profile) and not run:
+        loaded = settings_options.load()
+    else:
+        earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
+        loaded = settings_options.over_run(earlier_run)
+        changed = " ".join(
+            f"{key}={json.dumps(value, ensure_ascii=False)}"
+            for _, key, value in lookup.settings_of(earlier_run)
+        )
+        print_escaped(
+            f"settings of {earlier_run['run']}, apart from the defaults: {changed or 'none'}"
+        )
     plan_and_run(
         "full",
-        _settings_of_earlier_run(stage, run, settings_options),
+        loaded,
         options=options,
         labels=options.labels(),
         restart=restart,
@@ -170,16 +193,20 @@ def pipeline_plan(
     The reasons compare with the newest finished run of the same `name`.
     """
     from ttrain import api
+    from ttrain.config import flatten, rules
     from ttrain.engine.estimate import estimate
     from ttrain.engine.planner import trained_on
+    from ttrain.engine.row_counts import rules_of_rows
 
-    pipeline, settings_options = _pipeline_and_settings(pipeline, settings_options)
-    loaded = settings_options.load()
-    if pipeline == NIGHTLY:
-        _refuse_for_nights(options != SelectionOptions())
+    pipeline, loaded = _pipeline_and_settings(
+        pipeline, settings_options, chooses_stages=options != SelectionOptions()
+    )
+    if pipeline == runs.NIGHTLY:
         return _plan_night(loaded)
     planned = api.plan(pipeline, loaded.settings, **asdict(options))
-    automatic = _rules(loaded, planned, packs=show_rules)
+    automatic = rules_of_rows(planned.settings, planned.stages, packs=show_rules)
+    if "pretrain" in loaded.settings.trainings:
+        automatic = rules.followed(dict(flatten(loaded.settings.model_dump()))) | automatic
     estimated = measured_estimate(planned) if time else estimate(planned)
     value = {
         **planned.to_json(),
@@ -202,7 +229,6 @@ def measured_estimate(planned: Plan) -> Estimate:
     from multiprocessing import get_context
 
     from ttrain.cli.train import prepare_to_train
-    from ttrain.core.files import temporary_directory
     from ttrain.engine.estimate import estimate
     from ttrain.train.measured_steps import can_be_measured
 
@@ -229,20 +255,6 @@ def _measure_stage(*arguments: Any) -> Measured:
     from ttrain.doctor.timing import measure_stage
 
     return measure_stage(*arguments)
-
-
-def _rules(loaded: LoadedSettings, planned: Plan, *, packs: bool) -> dict[str, Rule]:
-    """The settings that follow from others, or from the data, each with its rule."""
-    from ttrain.config import flatten, rules
-    from ttrain.engine.row_counts import rules_of_rows
-
-    settings = loaded.settings
-    automatic = (
-        rules.followed(dict(flatten(settings.model_dump())))
-        if "pretrain" in settings.trainings
-        else {}
-    )
-    return {**automatic, **rules_of_rows(planned.settings, planned.stages, packs=packs)}
 
 
 @command(
@@ -334,22 +346,6 @@ def pipeline_logs(
             print(escape_control_characters(line), flush=follow)
 
 
-def _run_night(loaded: LoadedSettings, engine: str, labels: JsonObject) -> None:
-    """Run one night now."""
-    from ttrain.engine.provenance import with_absolute_paths
-    from ttrain.flows.engine import RunOptions
-    from ttrain.flows.nightly import run_night
-    from ttrain.tracking.artifact_source import store_of
-
-    settings = with_absolute_paths(loaded.settings)
-    result = run_night(
-        settings, store_of(usable_home(), settings), console(), RunOptions(engine, labels=labels)
-    )
-    print_escaped(f"{result.night or 'no night'}: {result.outcome}")
-    if result.night:
-        print("next:\n  all champions and challengers: ttrain models list")
-
-
 def _plan_night(loaded: LoadedSettings) -> Output:
     """What a night would do now."""
     from ttrain.config import TRAININGS
@@ -365,7 +361,7 @@ def _plan_night(loaded: LoadedSettings) -> Output:
         name: [redact.url(file["location"]) for file in entries] for name, entries in frozen_files
     }
     value = {
-        "pipeline": NIGHTLY,
+        "pipeline": runs.NIGHTLY,
         "reason": planned.reason,
         "champion": frozen.champion.version if frozen and frozen.champion else None,
         "files": files,
@@ -384,20 +380,13 @@ def _plan_night(loaded: LoadedSettings) -> Output:
     return Output(value, [planned.reason, *lines, *stages])
 
 
-def _refuse_for_nights(chooses_stages: bool) -> None:
-    """Raise UsageError for an option that selects stages: a night chooses them itself."""
-    if chooses_stages:
-        raise UsageError(
-            "an option chooses stages or begins them again, but a night chooses its stages by "
-            "itself; "
-            "leave it out, or use `ttrain pipeline run full`"
-        )
-
-
 def _pipeline_and_settings(
-    word: str, settings_options: SettingsOptions
-) -> tuple[str, SettingsOptions]:
-    """The pipeline and the settings; `full` where the first word is a setting already."""
+    word: str, settings_options: SettingsOptions, *, chooses_stages: bool
+) -> tuple[str, LoadedSettings]:
+    """The pipeline and the settings; `full` where the first word is a setting already.
+
+    Raises UsageError for an option that selects stages of a night: it chooses them itself.
+    """
     from ttrain.config.loading import known_keys
     from ttrain.flows import NAMES
 
@@ -405,10 +394,18 @@ def _pipeline_and_settings(
         overrides = [word, *(settings_options.overrides or ())]
         named = [name for name in overrides if name in NAMES][:1] or [FULL]
         settings = [override for override in overrides if override not in named]
-        return named[0], replace(settings_options, overrides=settings)
-    if word not in NAMES and (meant := commands_named(word)):
+        word = named[0]
+        settings_options = replace(settings_options, overrides=settings)
+    elif word not in NAMES and (meant := commands_named(word)):
         raise UsageError(f"there is no pipeline '{word}'; did you mean {meant}?")
-    return word, settings_options
+    loaded = settings_options.load()
+    if word == runs.NIGHTLY and chooses_stages:
+        raise UsageError(
+            "an option chooses stages or begins them again, but a night chooses its stages by "
+            "itself; "
+            "leave it out, or use `ttrain pipeline run full`"
+        )
+    return word, loaded
 
 
 def plan_and_run(
@@ -477,27 +474,6 @@ def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
         lines.append(f"compared with the run {planned.compared_with}")
     lines += [*estimated.lines(), *estimated.remarks()]
     return [Table(STAGE_COLUMNS, planned.rows()), *filter(None, lines)]
-
-
-def _settings_of_earlier_run(
-    stage: str, run: str, settings_options: SettingsOptions
-) -> LoadedSettings:
-    """The settings for rerunning a stage; prints the run and those that are not defaults."""
-    from ttrain.lineage import lookup
-    from ttrain.store.run_views import need_run
-
-    if (settings_options.config or settings_options.profile) and not run:
-        return settings_options.load()
-    earlier_run = need_run(home(), run) if run else lookup.newest_with(home(), stage)
-    loaded = settings_options.over_run(earlier_run)
-    settings_text = " ".join(
-        f"{key}={json.dumps(value, ensure_ascii=False)}"
-        for _, key, value in lookup.settings_of(earlier_run)
-    )
-    print_escaped(
-        f"settings of {earlier_run['run']}, apart from the defaults: {settings_text or 'none'}"
-    )
-    return loaded
 
 
 def _cached_parts(planned: Plan, record: Mapping[str, Any]) -> list[str | Table]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -151,7 +151,25 @@ def lineage(version: ModelVersion) -> Output:
 
     behind = lineage_of(home(), version)
     value = behind.to_json()
-    return Output(value, _lineage_parts(value, [artifact.result for artifact in behind.artifacts]))
+    of_run = f", of the run {value['run']}" if value["run"] else ""
+    rows: list[tuple[str, str, str]] = []
+    listed: dict[str, None] = {}
+    for stage, artifact in zip(value["stages"], behind.artifacts, strict=True):
+        title = stage["stage"]
+        for name, text in stage_facts(stage, artifact.result):
+            if text:
+                rows.append((title, name, text))
+                title = ""
+        listed |= {f"{name} {version}": None for name, version in stage["libraries"].items()}
+    kind = KINDS.get(value["kind"], "a run")
+    return Output(
+        value,
+        [
+            f"{value['name']}: {kind}{of_run}",
+            Table(("stage", "", ""), rows),
+            f"with {', '.join(listed)}",
+        ],
+    )
 
 
 @command(
@@ -212,25 +230,6 @@ def _result_lines(result: JsonObject, *, is_kept: bool) -> Iterator[str]:
         )
 
 
-def _lineage_parts(value: JsonObject, results: Sequence[JsonObject]) -> list[str | Table]:
-    of_run = f", of the run {value['run']}" if value["run"] else ""
-    rows: list[tuple[str, str, str]] = []
-    listed: dict[str, None] = {}
-    for stage, result in zip(value["stages"], results, strict=True):
-        title = stage["stage"]
-        for name, text in stage_facts(stage, result):
-            if text:
-                rows.append((title, name, text))
-                title = ""
-        listed |= {f"{name} {version}": None for name, version in stage["libraries"].items()}
-    kind = KINDS.get(value["kind"], "a run")
-    return [
-        f"{value['name']}: {kind}{of_run}",
-        Table(("stage", "", ""), rows),
-        f"with {', '.join(listed)}",
-    ]
-
-
 def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, str]]:
     """(name, text) of what is known of a stage; "" for unknown values."""
     commit, plus, changes = (stage["commit"] or "").partition("+")  # whether some were uncommitted
@@ -241,8 +240,21 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
     yield "code", short_digest(stage["code"])
     yield "commit", commit and f"{short_digest(commit)}{plus}{changes}"
     yield "seed", _known({"": stage["seed"]})
+    units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
     for data in stage["data"]:
-        yield "read", _data_line(data)
+        counts = ", ".join(
+            f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None
+        )
+        place = f"at {data['location']}" if data["location"] else ""
+        words = (
+            data["part"],
+            data["name"],
+            "sha256",
+            short_digest(data["sha256"]),
+            f"({counts})" if counts else "",
+            place,
+        )
+        yield "read", " ".join(filter(None, words))
     inputs = sorted(stage["inputs"].items())
     yield "from", _known({name: short_digest(used["key"]) for name, used in inputs})
     settings = stage["settings"].items()
@@ -264,20 +276,3 @@ def stage_facts(stage: JsonObject, result: JsonObject) -> Iterator[tuple[str, st
 def _known(values: JsonObject) -> str:
     known = {name: value for name, value in values.items() if value not in (None, "")}
     return ", ".join(f"{name} {value}".strip() for name, value in known.items())
-
-
-def _data_line(data: JsonObject) -> str:
-    units = {"documents": "records", "tokens": "tokens", "bytes": "bytes of text"}
-    counts = ", ".join(
-        f"{data[name]:,} {unit}" for name, unit in units.items() if data[name] is not None
-    )
-    place = f"at {data['location']}" if data["location"] else ""
-    words = (
-        data["part"],
-        data["name"],
-        "sha256",
-        short_digest(data["sha256"]),
-        f"({counts})" if counts else "",
-        place,
-    )
-    return " ".join(filter(None, words))

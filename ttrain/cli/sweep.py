@@ -21,14 +21,14 @@ from ttrain.cli.options import (
 )
 from ttrain.core.terminal import console, outlast_output
 from ttrain.core.text import counted, format_duration
+from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import home, usable_home
+from ttrain.store.sweeps import Experiment, find_experiment
 
 if TYPE_CHECKING:
     from ttrain.config import Settings
     from ttrain.engine.graph import Graph
     from ttrain.experiments.request import Request
-    from ttrain.store.artifacts import ArtifactStore
-    from ttrain.store.sweeps import Experiment
 
 
 class _WithoutPipeline(CommandGroup):
@@ -234,8 +234,6 @@ def _plan(wanted: Request, store: ArtifactStore) -> Output:
 )
 def sweep_show(name: Name = "latest") -> Output:
     """Show the verdict on each setting of a sweep, and the command that runs the better one."""
-    from ttrain.store.sweeps import find_experiment
-
     return _shown(find_experiment(home(), name))
 
 
@@ -243,7 +241,6 @@ def _shown(experiment: Experiment) -> Output:
     """The verdicts, and what to do next."""
     from ttrain.experiments.space import assignment
     from ttrain.experiments.verdict import HEADER, Judgement
-    from ttrain.store.artifacts import ArtifactStore
 
     judgement = Judgement(experiment, ArtifactStore(home()))
     lines = [f"{experiment.name}: {judgement.sentence}"]

@@ -14,7 +14,7 @@ from ttrain.core.files import PRIVATE_FILE, write_bytes
 from ttrain.core.terminal import console, print_plain
 from ttrain.core.text import counted
 from ttrain.errors import UsageError
-from ttrain.store import name_syntax, runs
+from ttrain.store import runs
 from ttrain.store.layout import usable_home
 
 track_app = command_group(
@@ -65,21 +65,16 @@ def track_push(
     return Output(values, [*failed, total], code=int(bool(failed)))
 
 
-def links_of(root: Path, address: str, names: Sequence[str]) -> dict[str, str]:
-    """MLflow's pages with the token: of runs, and the table and curves of all runs of the name.
+def links_of(root: Path, address: str, chosen: Sequence[tuple[str, str | None]]) -> dict[str, str]:
+    """MLflow's pages with the token, and the table and curves of all runs of the name.
 
-    Raises UsageError where MLflow has none.
+    `chosen`: runs, or stages of them, with a page of their own. Raises UsageError where MLflow has
+    none.
     """
-    from ttrain.store import run_views
     from ttrain.store.server_records import page_with_token
     from ttrain.tracking import pusher
     from ttrain.tracking.views import addresses_of
 
-    chosen = []
-    for text in names:
-        run, stage = name_syntax.run_and_stage(text)
-        record = run_views.need_run(root, run)
-        chosen.append((str(record.get("equals") or record["run"]), stage or None))
     if not runs.names(root):
         return {}
     failed = [one.why for one in pusher.push(root) if one.why]

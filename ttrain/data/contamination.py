@@ -22,7 +22,6 @@ from ttrain.data.plain_text import words_of
 from ttrain.data.preferences import Preference
 from ttrain.errors import DataError
 
-MAX_LINE_BYTES = 32 << 20
 EXCERPT_LETTERS = 80
 MOST_PLACES = 3  # reported per item
 # Of a set of shards: it has names of files, so no stage may read it.
@@ -136,7 +135,7 @@ def read_items(path: str, left_out: Counter[str]) -> list[EvaluationItem]:
     items: list[EvaluationItem] = []
     task = locations.name(path)
     tally = json_rows.Tally()
-    for _, line, record in json_rows.read([path], tally, MAX_LINE_BYTES):
+    for _, line, record in json_rows.read([path], tally, json_rows.MAX_LINE_BYTES):
         if (text := of_row(record)) is not None:
             items.append(EvaluationItem(task, f"{task}:{line}", " ".join(words_of(text))))
     left_out[task] += tally.rows - len(items)

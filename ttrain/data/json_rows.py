@@ -14,6 +14,7 @@ from ttrain.core.files import JsonDict
 from ttrain.data import streams, tools
 from ttrain.errors import DataError
 
+MAX_LINE_BYTES = 32 << 20  # of a line, where no setting says it
 TEXT = "text"  # the default of reading.text_field, with which the other keys are tried too
 TURN_KEYS = frozenset({"messages", "conversations", "prompt", "chosen"})
 TOO_DEEP = "the functions or the arguments of a call are nested too deeply"

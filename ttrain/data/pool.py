@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import resource_tracker
+from multiprocessing import get_context, resource_tracker
 from typing import Any, Protocol
 
 from ttrain.core.machine import SAFE_PATH
@@ -64,7 +63,7 @@ class Processes:
         """Start the workers, if they do not run yet."""
         if self._executor is None:
             self._executor = futures.ProcessPoolExecutor(
-                self.workers, multiprocessing.get_context("spawn"), _start, (os.getpid(),)
+                self.workers, get_context("spawn"), _start, (os.getpid(),)
             )
             environment = dict(os.environ)
             os.environ.update(ENVIRONMENT)  # read by the libraries when the children start

@@ -173,8 +173,19 @@ class _Estimator:
     def _seconds(self, planned: Planned) -> float | None:
         # A stage that does not train takes as long as before, scaled by the bytes that it reads.
         earlier = self._made_here(planned.name)
-        if planned.name == EVALUATE.name:
-            return self._evaluation(earlier)
+        if planned.name == EVALUATE.name:  # longer with a larger model
+            row_length = self.settings.evaluate.row_length
+            if earlier:
+                seconds = float(earlier.manifest["seconds"])
+                flops = flops_per_token(earlier.provenance["settings"], row_length)
+            elif self.settings.existing_model or not self._is_quickstart("pretrain"):
+                return None
+            else:
+                seconds = EVALUATION_SECONDS
+                flops = QUICKSTART_FLOPS
+            return START_SECONDS + max(0.0, seconds - START_SECONDS) / speed_up(
+                self.settings, flops, row_length
+            )
         if earlier is None:
             return QUICKSTART_SECONDS.get(planned.name) if self._is_quickstart("pretrain") else None
         before = (
@@ -182,21 +193,6 @@ class _Estimator:
         )
         size = self._bytes(dataset_read(planned.stage.dataset or "", self.settings.data.tokenizer))
         return float(earlier.manifest["seconds"]) * max(1.0, (size or 0) / (before or math.inf))
-
-    def _evaluation(self, earlier: Artifact | None) -> float | None:
-        """As long as before, and longer with a larger model."""
-        row_length = self.settings.evaluate.row_length
-        if earlier:
-            seconds = float(earlier.manifest["seconds"])
-            flops = flops_per_token(earlier.provenance["settings"], row_length)
-        elif self.settings.existing_model or not self._is_quickstart("pretrain"):
-            return None
-        else:
-            seconds = EVALUATION_SECONDS
-            flops = QUICKSTART_FLOPS
-        return START_SECONDS + max(0.0, seconds - START_SECONDS) / speed_up(
-            self.settings, flops, row_length
-        )
 
     def _seconds_of(self, stage: str, section: Training, tokens: int) -> float | None:
         """Of a training on so many tokens, as measured, or by the rate of another training."""

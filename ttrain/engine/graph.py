@@ -194,9 +194,6 @@ class Selection:
                 f"--until; remove one of them"
             )
 
-    def __bool__(self) -> bool:
-        return bool(self.only or self.since or self.until)
-
     def __str__(self) -> str:
         """The options as on the command line."""
         options = [

@@ -58,7 +58,20 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
     if not settings.reads(stage.dataset) or data.uses_python_docs(stage.dataset):
         return roles
     if not data.paths(dataset):
-        raise _no_documents(settings)
+        if "pretrain" not in settings.trainings:
+            raise UsageError(
+                "data.pretrain is none, so that there is no text for a tokenizer; set "
+                "data.tokenizer=FILE, or "
+                "tokenizer.existing to a tokenizer that exists"
+            )
+        later = next(name for name in settings.trainings if settings.starts[name] == "pretrain")
+        raise UsageError(
+            f"data.pretrain is none, but {later} starts from the model "
+            f"that pretrain makes of documents; set data.pretrain=FILE, "
+            f"data.pretrain={PYTHON_DOCS} for those that ship with "
+            f"ttrain, or {later}.start_from=MODEL, which exists: a directory, or owner/name on "
+            f"the Hub"
+        )
     roles[TRAIN] = _expand(data.paths(dataset), f"data.{dataset}", weights)
     if heldout:
         roles[HELDOUT] = _expand(heldout, f"data.{dataset}_heldout", ())
@@ -67,34 +80,6 @@ def data_files(stage: Stage, settings: Settings) -> dict[str, list[InputFile]]:
 
 def _input_files(paths: list[Path] | list[str]) -> list[InputFile]:
     return [InputFile(str(path)) for path in paths]
-
-
-def _no_documents(settings: Settings) -> UsageError:
-    if "pretrain" not in settings.trainings:
-        return UsageError(
-            "data.pretrain is none, so that there is no text for a tokenizer; set "
-            "data.tokenizer=FILE, or "
-            "tokenizer.existing to a tokenizer that exists"
-        )
-    later = next(
-        (
-            name
-            for name, start in settings.starts.items()
-            if start == "pretrain" and name in settings.trainings
-        ),
-        "",
-    )
-    existing_model = (
-        f", or {later}.start_from=MODEL, which exists: a directory, or owner/name on the Hub"
-        if later
-        else ""
-    )
-    return UsageError(
-        f"data.pretrain is none, but {later or 'the pipeline'} starts from the model "
-        f"that pretrain makes of documents; set data.pretrain=FILE, "
-        f"data.pretrain={PYTHON_DOCS} for those that ship with "
-        f"ttrain{existing_model}"
-    )
 
 
 def check_first_rows(settings: Settings, stages: Iterable[Stage] = tuple(SHARDS.values())) -> None:

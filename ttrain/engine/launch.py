@@ -24,8 +24,6 @@ from ttrain.engine.display import Display
 from ttrain.engine.graph import Planned
 from ttrain.engine.input_files import data_files, file_digests
 from ttrain.engine.processes import Report
-from ttrain.engine.resume import RESTARTED
-from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import (
     ArtifactError,
@@ -103,7 +101,7 @@ def _make(
             # a killed run's process may live for another 0.2 s: it must be gone before its work is
             # touched
             pass
-        if stored and not (work / RESTARTED).exists():
+        if stored and not (work / resume.RESTARTED).exists():
             remove_tree(work)
         if planned.partial_run:
             resume.take_over(store, planned.partial_run, key, planned.ingredients)
@@ -241,7 +239,7 @@ def remove_earlier_results(work: Path) -> None:
     """Remove job, results and progress of an earlier attempt."""
     for path in (
         work / JOB,
-        work / PROGRESS,
+        work / stage_worker.PROGRESS,
         *work.glob("rendezvous-*"),
         *work.glob(stage_worker.RESULTS),
     ):

@@ -27,7 +27,6 @@ from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.differences import SECOND_HEAD, Ingredients, differences
 from ttrain.store.layout import Artifact, Artifacts
 from ttrain.store.results import ShardsResult
-from ttrain.store.runs import RecordedRun
 from ttrain.tasks import EVALUATE, OF_NIGHTS, SHARDS, STAGES, Stage
 
 # Settings that name files or other stages: the key has the digests of those instead.
@@ -49,7 +48,7 @@ def plan(
     rerun: Rerun = NOTHING_AGAIN,
     *,
     selection: Selection = EVERYTHING,
-    compared_with: RecordedRun | None = None,
+    compared_with: runs.RecordedRun | None = None,
 ) -> list[Planned]:
     """Plan every selected stage of the graph, in its order.
 
@@ -198,7 +197,7 @@ def plan_stage(
     rerun: Rerun = NOTHING_AGAIN,
     *,
     forced: bool = False,
-    compared_with: RecordedRun | None = None,
+    compared_with: runs.RecordedRun | None = None,
 ) -> Planned:
     """Plan one stage whose inputs exist: its key and state."""
     ingredients = ingredients_of(stage, settings, store, inputs)
@@ -274,7 +273,7 @@ def explain(
     key: str,
     ingredients: Ingredients,
     store: ArtifactStore,
-    compared_with: RecordedRun | None = None,
+    compared_with: runs.RecordedRun | None = None,
 ) -> list[str]:
     """Why this key is not in the store: damage, or the differences from an earlier artifact.
 
@@ -344,7 +343,7 @@ def without_data(settings: Settings) -> str:
     return f"no {', '.join(names)}: {data} {'is' if len(names) == 1 else 'are'} none"
 
 
-def record_cached(plan: Plan, labels: JsonObject) -> RecordedRun | None:
+def record_cached(plan: Plan, labels: JsonObject) -> runs.RecordedRun | None:
     """Record a run that found everything cached; None if it did not, or has models to register.
 
     It has if no run of these models had this name, or the newest one was interrupted.

@@ -16,7 +16,6 @@ from ttrain.core.files import JsonDict, JsonObject, read_json
 from ttrain.core.signals import PARENT, RENDEZVOUS, STOP_SIGNALS
 from ttrain.engine import stage_worker
 from ttrain.engine.fork_server import ForkedProcess, ForkServer, ForkServerError
-from ttrain.engine.stage_worker import PROGRESS
 from ttrain.engine.stop_request import StopRequest
 from ttrain.errors import Interrupted, NothingNew, RankLost, StageFailed
 from ttrain.tasks import GATE, TASK, Stage
@@ -205,7 +204,16 @@ def start(
     ranks = environments_of_ranks(stage, settings.runtime, environment, work)
     group.first_rank = int(ranks[0].get("RANK", 0))
     for variables in ranks:
-        forked = _fork(server, variables, work, log, stop) if server else None
+        forked = None
+        if server:
+            try:
+                forked = server.start(
+                    WORKER, [str(work)], variables, log.fileno(), lambda: stop.signum != 0
+                )
+            except ForkServerError as error:
+                log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
+            if stop.signum and forked is None:
+                raise Interrupted("the stage was stopped before it began", stop.signum)
         group.processes.append(forked or spawn(WORKER, [str(work)], variables, log))
 
 
@@ -254,26 +262,6 @@ def spawn(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
-
-
-def _fork(
-    server: ForkServer,
-    environment: Mapping[str, str],
-    work: Path,
-    log: IO[bytes],
-    stop: StopRequest,
-) -> ForkedProcess | None:
-    # None if that fails, which the stage's log records. Raises Interrupted.
-    try:
-        process = server.start(
-            WORKER, [str(work)], environment, log.fileno(), lambda: stop.signum != 0
-        )
-    except ForkServerError as error:
-        log.write(f"{error}; a fresh process loads its libraries itself\n".encode())
-        return None
-    if process is None:
-        raise Interrupted("the stage was stopped before it began", stop.signum)
-    return process
 
 
 fork_servers: dict[
@@ -330,7 +318,7 @@ class Followed:
             lines.append(self._line)
         for line in lines:
             self.report("logged", {"line": line.decode("utf-8", "replace")})
-        progress = read_json(self.work / PROGRESS)
+        progress = read_json(self.work / stage_worker.PROGRESS)
         if progress and progress != self._progress:
             self._progress = progress
             self.report("progressed", progress)

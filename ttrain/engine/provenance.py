@@ -11,9 +11,8 @@ from typing import Any
 
 from ttrain.config import DATASETS, PYTHON_DOCS, Settings, Weighted
 from ttrain.config.training import MODELS
-from ttrain.core import machine as libraries
 from ttrain.core.files import JsonDict, read_object, user_path
-from ttrain.core.machine import VERSION, processor_model
+from ttrain.core.machine import VERSION, processor_model, versions
 from ttrain.core.redact import masked, url
 from ttrain.data import locations
 from ttrain.store.layout import JOB, TRACKED
@@ -32,7 +31,7 @@ def of(settings: Settings, work: Path) -> JsonDict:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": dict(machine()),
-        "libraries": libraries.versions(),
+        "libraries": versions(),
         "runtime": settings_of_run.pop("runtime"),
         "settings": masked(settings_of_run),
         "run": read_object(work / TRACKED).get("run"),

@@ -343,10 +343,11 @@ def begun_at(store: ArtifactStore, planned: Planned, source: Path, step: int) ->
     remove_tree(prepared)
     output = prepared / "output"
     for number in steps[: steps.index(step) + 1]:
-        directory = checkpoint_of(output, number)
-        directory.mkdir(parents=True)
-        for file in checkpoint_of(source, number).iterdir():
-            link_or_copy(file, directory / file.name)
+        shutil.copytree(
+            checkpoint_of(source, number),
+            checkpoint_of(output, number),
+            copy_function=lambda file, copy: link_or_copy(Path(file), Path(copy)),
+        )
     (output / "run").mkdir()
     for curve in (source / "run").glob("*.jsonl"):
         shutil.copyfile(curve, output / "run" / curve.name)

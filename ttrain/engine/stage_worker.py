@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ttrain.config import Runtime
 from ttrain.core import redact
 from ttrain.core.files import (
     JsonDict,
@@ -46,6 +47,7 @@ from ttrain.errors import (
 )
 from ttrain.store import integrity
 from ttrain.store.layout import JOB, TRACKED
+from ttrain.tasks import RUNNABLE
 from ttrain.tasks.common.job import StageContext
 
 PROGRESS = "progress.json"
@@ -165,9 +167,6 @@ def job_of(
     work: Path, stop: Callable[[], bool] = lambda: False, *, progress: bool = True
 ) -> tuple[Any, StageContext]:
     """The settings that the stage sees, and its context."""
-    from ttrain.config import Runtime
-    from ttrain.tasks import RUNNABLE
-
     spec = read_json(work / JOB)
     stage = RUNNABLE[spec["stage"]]
     job = StageContext(
@@ -190,41 +189,39 @@ def job_of(
 def _run(work: Path, spec: JsonDict, stop: StopFlag, rank: int) -> JsonDict:
     try:
         stop.listen()
-        from ttrain.tasks import RUNNABLE
-
         config, job = job_of(work, stop, progress=rank == 0)
         result = import_module(RUNNABLE[spec["stage"]].module).run(config, job)
         stop.settle()
         integrity.save()
         return {"outcome": "completed", "result": result}
     except BaseException as error:
-        return _outcome_of(error, stop)
-
-
-def _outcome_of(error: BaseException, stop: StopFlag) -> JsonDict:
-    if signum := stop.settle():  # whatever error a library made of it
-        return {"outcome": "interrupted", "error": "stopped by a signal", "signal": signum}
-    if isinstance(error, Interrupted):
-        return {
-            "outcome": "interrupted",
-            "error": str(error),
-            "signal": stop.signum or error.signum,
-        }
-    if isinstance(error, TTrainError):
-        log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
+        if signum := stop.settle():  # whatever error a library made of it
+            return {"outcome": "interrupted", "error": "stopped by a signal", "signal": signum}
+        if isinstance(error, Interrupted):
+            return {
+                "outcome": "interrupted",
+                "error": str(error),
+                "signal": stop.signum or error.signum,
+            }
+        if isinstance(error, TTrainError):
+            log.log(logging.INFO if isinstance(error, NothingNew) else logging.ERROR, "%s", error)
+            return {
+                "outcome": "failed",
+                "error": str(error),
+                "kind": type(error).__name__,
+                **({"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}),
+                **(
+                    {"files": [*map(redact.url, error.files)]}
+                    if isinstance(error, DataError)
+                    else {}
+                ),
+            }
+        log.error("%s", "".join(traceback.format_exception(error)))
         return {
             "outcome": "failed",
-            "error": str(error),
-            "kind": type(error).__name__,
-            **({"damaged": str(error.path)} if isinstance(error, DamagedFile) else {}),
-            **({"files": [*map(redact.url, error.files)]} if isinstance(error, DataError) else {}),
+            "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"),
+            "kind": "unexpected",
         }
-    log.error("%s", "".join(traceback.format_exception(error)))
-    return {
-        "outcome": "failed",
-        "error": redact.text(f"{type(error).__name__}: {with_fix(error)}"),
-        "kind": "unexpected",
-    }
 
 
 @contextlib.contextmanager

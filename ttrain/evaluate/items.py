@@ -27,8 +27,6 @@ from ttrain.evaluate.task_result import Metric, TaskResult, record_name
 T = TypeVar("T")
 Groups = Mapping[str, tuple[int, ...]]  # "lang=zh" -> numbers of the items that belong to it
 
-MAX_LINE_BYTES = 32 << 20
-
 MOST_GROUPS = 20  # of a key
 Rows = list[tuple[T, JsonObject]]  # (what a row says, the row)
 RowParser = tuple[
@@ -113,7 +111,7 @@ def read_rows(
     left_out: list[JsonDict] = []
     tally = json_rows.Tally(quarantine=left_out.append)
     rows: Rows[T] = []
-    for name, line, record in json_rows.read([str(path)], tally, MAX_LINE_BYTES):
+    for name, line, record in json_rows.read([str(path)], tally, json_rows.MAX_LINE_BYTES):
         try:
             rows.append((parse(record), record))
         except BadRow as bad:

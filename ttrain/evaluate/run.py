@@ -8,7 +8,6 @@ from typing import Any
 from ttrain.config.evaluate import HarnessTask, Task
 from ttrain.core.files import JsonObject
 from ttrain.data import contamination
-from ttrain.data.contamination import digest_of_text
 from ttrain.data.plain_text import plain
 from ttrain.errors import UsageError
 from ttrain.evaluate import chats, choices, generation, perplexity
@@ -65,7 +64,7 @@ def mark_overlaps(items: Items[Any], overlap_digests: Collection[str]) -> Items[
     if not overlap_digests:
         return items
     texts = [contamination.of_row(dict(row)) or "" for row in items.rows]
-    has_overlap = [digest_of_text(plain(text)) in overlap_digests for text in texts]
+    has_overlap = [contamination.digest_of_text(plain(text)) in overlap_digests for text in texts]
     if not any(has_overlap):
         return items
     numbers = range(len(texts))

@@ -22,7 +22,6 @@ from ttrain.experiments.measure import Measure
 from ttrain.experiments.space import Space
 from ttrain.store import sweeps
 from ttrain.store.artifacts import ArtifactStore
-from ttrain.store.sweeps import Experiment
 from ttrain.tasks import STAGES
 
 # Changes that are spread before TPE learns; Optuna's own 10 would leave nothing to learn of eight.
@@ -140,7 +139,7 @@ class Request:
             with_absolute_paths(self.baseline).model_dump(mode="json"),
         )
 
-    def experiment(self, store: ArtifactStore) -> Experiment:
+    def experiment(self, store: ArtifactStore) -> sweeps.Experiment:
         """The requested experiment: one to continue, or a new one."""
         noise = self.noise(store)
         facts = {

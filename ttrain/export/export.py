@@ -233,6 +233,8 @@ def _fill(
     from ttrain.model import adapters, factory
 
     remarks: list[str] = []
+    config = read_object(reference.model / "config.json")
+    auto_map = config.get("auto_map")
     adapter = None if request.merge else reference.adapter  # which is written alone
     if adapter:
         say(f"writing the adapter in {request.dtype}")
@@ -253,8 +255,22 @@ def _fill(
             )
         say(f"writing {request.dtype}")
         parameters = write(model, work, dtype=request.dtype, shard_size=request.shard_size)
-        remarks += _second_head(reference, work, request)
-    has_code = adapter is None and _copy_code(reference.model, work)
+        # A second head only on request: some programs load every safetensors file they see.
+        head = reference.second_head
+        if head and request.keep_head:
+            write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
+        elif head:
+            remarks.append("its second head is left out; --keep-head writes it beside the model")
+        elif request.keep_head:
+            raise UsageError(
+                f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; "
+                "leave --keep-head out"
+            )
+        if auto_map:  # the Python files of the architecture, which these fields name
+            _copy(reference.model, work, tuple(path.name for path in reference.model.glob("*.py")))
+            written = {**read_object(work / "config.json"), "auto_map": auto_map}
+            text = json.dumps(written, indent=2) + "\n"
+            (work / "config.json").write_text(text, encoding="utf-8")
     if not _copy(reference.tokenizer, work, TOKENIZER_FILES):
         remarks.append(f"no tokenizer: {reference.tokenizer} holds none")
     scores = (
@@ -268,11 +284,11 @@ def _fill(
         files="adapter" if adapter else "model",
         dtype=request.dtype,
         parameters=parameters,
-        config=read_object(reference.model / "config.json"),
+        config=config,
         merged=request.merge,
         base_digest=base_digest_of(adapter) if adapter else None,
         licence=request.licence,
-        has_code=has_code,
+        has_code=adapter is None and bool(auto_map),
         scores=tuple(scored.row() for scored in scores),
         row_licences=_row_licences(history),
     )
@@ -338,21 +354,6 @@ def _write_gguf(
     return scores
 
 
-def _second_head(reference: Reference, work: Path, request: Request) -> list[str]:
-    # Only on request: some programs load every safetensors file they see.
-    head = reference.second_head
-    if head and not request.keep_head:
-        return ["its second head is left out; --keep-head writes it beside the model"]
-    if head:
-        write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
-    elif request.keep_head:
-        raise UsageError(
-            f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; "
-            "leave --keep-head out"
-        )
-    return []
-
-
 def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
     # Copy those of the files that exist; returns their names.
     return [
@@ -360,14 +361,3 @@ def _copy(source: Path, work: Path, names: tuple[str, ...]) -> list[str]:
         for name in names
         if (source / name).is_file()
     ]
-
-
-def _copy_code(source: Path, work: Path) -> bool:
-    # Copy an architecture's own Python files, and the fields of the config that name them.
-    auto_map = read_object(source / "config.json").get("auto_map")
-    if not auto_map:
-        return False
-    _copy(source, work, tuple(path.name for path in sorted(source.glob("*.py"))))
-    config = {**read_object(work / "config.json"), "auto_map": auto_map}
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return True

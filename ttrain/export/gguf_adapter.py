@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
+from safetensors.numpy import load_file
+
 from ttrain.core.files import JsonDict, read_object
 from ttrain.errors import UsageError
 from ttrain.export.gguf_file import (
@@ -53,9 +56,6 @@ def check(directory: Path, types: tuple[str, ...]) -> JsonDict:
 
 def write(path: Path, config: Any, directory: Path) -> None:
     """Write the adapter of a directory, its matrices as the type in the name, NAME-TYPE.gguf."""
-    import gguf
-    from safetensors.numpy import load_file
-
     name, _, kind = path.stem.rpartition("-")
     settings = check(directory, (kind,))
     factors: dict[str, dict[str, Array]] = {}
@@ -80,8 +80,6 @@ def write(path: Path, config: Any, directory: Path) -> None:
 
 def add(path: Path, config: Any, tensors: Tensors) -> Tensors:
     """The base's tensors with what a written file adds to them."""
-    import gguf
-
     reader = gguf.GGUFReader(path)
     alpha = reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()
     stored = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -136,8 +137,6 @@ def check_config(config: Any) -> str:
 
 def entries(config: Any, names: Sequence[str]) -> list[Entry]:
     """The tensors of a GGUF file for those of a model. Raises UsageError for an unknown name."""
-    import gguf
-
     arch = check_config(config)
     known = {label: number for number, label in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(known[arch], config.num_hidden_layers)
@@ -169,8 +168,6 @@ def write(path: Path, config: Any, tensors: Tensors, tokenizer: JsonDict) -> Non
 
     `tokenizer`: the fields of `gguf_tokenizer.fields`.
     """
-    import gguf
-
     name, _, kind = path.stem.rpartition("-")
     file_type = "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
     fields = {
@@ -192,8 +189,6 @@ def write(path: Path, config: Any, tensors: Tensors, tokenizer: JsonDict) -> Non
 
 def add_tensor(writer: Any, name: str, values: Array, kind: str) -> None:
     """Add a tensor in one of the types of BOUNDS."""
-    import gguf
-
     stored = gguf.GGMLQuantizationType[kind.upper()]
     writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored)
 
@@ -220,8 +215,6 @@ def stored_type(name: str, shape: Sequence[int], kind: str) -> str:
 
 def read(path: Path, config: Any, names: Sequence[str]) -> dict[str, Array]:
     """The tensors of a written file in fp32, by their Hugging Face names."""
-    import gguf
-
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors: dict[str, Array] = {}
     for entry in entries(config, names):
@@ -232,8 +225,6 @@ def read(path: Path, config: Any, names: Sequence[str]) -> dict[str, Array]:
 
 def _sizes(config: Any) -> JsonDict:
     # By the writer's methods `add_*`.
-    import gguf
-
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     rope = config.rope_parameters

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from ttrain.core.files import JsonDict, read_object
 from ttrain.errors import UsageError
 
@@ -22,8 +24,6 @@ def fields(model: Any, directory: Path) -> JsonDict:
 
     Raises UsageError for a tokenizer that splits text in an unknown way.
     """
-    import gguf
-
     encoder = model.encoder
     tokenizer = read_object(directory / "tokenizer.json")
     size = model.causal.config.vocab_size

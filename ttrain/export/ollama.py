@@ -65,36 +65,32 @@ def chat_format(render: Render, bos: str) -> ChatFormat | None:
     The result renders three conversations to the same text as the template.
     """
     try:
-        read = _read_off(render, bos)
+        system, user, answer, _ = (turn["content"] for turn in TURNS)
+        whole = render(TURNS, True)
+        begin = bos if bos and whole.startswith(bos) else ""
+        before_system, rest = whole.removeprefix(begin).split(system)
+        between, rest = rest.split(user)  # system and user
+        before_answer, rest = rest.split(answer)
+        before_user, prompt = rest.split(TURNS[3]["content"])
+        after_user = render(TURNS[:2], False).split(user)[1]
+        after_answer = render(TURNS[:3], False).split(answer)[1]
+        before_user = before_user.removeprefix(after_answer)
+        after_system = between.removesuffix(before_user)
+        alone = render(TURNS[1:2], True).removeprefix(begin).split(user)[0]
+        read = ChatFormat(
+            begin,
+            {
+                "system": (before_system, after_system),
+                "user": (before_user, after_user),
+                "assistant": (before_answer.removeprefix(after_user), after_answer),
+            },
+            prompt.removeprefix(after_user),
+            alone.removesuffix(before_user).removeprefix(before_system).removesuffix(after_system),
+        )
         is_equal = all(read.render(turns) == render(turns, True) for turns in CONVERSATIONS)
     except Exception:  # a template may refuse any conversation with any error
         return None
     return read if is_equal else None
-
-
-def _read_off(render: Render, bos: str) -> ChatFormat:
-    system, user, answer, _ = (turn["content"] for turn in TURNS)
-    whole = render(TURNS, True)
-    begin = bos if bos and whole.startswith(bos) else ""
-    before_system, rest = whole.removeprefix(begin).split(system)
-    between, rest = rest.split(user)  # system and user
-    before_answer, rest = rest.split(answer)
-    before_user, prompt = rest.split(TURNS[3]["content"])
-    after_user = render(TURNS[:2], False).split(user)[1]
-    after_answer = render(TURNS[:3], False).split(answer)[1]
-    before_user = before_user.removeprefix(after_answer)
-    after_system = between.removesuffix(before_user)
-    alone = render(TURNS[1:2], True).removeprefix(begin).split(user)[0]
-    return ChatFormat(
-        begin,
-        {
-            "system": (before_system, after_system),
-            "user": (before_user, after_user),
-            "assistant": (before_answer.removeprefix(after_user), after_answer),
-        },
-        prompt.removeprefix(after_user),
-        alone.removesuffix(before_user).removeprefix(before_system).removesuffix(after_system),
-    )
 
 
 def _literal(text: str) -> str:

@@ -20,7 +20,6 @@ from ttrain.data.order import spread
 from ttrain.errors import ArtifactError
 from ttrain.inference import gate_files, loading
 from ttrain.inference.chat import ModelSelector, Selected
-from ttrain.inference.loading import LoadedModel
 
 PADDING = 0  # the id of no n-gram
 
@@ -89,7 +88,7 @@ class Router(nn.Module):
         return torch.cat(batches)
 
 
-def single_model(loaded_model: LoadedModel) -> ModelSelector:
+def single_model(loaded_model: loading.LoadedModel) -> ModelSelector:
     """Select the same model for every question."""
     return lambda question: (loaded_model, {})
 
@@ -111,7 +110,7 @@ class GateSelector:
         self._router = Router(gate.settings, len(gate.experts))
         self._router.load_state_dict(load_file(path))
         self._load_options = {"device": device, "dtype": dtype}
-        self._models: dict[int, LoadedModel] = {}
+        self._models: dict[int, loading.LoadedModel] = {}
 
     def route(self, text: str) -> tuple[int, list[float]]:
         """(number of the expert with the highest probability, the probability of each)."""

@@ -21,7 +21,6 @@ from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference
 from ttrain.train import precision
 from ttrain.train.distributed import Ranks
-from ttrain.train.precision import DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +153,7 @@ def load(reference: Reference, *, device: str = "auto", dtype: str = "fp32") -> 
     # Only the weights: the frequencies of rotary positions in bf16 would be off by a radian after
     # some hundred positions
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])
+        parameter.data = parameter.data.to(precision.DTYPES[dtype])
     return with_tokenizer(reference.text, model.to(target_device), reference.tokenizer)
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrain.core.files import JsonDict
 from ttrain.core.hashing import digest_of
@@ -71,6 +70,22 @@ def facts_of(artifact: Artifact) -> JsonDict:
     settings = manifest["ingredients"].get("settings", {})
     versions = {name: provenance[name] for name in ("ttrain", "python") if provenance.get(name)}
     section = "pretrain" if artifact.stage == "new-model" else artifact.stage
+    counted = {
+        (file.get("role", "train"), file["name"]): file
+        for file in ShardsResult.of(artifact.result).files
+    }
+    data: list[JsonDict] = []
+    for role in manifest["ingredients"].get("files", {}):
+        for file in datasets.files_of(artifact, role):
+            counts = counted.get((role, file["name"]), {})
+            data.append(
+                {
+                    "part": role,
+                    **{name: file.get(name) for name in ("name", "sha256", "location")},
+                    **{name: counts.get(name) for name in ("tokens", "bytes")},
+                    "documents": counts.get("kept", counts.get("documents")),
+                }
+            )
     return {
         "stage": artifact.stage,
         "key": artifact.key,
@@ -87,32 +102,12 @@ def facts_of(artifact: Artifact) -> JsonDict:
         "inputs": {
             name: {"stage": stage, "key": key} for name, (stage, key) in inputs_of(artifact).items()
         },
-        "data": _data_of(artifact),
+        "data": data,
         "libraries": {**versions, **provenance.get("libraries", {})},
         "runtime": provenance.get("runtime"),
         "machine": provenance.get("machine"),
         "notes": notes_of(artifact),
     }
-
-
-def _data_of(artifact: Artifact) -> list[dict[str, Any]]:
-    counted = {
-        (file.get("role", "train"), file["name"]): file
-        for file in ShardsResult.of(artifact.result).files
-    }
-    entries = []
-    for role in artifact.manifest["ingredients"].get("files", {}):
-        for file in datasets.files_of(artifact, role):
-            counts = counted.get((role, file["name"]), {})
-            entries.append(
-                {
-                    "part": role,
-                    **{name: file.get(name) for name in ("name", "sha256", "location")},
-                    **{name: counts.get(name) for name in ("tokens", "bytes")},
-                    "documents": counts.get("kept", counts.get("documents")),
-                }
-            )
-    return entries
 
 
 def notes_of(artifact: Artifact) -> list[str]:

@@ -31,7 +31,6 @@ from ttrain.errors import ArtifactError, UsageError
 from ttrain.reports.facts import changed_settings
 from ttrain.store import layout, name_syntax, runs
 from ttrain.store.artifacts import SHOWN_KEY, ArtifactStore
-from ttrain.store.layout import Artifact
 from ttrain.store.model_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -48,7 +47,6 @@ from ttrain.tracking.registered import take_over_champions
 
 log = logging.getLogger("ttrain")
 
-MODEL_DIRECTORY = "model"  # of an artifact
 ADAPTER_DIRECTORY = "adapter"
 HEX = frozenset("0123456789abcdef")
 SHORTEST_KEY = 6
@@ -90,7 +88,16 @@ def find(
     directory = name_syntax.directory(text) if text not in names else None
     model = None if is_path else name_syntax.registered(text)
     if model and (directory is None or str(model) in Registry(home).versions()):
-        return _registered(home, model)
+        if model.alias == CHAMPION:
+            take_over_champions(home)
+        version = Registry(home).resolve(model)
+        members = version.models if isinstance(version, ModelSet) else [version]
+        return Named(
+            "set" if isinstance(version, ModelSet) else "model",
+            str(version),
+            tuple((member.stage, member.key) for member in members),
+            runs.read(home, version.run),
+        )
     if directory:
         places = (directory.resolve(), *directory.resolve().parents)
         if owner := next(filter(None, map(store.at, places)), None):
@@ -129,20 +136,6 @@ def _of_run(record: runs.RecordedRun, stage: str) -> Named:
         if entry.get("key") and entry["outcome"] in DONE
     )
     return Named("run", f"{name}:{stage}" if stage else name, artifacts, record)
-
-
-def _registered(home: Path, model: name_syntax.Registered) -> Named:
-    if model.alias == CHAMPION:
-        take_over_champions(home)
-    version = Registry(home).resolve(model)
-    models = version.models if isinstance(version, ModelSet) else [version]
-    kind = "set" if isinstance(version, ModelSet) else "model"
-    return Named(
-        kind,
-        str(version),
-        tuple((one.stage, one.key) for one in models),
-        runs.read(home, version.run),
-    )
 
 
 def _of_key(store: ArtifactStore, text: str) -> Named | None:
@@ -264,7 +257,7 @@ def _resolve(
     return Reference(text, model, directory, artifact, named.run)
 
 
-def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path]:
+def _model_of(store: ArtifactStore, named: Named) -> tuple[layout.Artifact | None, Path]:
     directory = named.directory
     if directory:
         directory = model_directory(directory) or directory
@@ -278,7 +271,7 @@ def _model_of(store: ArtifactStore, named: Named) -> tuple[Artifact | None, Path
         if artifact and store.elsewhere:
             base = store.input_of(artifact, "base")
             if base and f"{ADAPTER_DIRECTORY}/{ADAPTER}" in artifact.manifest["files"]:
-                store.complete(base, (MODEL_DIRECTORY,))
+                store.complete(base, (existing.MODEL_DIRECTORY,))
             artifact = store.complete(artifact)
         if artifact and (directory := model_directory(artifact.path)):
             return artifact, directory
@@ -293,7 +286,7 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
     same = (made for made in artifacts if digest == _stored_digest(made) and not store.damage(made))
     for directory in (
         beside,
-        *(made.path / MODEL_DIRECTORY for made in same),
+        *(made.path / existing.MODEL_DIRECTORY for made in same),
         Path(named_base).absolute(),
     ):
         if (directory / "config.json").is_file():
@@ -307,19 +300,20 @@ def _base_of(store: ArtifactStore, adapter: Path) -> Path:
 
 def model_directory(directory: Path) -> Path | None:
     """The directory of an artifact's adapter or model."""
-    markers = ((ADAPTER_DIRECTORY, ADAPTER_CONFIG), (MODEL_DIRECTORY, "config.json"))
+    markers = ((ADAPTER_DIRECTORY, ADAPTER_CONFIG), (existing.MODEL_DIRECTORY, "config.json"))
     return next(
         (directory / name for name, marker in markers if (directory / name / marker).is_file()),
         None,
     )
 
 
-def _stored_digest(artifact: Artifact) -> str | None:
+def _stored_digest(artifact: layout.Artifact) -> str | None:
     files = artifact.manifest["files"]
-    directory = artifact.path / MODEL_DIRECTORY
+    directory = artifact.path / existing.MODEL_DIRECTORY
     try:
         return weights_digest(
-            directory, digest=lambda file: files[f"{MODEL_DIRECTORY}/{file.name}"]["sha256"]
+            directory,
+            digest=lambda file: files[f"{existing.MODEL_DIRECTORY}/{file.name}"]["sha256"],
         )
     except (ArtifactError, KeyError):
         return None

@@ -186,7 +186,23 @@ def _settings_of(artifact: Artifact) -> Settings:
             for key, value in values.items()
         ],
     )
-    return settings.model_copy(update={"runtime": _runtime(artifact)})
+    recorded = artifact.provenance.get("runtime", {})
+    training = TrainingResult.of(artifact.result)
+    kept = {
+        name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED
+    }
+    # By default a stage uses all cores, and this machine may have another number of them.
+    cores = (artifact.provenance.get("machine") or {}).get("cores")
+    runtime = Runtime.model_validate(
+        {
+            **kept,
+            **ONE_MACHINE,
+            "devices": training.ranks or kept.get("devices", 1),
+            "threads": training.threads or kept.get("threads") or cores,
+            "device": training.device or kept.get("device", "auto"),
+        }
+    )
+    return settings.model_copy(update={"runtime": runtime})
 
 
 def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]:
@@ -203,22 +219,3 @@ def _pinned(data: Mapping[str, Any], artifact: Artifact) -> dict[str, list[str]]
         if locations and written and not is_by_name:
             pinned[f"data.{setting}"] = list(locations)
     return pinned
-
-
-def _runtime(artifact: Artifact) -> Runtime:
-    recorded = artifact.provenance.get("runtime", {})
-    training = TrainingResult.of(artifact.result)
-    kept = {
-        name: recorded[name] for name in Runtime.model_fields if name in recorded.keys() - UNNEEDED
-    }
-    # By default a stage uses all cores, and this machine may have another number of them.
-    cores = (artifact.provenance.get("machine") or {}).get("cores")
-    return Runtime.model_validate(
-        {
-            **kept,
-            **ONE_MACHINE,
-            "devices": training.ranks or kept.get("devices", 1),
-            "threads": training.threads or kept.get("threads") or cores,
-            "device": training.device or kept.get("device", "auto"),
-        }
-    )

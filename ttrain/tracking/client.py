@@ -17,7 +17,6 @@ from urllib.parse import unquote, urlsplit
 
 from ttrain.core import redact
 from ttrain.core.files import exclusive, private_directory
-from ttrain.core.redact import without_user
 from ttrain.core.sqlite_files import damage_of, set_aside
 from ttrain.store.server_records import with_token
 
@@ -168,7 +167,7 @@ def unreachable_message(uri: str, error: Exception) -> str:
         fix = (
             "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
-    return f"MLflow at {without_user(uri)}{cause}{fix}"
+    return f"MLflow at {redact.without_user(uri)}{cause}{fix}"
 
 
 def first_line(error: Exception) -> str:

@@ -12,7 +12,6 @@ from ttrain.core.redact import HIDDEN, masked
 from ttrain.core.text import first_of, truncated
 from ttrain.reports import facts, summary
 from ttrain.store import runs
-from ttrain.store.runs import RecordedRun
 
 # Before the slash is a section of the run's page, which MLflow sorts by character code: with a
 # capital it comes before `eval`. The rest is the title of the chart; where runs are compared, the
@@ -50,7 +49,7 @@ def curves(stage: str, rows: Iterable[JsonObject]) -> Iterator[JsonDict]:
 
 def description(
     home: Path,
-    run: RecordedRun,
+    run: runs.RecordedRun,
     metrics: Mapping[str, float],
     measured: Sequence[summary.EvaluationRow] = (),
 ) -> str:
@@ -74,7 +73,7 @@ def description(
     return "\n\n".join(filter(None, parts))
 
 
-def difference(home: Path, run: RecordedRun) -> str:
+def difference(home: Path, run: runs.RecordedRun) -> str:
     """How the settings of a run differ from the usual ones of its `name`.
 
     Usual is the most common value in the earlier runs, the oldest if several are.
