@@ -140,8 +140,8 @@ TEACHER = Stage(
     tuple(
         f"pretrain.{name}"
         for name in (
-            *("teacher", "tokens", "epochs", "tokens_per_step", "row_length"),
-            *("packing", "stride", "mask_intervals", "precision"),
+            *("teacher", "tokens", "epochs", "row_length", "packing", "stride"),
+            *("mask_intervals", "precision"),
         )
     ),
     {"tokenizer": (), "shards": (), "replay": (), "teacher": ("model",)},

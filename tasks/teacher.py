@@ -5,7 +5,7 @@ Pretraining then learns a mixture of the labels and of these (arXiv:1503.02531).
 
 import torch
 
-from ttrain.config import Pretrain, Settings
+from ttrain.config import Pretrain, Settings, rules
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
@@ -50,13 +50,14 @@ def run(settings: Settings, job: StageContext) -> Figures:
 
     write_scores(job.output, range(first, len(rows)), BLOCK_ROWS, score, job, ranks)
     ranks.barrier()
-    return {"rows": len(rows) - first, "precision": computed_in.word}
+    return {"taught_rows": len(rows) - first, "precision": computed_in.word}
 
 
 def check_passes(config: Pretrain, rows: Rows) -> None:
     """Raise UsageError where the rows are read too rarely for a teacher to help."""
-    resolved = config.resolved(rows.epoch)
-    passes = resolved.passes or (resolved.token_budget or 0) / max(1, rows.epoch * rows.row_length)
+    tokens = rows.epoch * rows.row_length
+    budget = rules.budget(tokens) if config.tokens == rules.AUTO else config.token_budget
+    passes = config.passes or (budget or 0) / max(1, tokens)
     if passes < FEWEST_PASSES:
         raise UsageError(
             f"pretrain.teacher is {config.teacher}, but the rows are read {passes:.2g} times: a "

@@ -1,14 +1,7 @@
-"""`runtime.tune=auto` of a stage: how many rows of a micro-batch are fastest here, measured once.
-
-Forward and backward passes over rows of the run are timed; the model stays as it is.
-"""
+"""`runtime.tune=auto` of a stage: the rows of a micro-batch that are fastest, measured once."""
 
 import logging
-import math
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,20 +9,16 @@ from ttrain.config import Runtime
 from ttrain.core.files import PRIVATE_FILE, read_object, write_json
 from ttrain.core.hashing import digest_of
 from ttrain.core.machine import processor, versions
-from ttrain.data.loader import BatchSource
 from ttrain.data.order import Order
 from ttrain.data.packing import Rows
 from ttrain.model.factory import count_parameters
 from ttrain.tasks.common.job import StageContext
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
+from ttrain.train.micro_batches import fastest, step_seconds
 from ttrain.train.precision import Precision
-from ttrain.train.resource_limits import cap_at_available_memory
 
 FILE = Path("cache", "tuning.json")  # in the home: {digest of what was measured: rows_per_device}
-PASSES = 3  # of each size; the first one, which warms up, does not count
-STATES = 2  # numbers that an optimizer keeps for each one that is trained
-SLOWER = 1.02  # less is noise: the search continues over sizes that are equally fast
 SETTINGS = {
     "attention",
     "loss_chunk_tokens",
@@ -95,58 +84,3 @@ def tuned(
             write_json(path, {**remembered, key: rows_per_device}, PRIVATE_FILE)
     log.info("tuning: rows_per_device=%d", rows_per_device)
     return runtime.model_copy(update={"rows_per_device": rows_per_device})
-
-
-def fastest(measure: Callable[[int], float], order: Order, ranks: Ranks) -> int:
-    """The number of rows with the fastest step: doubled until it is slower or does not fit.
-
-    The same on all ranks, which measure together; 1 where nothing could be measured.
-    """
-    most = -(-order.rows_per_step // ranks.world)
-    totals: dict[int, float] = {}  # by size
-    for size in sorted({most, *(1 << power for power in range(most.bit_length()))}):
-        try:
-            with cap_at_available_memory(ranks.device, ranks.world):
-                seconds = measure(size)
-        except (RuntimeError, MemoryError):  # it does not fit
-            seconds = math.inf
-        total = ranks.sum([seconds])[0]
-        log.info("tuning: rows_per_device=%d: %.3g s a step", size, total / ranks.world)
-        if total == math.inf or total > SLOWER * min(totals.values(), default=math.inf):
-            break
-        totals[size] = total
-    return min(totals, key=totals.__getitem__, default=1)
-
-
-def step_seconds(
-    task: LanguageModeling,
-    rows: BatchSource,
-    order: Order,
-    precision: Precision,
-    ranks: Ranks,
-    rows_per_device: int,
-) -> float:
-    """Of the passes of the rank that has most of them; weights and random numbers stay as they are.
-
-    What the optimizer will keep is allocated meanwhile, so that a size which fits here fits in
-    training.
-    """
-    device = ranks.device
-    module: Any = task.build_model().to(device).train()
-    reserved = torch.empty(STATES * count_parameters(module, trained=True), device=device)
-    seconds = []
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for number in range(PASSES):
-                batch = rows.batch(order.step_rows(number % order.steps)[:rows_per_device])
-                began = time.perf_counter()
-                with precision.autocast():
-                    loss = task.train_step(module, batch, device)
-                (loss.total / max(1, loss.count)).backward()  # type: ignore[no-untyped-call]  # torch's
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                seconds.append(time.perf_counter() - began)
-    finally:
-        module.zero_grad(set_to_none=True)
-        del reserved
-    return min(seconds[1:]) * math.ceil(order.rows_per_step / rows_per_device / ranks.world)

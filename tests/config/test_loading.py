@@ -335,7 +335,7 @@ FOLLOWING = {  # {overrides: what of the settings that follow changes}
     "pretrain.tokens=1M": {rules.BATCH_KEY: 2048},
     "pretrain.tokens=20M": {rules.BATCH_KEY: 8192},
     "pretrain.tokens=1B": {rules.BATCH_KEY: 65536},
-    "pretrain.tokens=null pretrain.epochs=10": {rules.DECAY_KEY: 0.5},
+    "pretrain.tokens=null pretrain.epochs=10": {"pretrain.optim.weight_decay": 0.5},
     "pretrain.optim.kind=adamw": ONE_RATE,
     "pretrain.start_from=./model": ONE_RATE,
     "pretrain.optim.head_lr=0.1 pretrain.optim.head_lr=auto": {},

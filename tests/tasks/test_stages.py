@@ -25,9 +25,9 @@ from ttrain.errors import TTrainError
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.model_files import PLATEAU
 from ttrain.tasks import PRETRAIN, STAGES, Stage, shards, tokenizer
-from ttrain.tasks.common import training, tuning
+from ttrain.tasks.common import training
 from ttrain.tasks.common.job import StageContext
-from ttrain.train import checkpoint_format
+from ttrain.train import checkpoint_format, micro_batches
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
 
@@ -88,7 +88,7 @@ def test_measuring_leaves_weights_gradients_and_random_numbers_as_they_are() -> 
     order = ShuffledOrder(40, 6, 120, seed=1)
     before, state = copies(module.state_dict()), torch.get_rng_state()
     precision = Precision("fp32", torch.device("cpu"))
-    assert tuning.step_seconds(task, NumberedRows(40), order, precision, ALONE, 2) > 0
+    assert micro_batches.step_seconds(task, NumberedRows(40), order, precision, ALONE, 2) > 0
     assert same(before, module.state_dict())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(state, torch.get_rng_state())

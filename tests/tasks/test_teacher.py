@@ -102,7 +102,7 @@ def test_a_night_is_taught_what_it_replays_alone(inputs: dict[str, Path], tmp_pa
     figures = teach(read, tmp_path / "night", stage_settings(1, {"teacher": "champion"}))
     new = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
     rows = with_replay(new, tmp_path / "replay" / "train", encoder, SETTINGS.pretrain)
-    assert figures["rows"] == len(rows) - len(new) > 0
+    assert figures["taught_rows"] == len(rows) - len(new) > 0
     batch = TaughtRows(rows, tmp_path / "night", 0.5).batch([0, len(new)])
     assert batch.taught is not None
     assert batch.taught[1][0].max() == 0 < batch.taught[1][1].max()

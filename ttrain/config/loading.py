@@ -93,11 +93,15 @@ def layers(
         for variable in sorted(environment)
     ]
     if isinstance(overrides, Mapping):
-        paths_as_texts = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in overrides.items()
-        }
-        trees.append(("overrides", paths_as_texts))
+        trees.append(
+            (
+                "overrides",
+                {
+                    key: str(value) if isinstance(value, Path) else value
+                    for key, value in overrides.items()
+                },
+            )
+        )
     else:
         trees += [(COMMAND_LINE, _assignment(text)) for text in overrides]
     flat = [
@@ -283,7 +287,23 @@ def _following(base: Sequence[Override], overrides: list[Override]) -> Iterator[
     if model is None:
         return
     start = f"{first}.start_from"
-    _refuse_sizes_of_new_models(overrides, model, start)
+    origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
+    # All overrides are stronger than the base.
+    layer = 0 if origin is None else _first_of_layer(overrides, origin)
+    # Pretraining gives a second head to any model.
+    free = ("model.multi_token.",) if first == "pretrain" else ()
+    shapes = [
+        f"{item.key} (from {item.origin})"
+        for item in overrides[layer:]
+        if item.key.startswith("model.")
+        and item.value is not None
+        and not item.key.startswith(free)
+    ]
+    if shapes:
+        raise UsageError(
+            f"{', '.join(dict.fromkeys(shapes))} describes a new model, but {start} is {model}, "
+            "which has its own shape; remove one of them"
+        )
     # A base with the same start has its own values of both.
     if model != next((item.value for item in base if item.key == start), None):
         yield Override(f"{start}{IS_SET}", "tokenizer.existing", model)
@@ -296,26 +316,6 @@ def _sources(value: Any) -> list[Any]:
         for entry in (value if isinstance(value, list | tuple) else [value])
         if entry not in (None, "", NONE)
     ]
-
-
-def _refuse_sizes_of_new_models(overrides: list[Override], model: str, start: str) -> None:
-    """Raise UsageError for `model.*` in the layer of an existing start, or in a stronger one."""
-    origin = next((item.origin for item in reversed(overrides) if item.key == start), None)
-    # All overrides are stronger than the base.
-    first = 0 if origin is None else _first_of_layer(overrides, origin)
-    # Pretraining gives a second head to any model.
-    free = ("model.multi_token.",) if start.startswith("pretrain.") else ()
-    meant = [
-        f"{key} (from {source})"
-        for source, key, value in overrides[first:]
-        if key.startswith("model.") and value is not None and not key.startswith(free)
-    ]
-    if meant:
-        raise UsageError(
-            f"{', '.join(dict.fromkeys(meant))} describes a new model, but {start} is {model}, "
-            "which has its own shape; "
-            f"remove one of them"
-        )
 
 
 # All variables are one layer.

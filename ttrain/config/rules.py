@@ -44,8 +44,7 @@ TIED = "model.tie_embeddings"
 BATCH_KEY = "pretrain.tokens_per_step"
 OPTIM = "pretrain.optim."
 BETAS_KEY = f"{OPTIM}betas"
-DECAY_KEY = f"{OPTIM}weight_decay"
-KEYS = (TIED, BATCH_KEY, BETAS_KEY, DECAY_KEY, *(f"{OPTIM}{name}" for name in RATES))
+KEYS = (TIED, BATCH_KEY, BETAS_KEY, f"{OPTIM}weight_decay", *(f"{OPTIM}{name}" for name in RATES))
 DEFAULTS_OF_EXISTING = {
     **dict.fromkeys(f"{OPTIM}{name}" for name in sorted(RATES_BY_WIDTH)),
     BETAS_KEY: USUAL_BETAS,
@@ -89,7 +88,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             f"{BATCH} x ({budget / 1e6:.4g} M tokens / 1 M)^0.47, at least {SMALLEST_BATCH}, "
             "a power of two, in whole rows",
         ),
-        DECAY_KEY: Rule(
+        f"{OPTIM}weight_decay": Rule(
             float(f"{max(DECAY, DECAY_A_PASS * passes):.3g}") if kind == "muon" else DECAY,
             f"{DECAY_A_PASS} x {passes:g} passes of pretrain.epochs with Muon, at least {DECAY}",
         ),

@@ -13,10 +13,6 @@ Passes = Annotated[float, Field(gt=0)]
 Tokens = Annotated[Count, Field(ge=1)]
 Auto = Literal["auto"]
 Marker = Annotated[int | str, Field(union_mode="left_to_right")]  # a token, by its id or its text
-AUTO_TOKENS = (
-    f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is less; "
-    "one of `tokens` and `epochs`"
-)
 NONE = "none"
 EVALUATED = "eval/"  # before the name of a metric of the evaluation, among the metrics of a run
 VALIDATION_LOSS = "validation_loss"  # of a training, where nothing is evaluated
@@ -190,7 +186,11 @@ class Pretrain(Training):
     start_from: Location = setting(
         NONE, "none, a Hugging Face directory, or owner/name[@revision] on the Hub", min_length=1
     )
-    tokens: Tokens | Auto | None = setting(rules.AUTO, AUTO_TOKENS)
+    tokens: Tokens | Auto | None = setting(
+        rules.AUTO,
+        f"budget in tokens; auto: {rules.TOKENS:_}, or {rules.USEFUL_PASSES} passes if that is "
+        "less; one of `tokens` and `epochs`",
+    )
     epochs: Passes | None = setting(None, "budget in passes over the rows")
     tokens_per_step: Tokens | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
