@@ -286,9 +286,9 @@ class NextTokenLoss(nn.Module):
 
     def logits(self, batch: Batch, device: torch.device) -> Tensor:
         """Logits of the next tokens, [B, T, V]."""
-        rows = PackedTensors(
-            *_arrays(batch, device), spans=self.spans(batch, device), branches_BT=None
-        )
+        input_ids_BT, positions_BT, segments_BT, labels_BT = _arrays(batch, device)
+        spans = self.spans(batch, device)
+        rows = PackedTensors(input_ids_BT, positions_BT, segments_BT, labels_BT, spans, None)
         return cast(Tensor, self.causal(**self._inputs(rows), use_cache=False).logits)
 
     def balance_of(self, parts: Tensors) -> Tensor:

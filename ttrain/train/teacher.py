@@ -42,10 +42,11 @@ class TaughtRows:
         """`directory`: of the files of `likeliest`. `weight`: the teacher's share of a target."""
         self.trimmed = rows.trimmed
         self._rows = rows
-        self._weight = weight
+        self._weight = np.float32(weight)
         files = [safe_open(path, "np") for path in sorted(directory.glob("*.safetensors"))]
         self._blocks = {
-            name: [file.get_slice(name) for file in files] for name in (IDS, LOG_PROBABILITIES)
+            name: [file.get_slice(name) for file in files]  # type: ignore[no-untyped-call]
+            for name in (IDS, LOG_PROBABILITIES)
         }
         shapes = [ids.get_shape() for ids in self._blocks[IDS]]
         self._first = len(rows) - sum(shape[0] for shape in shapes)
@@ -65,4 +66,4 @@ class TaughtRows:
                 block, place = divmod(int(row), BLOCK_ROWS)
                 ids_BTK[line] = self._blocks[IDS][block][place][: shape[1]]
                 log_probs_BTK[line] = self._blocks[LOG_PROBABILITIES][block][place][: shape[1]]
-        return replace(batch, taught=(ids_BTK, self._weight * np.exp(log_probs_BTK)))
+        return replace(batch, taught=(ids_BTK, np.exp(log_probs_BTK) * self._weight))
