@@ -13,7 +13,6 @@ import torch
 
 from ttrain.data.loader import BatchSource
 from ttrain.data.order import Order
-from ttrain.model.factory import count_parameters
 from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.precision import Precision
@@ -62,7 +61,8 @@ def step_seconds(
     """
     device = ranks.device
     module: Any = task.build_model().to(device).train()
-    reserved = torch.empty(STATES * count_parameters(module, trained=True), device=device)
+    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    reserved = torch.empty(STATES * trained, device=device)
     seconds = []
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
