@@ -24,9 +24,6 @@ did you mean `ttrain init docs.jsonl`?
 $ ttrain run my.yaml
 2 there is no pipeline 'my.yaml'
 did you mean `ttrain pipeline run full -c my.yaml`?
-$ ttrain plan ful
-2 there is no pipeline 'ful'
-did you mean full? there are full, nightly
 $ ttrain run --engine dask
 2 invalid value for '--engine': 'dask' is not one of 'prefect', 'none'
 `ttrain run --help` shows what it takes
@@ -78,9 +75,6 @@ name a stage such as shards-sft, or a directory with index.json
 $ ttrain init docs.jsonl
 2 --out is my.yaml, which exists
 add --force to overwrite it, or name another file
-$ ttrain pipeline rerun
-2 missing argument 'STAGE'
-`ttrain pipeline rerun --help` shows what it takes
 $ ttrain pipeline rerun sft
 2 no run has a stage sft yet whose settings could be taken
 try `ttrain pipeline run full -c my.yaml`
