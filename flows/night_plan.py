@@ -32,6 +32,7 @@ from ttrain.tasks import (
     REPLAY_SFT,
     SFT,
     SHARDS_PRETRAIN,
+    TAUGHT_BY,
     TEACHER,
 )
 from ttrain.tracking.registered import take_over_champions
@@ -109,7 +110,7 @@ def night_graph(inputs: NightInputs) -> Graph:
                 if TEACHER.name in sources:
                     taught = {name: sources[name] for name in ("tokenizer", "shards", "replay")}
                     base = inputs.champion[TRAINING_STAGES[PRETRAIN.name].model]
-                    sources[TEACHER.name] = graph.add(TEACHER, **taught, teacher=base)
+                    sources[TEACHER.name] = graph.add(TEACHER, **taught, **{f"{TAUGHT_BY}0": base})
             if "replay" not in sources:
                 sources[TEACHER.name] = None
         elif stage is SFT and inputs.replayed_chats:
@@ -137,10 +138,11 @@ def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
 def check(settings: Settings) -> None:
     """Raise UsageError for settings that a night cannot have."""
     promotion.check_metric(settings)
-    if settings.pretrain.teacher not in (None, CHAMPION):
+    if settings.pretrain.teacher not in ((), (CHAMPION,)):
         raise UsageError(
-            f"pretrain.teacher is {settings.pretrain.teacher}, but the teacher of a night is the "
-            f"champion, on what is replayed; set pretrain.teacher={CHAMPION}, or leave it out"
+            f"pretrain.teacher is {', '.join(settings.pretrain.teacher)}, but the teacher of a "
+            f"night is the champion, on what is replayed; set pretrain.teacher={CHAMPION}, or "
+            f"leave it out"
         )
     if settings.runtime.nodes > 1:
         raise UsageError(

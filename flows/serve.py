@@ -114,11 +114,11 @@ def _run_full(home: Path, settings: Settings) -> State[Any]:
     from ttrain.engine.graph import Plan
     from ttrain.engine.planner import plan
     from ttrain.flows.full import full as full_graph
-    from ttrain.flows.teacher import name_teacher, with_teacher
+    from ttrain.flows.teacher import name_teachers, with_teachers
 
     store = store_of(home, settings)
-    settings = name_teacher(settings, store)
-    graph = with_teacher(full_graph(settings), settings, store)
+    settings = name_teachers(settings, store)
+    graph = with_teachers(full_graph(settings), settings, store)
     planned = Plan("full", settings, store, graph, plan(graph, settings, store))
     engine.run_pipeline(planned, flow_run_console(), engine.RunOptions(in_flow=True))
     return Completed()

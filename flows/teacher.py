@@ -1,4 +1,4 @@
-"""The model that `pretrain.teacher` names."""
+"""The models that `pretrain.teacher` names."""
 
 from ttrain.config import Settings, flatten
 from ttrain.engine.graph import Graph
@@ -8,32 +8,36 @@ from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import CHAMPION
-from ttrain.tasks import PRETRAIN, TEACHER
+from ttrain.tasks import PRETRAIN, TAUGHT_BY, TEACHER
 
 PREVIOUS = "previous"
 
 
-def name_teacher(settings: Settings, store: ArtifactStore) -> Settings:
-    """The settings with the key of the teacher, by which a rerun has the same one."""
-    if settings.pretrain.teacher is None or PRETRAIN.name not in settings.trainings:
+def name_teachers(settings: Settings, store: ArtifactStore) -> Settings:
+    """The settings with the keys of the teachers, by which a rerun has the same ones."""
+    if not settings.pretrain.teacher or PRETRAIN.name not in settings.trainings:
         return settings
-    teacher = _teacher(settings, store)
-    return settings.replaced({"pretrain": {"teacher": f"{teacher.stage}/{teacher.key}"}})
+    teachers = [_teacher(name, settings, store) for name in settings.pretrain.teacher]
+    keys = tuple(f"{teacher.stage}/{teacher.key}" for teacher in teachers)
+    return settings.replaced({"pretrain": {"teacher": keys}})
 
 
-def with_teacher(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:
-    """The graph, whose stage `teacher` reads its model. Raises UsageError if there is none."""
+def with_teachers(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:
+    """The graph, whose stage `teacher` reads its models. Raises UsageError where one is missing."""
     if TEACHER.name not in graph:
         return graph
+    teachers = {
+        f"{TAUGHT_BY}{number}": _teacher(name, settings, store)
+        for number, name in enumerate(settings.pretrain.teacher)
+    }
     complete = Graph()
     for node in graph.values():
-        named = {"teacher": _teacher(settings, store)} if node.stage is TEACHER else {}
-        complete.add(node.stage, **node.sources, **named)
+        read = teachers if node.stage is TEACHER else {}
+        complete.add(node.stage, **node.sources, **read)
     return complete
 
 
-def _teacher(settings: Settings, store: ArtifactStore) -> Artifact:
-    name = str(settings.pretrain.teacher)
+def _teacher(name: str, settings: Settings, store: ArtifactStore) -> Artifact:
     if name == PREVIOUS:
         return _previous(settings, store)
     named = lookup.find(store, f"{settings.name}@{CHAMPION}" if name == CHAMPION else name)

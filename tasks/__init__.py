@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttrain import config
+from ttrain.config.training import MOST_TEACHERS
 from ttrain.core.files import JsonDict
 from ttrain.store.model_files import PLATEAU
 
@@ -133,6 +134,7 @@ REFERENCE = Stage(
     memory=("runtime.rows_per_device",),
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
+TAUGHT_BY = "by-"  # before the number of a teacher, among the inputs
 TEACHER = Stage(
     "teacher",
     "ttrain.tasks.teacher",
@@ -144,7 +146,12 @@ TEACHER = Stage(
             *("mask_intervals", "precision"),
         )
     ),
-    {"tokenizer": (), "shards": (), "replay": (), "teacher": ("model",)},
+    {
+        "tokenizer": (),
+        "shards": (),
+        "replay": (),
+        **{f"{TAUGHT_BY}{number}": ("model",) for number in range(MOST_TEACHERS)},
+    },
     uses_model=True,
     spreads=True,
     memory=("runtime.rows_per_device",),

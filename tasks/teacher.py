@@ -1,7 +1,8 @@
-"""Stage `teacher`: the likeliest next tokens of an earlier model at every position of the rows.
+"""Stage `teacher`: the likeliest next tokens of earlier models at every position of the rows.
 
 Pretraining then learns a mixture of the labels and of these (arXiv:1503.02531).
 """
+# Letters in names: B rows, T positions, V entries of the vocabulary.
 
 import torch
 
@@ -9,7 +10,7 @@ from ttrain.config import Pretrain, Settings, rules
 from ttrain.data.encoder import Encoder
 from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
-from ttrain.tasks import new_model
+from ttrain.tasks import TAUGHT_BY, new_model
 from ttrain.tasks.common.job import Figures, StageContext
 from ttrain.tasks.common.row_scores import Scores, write_scores
 from ttrain.tasks.common.rows import open_rows, with_replay
@@ -27,11 +28,16 @@ def run(settings: Settings, job: StageContext) -> Figures:
     runtime = job.runtime
     ranks = start(runtime)
     encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, none encoded
-    base = job.inputs["teacher"] / new_model.DIRECTORY
-    if Encoder(base, fast=False).digest != encoder.digest:
+    bases = [
+        path / new_model.DIRECTORY
+        for name, path in job.inputs.items()
+        if name.startswith(TAUGHT_BY)
+    ]
+    named = ", ".join(config.teacher)
+    if any(Encoder(base, fast=False).digest != encoder.digest for base in bases):
         raise UsageError(
-            f"pretrain.teacher is {config.teacher}, a model with another tokenizer, whose tokens "
-            f"are not those of the rows; name a model of this tokenizer, or leave it out"
+            f"pretrain.teacher is {named}, of another tokenizer, whose tokens "
+            f"are not those of the rows; name models of this tokenizer, or leave it out"
         )
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
     first = 0
@@ -40,13 +46,22 @@ def run(settings: Settings, job: StageContext) -> Figures:
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     else:
         check_passes(config, rows)
-    model = NextTokenLoss(new_model.load(base), runtime.loss_chunk_tokens, runtime.attention)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
-    model.to(ranks.device).eval()
+    models = [
+        NextTokenLoss(new_model.load(base), runtime.loss_chunk_tokens, runtime.attention)
+        .to(ranks.device)
+        .eval()
+        for base in bases
+    ]
 
     def score(numbers: range) -> Scores:
+        batch = rows.batch(numbers)
+        mean_BTV = torch.zeros(())
         with torch.no_grad(), computed_in.autocast():
-            return likeliest(model.logits(rows.batch(numbers), ranks.device), rows.row_length)
+            for model in models:
+                logits_BTV = model.logits(batch, ranks.device)
+                mean_BTV = mean_BTV + logits_BTV.float().softmax(-1) / len(models)
+        return likeliest(mean_BTV, rows.row_length)
 
     write_scores(job.output, range(first, len(rows)), BLOCK_ROWS, score, job, ranks)
     ranks.barrier()
@@ -60,7 +75,7 @@ def check_passes(config: Pretrain, rows: Rows) -> None:
     passes = config.passes or (budget or 0) / max(1, tokens)
     if passes < FEWEST_PASSES:
         raise UsageError(
-            f"pretrain.teacher is {config.teacher}, but the rows are read {passes:.2g} times: a "
-            f"teacher helps from {FEWEST_PASSES} passes on; set pretrain.tokens=null "
-            f"pretrain.epochs={FEWEST_PASSES} or more, or leave it out"
+            f"pretrain.teacher is {', '.join(config.teacher)}, but the rows are read "
+            f"{passes:.2g} times: a teacher helps from {FEWEST_PASSES} passes on; set "
+            f"pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} or more, or leave it out"
         )

@@ -92,17 +92,17 @@ def plan(
     from ttrain.engine.planner import plan as plan_stages
     from ttrain.engine.planner import settings_of_selection
     from ttrain.flows import pipeline as graph_of
-    from ttrain.flows.teacher import name_teacher, with_teacher
+    from ttrain.flows.teacher import name_teachers, with_teachers
     from ttrain.tracking.artifact_source import store_of
 
     settings = Settings() if settings is None else settings
     store = store_of(_home(home), settings)
-    settings = name_teacher(settings, store)
+    settings = name_teachers(settings, store)
     selection = Selection(_stage_names(only), since, until)
     rerun = Rerun(_stage_names(force), extend, resume_key)
 
     def make_graph(settings: Settings) -> Graph:
-        return with_teacher(graph_of(pipeline)(settings), settings, store)
+        return with_teachers(graph_of(pipeline)(settings), settings, store)
 
     settings = settings_of_selection(make_graph(settings), settings, store, rerun, selection)
     graph = make_graph(settings)

@@ -69,9 +69,6 @@ $ ttrain data check bad.jsonl
 the first is bad.jsonl:1: not valid JSON: unexpected end of data. ttrain looked for one JSON \
 object a line, with the key 'text' or 'content' or 'body' or 'paragraphs' (reading.text_field) \
 with a text; keys seen: none
-$ ttrain data show nowhere
-2 nowhere holds no shards
-name a stage such as shards-sft, or a directory with index.json
 $ ttrain init docs.jsonl
 2 --out is my.yaml, which exists
 add --force to overwrite it, or name another file

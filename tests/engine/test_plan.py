@@ -231,8 +231,7 @@ def test_the_quickstart_begins_with_its_source_and_own_files_do_without(house: H
     settings = load([], environment={}).settings
     quickstart = plan(full(settings), settings, house.store)
     starts = {EXISTING_MODEL.name, NEW_MODEL.name}  # instead of pretraining
-    # There are no pairs, and no teacher.
-    others = {*starts, *OF_NIGHTS, "shards-dpo", "reference", "dpo", "teacher"}
+    others = {*starts, *OF_NIGHTS, "shards-dpo", "reference", "dpo", "teacher"}  # no pairs
     assert [planned.name for planned in quickstart] == [n for n in STAGES if n not in others]
     shipped = {"name": "python.jsonl.zst", "sha256": sha256_file(python_docs.text_file())}
     assert quickstart[0].ingredients["files"] == {"python": [shipped]}

@@ -20,9 +20,9 @@ MODEL = {"model/config.json": "{}", "model/model.safetensors": ""}
 def planned_teacher(house: House, *overrides: str) -> Artifact:
     plan = api.plan("full", house.settings(*overrides), home=house.store.root)
     assert [stage.name for stage in plan][4:6] == ["teacher", "pretrain"]
-    teacher = plan.graph["teacher"].sources["teacher"]
+    teacher = plan.graph["teacher"].sources["by-0"]
     assert isinstance(teacher, Artifact)
-    assert plan.settings.pretrain.teacher == f"pretrain/{teacher.key}"  # so that a rerun has it
+    assert plan.settings.pretrain.teacher == (f"pretrain/{teacher.key}",)  # so that a rerun has it
     return teacher
 
 

@@ -311,7 +311,7 @@ def test_the_champion_teaches_what_a_night_replays(night: Night) -> None:
     taught = {"pretrain": {**INFINITE, "teacher": "champion"}}
     stages = stages_of(night.inputs(taught, documents=("shards-pretrain/d",)))
     assert stages["pretrain"]["teacher"] == "teacher"
-    assert stages["teacher"]["replay"] == "replay" and stages["teacher"]["teacher"].key == "p"
+    assert stages["teacher"]["replay"] == "replay" and stages["teacher"]["by-0"].key == "p"
     stages = stages_of(night.inputs(taught))  # nothing to replay
     assert "teacher" not in stages and "teacher" not in stages["pretrain"]
     previous = Settings.model_validate({"pretrain": {"teacher": "previous"}})

@@ -38,9 +38,11 @@ def teach(inputs: dict[str, Path], output: Path, settings: Settings = SETTINGS) 
 
 @pytest.fixture(scope="module")
 def inputs(stage_home: Home, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    model = tmp_path_factory.mktemp("teacher")
-    run_here(new_model, SETTINGS, model, stage_home.paths, SETTINGS.runtime)
-    return {**stage_home.paths, "teacher": model}
+    models = {f"by-{seed}": tmp_path_factory.mktemp("teacher") for seed in range(2)}
+    for seed, model in enumerate(models.values()):
+        settings = SETTINGS.replaced({"pretrain": {"seed": seed}})
+        run_here(new_model, settings, model, stage_home.paths, SETTINGS.runtime)
+    return {**stage_home.paths, **models}
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +52,20 @@ def taught(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
-def test_rows_bring_the_shares_of_the_teacher(inputs: dict[str, Path], taught: Path) -> None:
+def test_rows_bring_the_mean_shares_of_the_teachers(inputs: dict[str, Path], taught: Path) -> None:
     encoder = Encoder(inputs["tokenizer"])
     rows = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
     numbers = [len(rows) - 1, 0]
     batch = TaughtRows(rows, taught, 0.25).batch(numbers)
-    model = new_model.load(inputs["teacher"] / "model").eval()
+    models = [new_model.load(inputs[f"by-{number}"] / "model").eval() for number in range(2)]
     plain = rows.batch(numbers)
     assert batch.taught is not None and (batch.input_ids_BT == plain.input_ids_BT).all()
     shares_BTK = torch.from_numpy(batch.taught[1])
     for line, row in enumerate(plain.input_ids_BT):
         first, end = next(iter(plain.spans(line)))
         ids = torch.from_numpy(row[None, first:end])
-        top = model(input_ids=ids).logits.softmax(-1).topk(TOP)
+        parts = [model(input_ids=ids).logits.softmax(-1) for model in models]
+        top = torch.stack(parts).mean(0).topk(TOP)
         assert torch.allclose(shares_BTK[line, first:end], 0.25 * top.values[0], rtol=1e-2)
 
 
@@ -89,8 +92,8 @@ def test_few_passes_and_other_tokenizers_are_refused(
     tokenizer.save(tokenizer.train(["another text"] * 9, 290), tmp_path / "other")
     foreign = {"tokenizer": tmp_path / "other"}
     run_here(new_model, SETTINGS, tmp_path, foreign, SETTINGS.runtime)
-    with pytest.raises(UsageError, match="a model with another tokenizer"):
-        teach({**inputs, "teacher": tmp_path}, tmp_path / "foreign")
+    with pytest.raises(UsageError, match="of another tokenizer"):
+        teach({**inputs, "by-0": tmp_path}, tmp_path / "foreign")
 
 
 def test_a_night_is_taught_what_it_replays_alone(inputs: dict[str, Path], tmp_path: Path) -> None:

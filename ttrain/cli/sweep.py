@@ -124,7 +124,7 @@ def sweep_full(
     from ttrain.engine.input_files import check_first_rows
     from ttrain.experiments import request, trials
     from ttrain.flows.full import full
-    from ttrain.flows.teacher import with_teacher
+    from ttrain.flows.teacher import with_teachers
     from ttrain.tracking.artifact_source import store_of
 
     files = [
@@ -135,7 +135,7 @@ def sweep_full(
     settings = [word for word in overrides or () if Path(word) not in files]
 
     def pipeline(settings: Settings) -> Graph:
-        return with_teacher(full(settings), settings, store_of(home(), settings))
+        return with_teachers(full(settings), settings, store_of(home(), settings))
 
     wanted = request.request_of(
         pipeline,

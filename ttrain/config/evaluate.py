@@ -132,10 +132,6 @@ class GateJob(Section):
     data: tuple[str, ...]  # files of documents or chats
 
 
-# A part of names of metrics.
-TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-
-
 class TaskBase(Section):
     """What every task has."""
 
@@ -263,4 +259,8 @@ KINDS = [task.model_fields["kind"].default for task in get_args(Task)]
 class Suite(Section):
     """Tasks by name, in the order in which a table shows them."""
 
-    tasks: dict[TaskName, Annotated[Task, Field(discriminator="kind")]] = Field(min_length=1)
+    # By names that can be a part of a metric's.
+    tasks: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")],
+        Annotated[Task, Field(discriminator="kind")],
+    ] = Field(min_length=1)

@@ -177,7 +177,8 @@ class TaskJob(Section):
     allow: tuple[str, ...]
 
 
-Targets = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]  # last parts of the names of layers
+MOST_TEACHERS = 8
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 
 
 class Pretrain(Training):
@@ -195,10 +196,11 @@ class Pretrain(Training):
     tokens_per_step: Tokens | Auto = setting(
         rules.BATCH, "tokens of one optimizer step, over all ranks; auto: by the size of the model"
     )
-    teacher: str | None = setting(
-        None,
-        "an earlier model whose likeliest next tokens are learnt too, of three passes and more "
-        "(docs/recipe.md): previous, champion, or a name as for `ttrain eval`; empty: none",
+    teacher: Names = setting(
+        (),
+        "earlier models whose likeliest next tokens are learnt too, of three passes and more "
+        "(docs/recipe.md): previous, champion, or names as for `ttrain eval`, by their mean",
+        max_length=MOST_TEACHERS,
     )
     teacher_weight: float = setting(
         0.5, "share of each target that the teacher decides", gt=0, le=1
@@ -239,7 +241,7 @@ class Adapted(FineTune):
     dropout: float = setting(
         0.0, "of the adapter; its masks also depend on runtime.rows_per_device", ge=0, lt=1
     )
-    targets: Targets = setting(
+    targets: Names = setting(
         ("all-linear",),
         "of the adapter: last parts of layers' names, `attention`, or `all-linear` (all but the "
         "output head)",

@@ -8,7 +8,6 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,14 +18,14 @@ BLOCK_ROWS = 1024  # rows of a file
 IDS, LOG_PROBABILITIES = "ids", "log_probabilities"
 
 
-def likeliest(logits_BTV: Tensor, row_length: int) -> dict[str, npt.NDArray[Any]]:
+def likeliest(probabilities_BTV: Tensor, row_length: int) -> dict[str, npt.NDArray[Any]]:
     """The `TOP` tokens of each position with their log-probabilities, [B, row_length, K]."""
-    width, vocab_size = logits_BTV.shape[1:]
-    top = torch.log_softmax(logits_BTV.float(), -1).topk(min(TOP, vocab_size))
+    width, vocab_size = probabilities_BTV.shape[1:]
+    top = probabilities_BTV.topk(min(TOP, vocab_size))
     padding = ((0, 0), (0, row_length - width), (0, 0))
     types = {IDS: np.min_scalar_type(vocab_size), LOG_PROBABILITIES: np.dtype(np.float16)}
     found = {}
-    for (name, dtype), tensor in zip(types.items(), (top.indices, top.values), strict=True):
+    for (name, dtype), tensor in zip(types.items(), (top.indices, top.values.log()), strict=True):
         found[name] = np.pad(tensor.cpu().numpy().astype(dtype), padding)
     return found
 
