@@ -25,18 +25,16 @@ FEWEST_PASSES = 3
 def run(settings: Settings, job: StageContext) -> Figures:
     """Write the likeliest tokens of all rows, or of the replayed ones, which a champion learnt."""
     config = settings.pretrain
-    runtime = job.runtime
-    ranks = start(runtime)
+    ranks = start(job.runtime)
     encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, none encoded
     bases = [
         path / new_model.DIRECTORY
         for name, path in job.inputs.items()
         if name.startswith(TAUGHT_BY)
     ]
-    named = ", ".join(config.teacher)
     if any(Encoder(base, fast=False).digest != encoder.digest for base in bases):
         raise UsageError(
-            f"pretrain.teacher is {named}, of another tokenizer, whose tokens "
+            f"pretrain.teacher is {', '.join(config.teacher)}, of another tokenizer, whose tokens "
             f"are not those of the rows; name models of this tokenizer, or leave it out"
         )
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
@@ -48,7 +46,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
         check_passes(config, rows)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
     models = [
-        NextTokenLoss(new_model.load(base), runtime.loss_chunk_tokens, runtime.attention)
+        NextTokenLoss(new_model.load(base), job.runtime.loss_chunk_tokens, job.runtime.attention)
         .to(ranks.device)
         .eval()
         for base in bases
