@@ -4,7 +4,7 @@
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
     python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; commit 50dc1ba
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
-    python bench/train_target.py --only passes        an hour on two cores; three seeds
+    python bench/train_target.py --only passes        two hours on two cores; three seeds
 
 target: time until the validation loss reaches a target on a small corpus. A model of hidden size
 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
@@ -23,8 +23,8 @@ take turns, one seed after the other.
 
 passes: bits per byte of the same documents for at most four times the seconds of the quickstart's
 pretraining: the best plain run of those that were tried (docs/recipe.md), and one with the
-quickstart's own model as its teacher, whose training and whose pass over the rows count. Each seed
-trains all three; the interval of the difference is that of its seeds, by Student's t.
+quickstart's runs of all seeds as its teachers, whose passes over the rows count. The interval of
+the difference is that of the seeds, by Student's t.
 """
 
 from __future__ import annotations
@@ -67,8 +67,14 @@ MOST_BITS = 1.78
 MOST_AT_EQUAL_TOKENS = 0.95
 SHARE = 0.55  # of the tokens of equal seconds
 MOST_TO_LOSS = 0.6  # of the first version's seconds to its loss
-PLAIN = ["pretrain.tokens=null", "pretrain.epochs=10"]
-TAUGHT = ["pretrain.tokens=null", "pretrain.epochs=5"]
+PASSES = ["pretrain.tokens=null", "pretrain.tokens_per_step=4096"]
+PLAIN = [*PASSES, "pretrain.epochs=10"]
+TAUGHT = [
+    *PASSES,
+    "pretrain.epochs=8.5",
+    "pretrain.teacher_weight=0.7",
+    "pretrain.optim.weight_decay=0.3",
+]
 MOST_SECONDS, MOST_TAUGHT_BITS, LEAST_GAIN = 4.1, 1.58, 0.03
 
 
@@ -108,9 +114,8 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
         settings = [*model, *changes, f"pretrain.tokens={tokens}", f"pretrain.seed={seed}"]
         cost = train_common.stage("pretrain", directory, settings, keep=True, **environment)
         rates[name == "first"].append(tokens / seconds(cost))
-        return replace(
-            cost, result={**cost.result, "bits": bits_per_byte(cost, heldout, directory)}
-        )
+        bits = bits_per_byte(cost, heldout, directory)
+        return replace(cost, result={**cost.result, "bits": bits})
 
     tokens = dict.fromkeys(("first", "ours"), options.tokens)
     for name, count in () if options.preset else tokens.items():
@@ -162,13 +167,14 @@ def compare_passes(options: argparse.Namespace, directory: Path, table: Table) -
         print(f"  {name}: {run[0]:.4f} in {run[1]:.0f} s, {' '.join(settings)}", flush=True)
         return str(cost.result["artifact"])
 
-    for seed in range(1, options.seeds + 1):
-        teacher = train("today", [f"pretrain.seed={seed}"])
+    seeds = range(1, options.seeds + 1)
+    teachers = ",".join(train("today", [f"pretrain.seed={seed}"]) for seed in seeds)
+    for seed in seeds:
         train("plain", [f"pretrain.seed={seed}", *PLAIN])
-        taught = [f"pretrain.seed={seed + 100}", f"pretrain.teacher={teacher}", *TAUGHT]
+        taught = [f"pretrain.seed={seed + 100}", f"pretrain.teacher={teachers}", *TAUGHT]
         (path,) = train_common.artifacts(directory, taught, "teacher")
         manifest = json.loads((Path(path) / "manifest.json").read_text())
-        train("taught", taught, runs["today"][-1][1] + manifest["seconds"])
+        train("taught", taught, manifest["seconds"])
     bits = {name: [run[0] for run in runs[name]] for name in runs}
     times = {name: statistics.mean(run[1] for run in runs[name]) for name in runs}
     for name in ("plain", "taught"):
