@@ -221,7 +221,7 @@ def test_a_helper_two_modules_away_counts_for_all_that_reach_it(package: Package
     path.write_text(text.replace("(1 + math.cos", "(1 - math.cos"), encoding="utf-8")
     assert text != path.read_text(encoding="utf-8")
     assert "schedules" not in (package.path / "tasks" / "sft.py").read_text()
-    reached = ("pretrain", "sft", "lora", "dpo", "reference")
+    reached = ("pretrain", "sft", "lora", "dpo", "reference", "teacher")
     assert package.changes() == {name: {"ttrain.train.schedules"} for name in reached}
 
 

@@ -44,7 +44,7 @@ HARMLESS = {  # settings that hold a text
     *(f"data.{name}" for name in DATASETS),
     "reading.text_field",
     # These read JSON and safetensors alone
-    *("tokenizer.existing", *(f"{name}.start_from" for name in TRAININGS)),
+    *("tokenizer.existing", "pretrain.teacher", *(f"{name}.start_from" for name in TRAININGS)),
     # Of transformers; `fields` takes the architecture's own alone
     *("model.preset", "model.kind", "model.fields"),
     *(f"{name}.mask_intervals" for name in TRAININGS),

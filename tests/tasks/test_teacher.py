@@ -59,7 +59,7 @@ def test_rows_bring_the_mean_shares_of_the_teachers(inputs: dict[str, Path], tau
     batch = TaughtRows(rows, taught, 0.25).batch(numbers)
     models = [new_model.load(inputs[f"by-{number}"] / "model").eval() for number in range(2)]
     plain = rows.batch(numbers)
-    assert batch.taught is not None and (batch.input_ids_BT == plain.input_ids_BT).all()
+    assert (batch.input_ids_BT == plain.input_ids_BT).all()
     shares_BTK = torch.from_numpy(batch.taught[1])
     for line, row in enumerate(plain.input_ids_BT):
         first, end = next(iter(plain.spans(line)))
@@ -107,7 +107,6 @@ def test_a_night_is_taught_what_it_replays_alone(inputs: dict[str, Path], tmp_pa
     rows = with_replay(new, tmp_path / "replay" / "train", encoder, SETTINGS.pretrain)
     assert figures["taught_rows"] == len(rows) - len(new) > 0
     batch = TaughtRows(rows, tmp_path / "night", 0.5).batch([0, len(new)])
-    assert batch.taught is not None
     assert batch.taught[1][0].max() == 0 < batch.taught[1][1].max()
 
 
@@ -149,7 +148,6 @@ def test_a_student_comes_closer_to_its_teacher(
     encoder = Encoder(inputs["tokenizer"])
     rows = open_rows(inputs["shards"] / "train", encoder, SETTINGS.pretrain)
     batch = TaughtRows(rows, taught, 1.0).batch(range(8))
-    assert batch.taught is not None
     settings = stage_settings(24, {"teacher_weight": 1.0})
     totals, entropies = [], []
     for name, more in (("plain", {}), ("taught", {"teacher": taught})):

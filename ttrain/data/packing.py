@@ -7,7 +7,7 @@ and segments (which record, for the attention mask; -1 for padding).
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Self
@@ -39,10 +39,7 @@ Counts = dict[str, int | float]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as arrays of shape [B, T].
-
-    `taught`: a teacher's likeliest next tokens and their shares of the targets, [B, T, K].
-    """
+    """Rows as arrays of shape [B, T]."""
 
     FILLS: ClassVar[tuple[int, ...]] = ()  # padding of the arrays that a subclass adds
     # Whether each target counts by itself, so that a part of a row can be trained on.
@@ -51,7 +48,6 @@ class Batch:
     labels_BT: Array
     positions_BT: Array
     segments_BT: Array
-    taught: tuple[Array, npt.NDArray[np.float32]] | None = field(default=None, kw_only=True)
 
     @classmethod
     def padding(cls, rows: int, width: int, pad_id: int) -> Self:

@@ -29,6 +29,7 @@ from ttrain.train.losses import (
 from ttrain.train.moe import Balancing, Routers
 from ttrain.train.precision import autocast_dtype
 from ttrain.train.task import LossSum, Metrics, Sums, TrainingTask
+from ttrain.train.teacher import TaughtBatch
 from ttrain.train.varlen import Spans
 
 # Architectures whose logits are just the hidden states times the weight of the output embedding.
@@ -162,7 +163,7 @@ def _arrays(batch: Batch, device: torch.device) -> list[Tensor]:
 
 
 def _taught(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    if batch.taught is None:
+    if not isinstance(batch, TaughtBatch):
         return None
     ids_BTK, shares_BTK = on_device(batch.taught, device)
     return ids_BTK.flatten(0, 1), shares_BTK.flatten(0, 1)

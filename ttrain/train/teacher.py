@@ -2,7 +2,7 @@
 # Letters in names: B rows, T positions, K likeliest tokens, V entries of the vocabulary.
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from torch import Tensor
 
-from ttrain.data.packing import Batch, Rows
+from ttrain.data.packing import Array, Batch, Rows
 
 TOP = 32  # tokens a position: they had 0.8 of the teacher's probability on the quickstart's rows
 BLOCK_ROWS = 1024  # rows of a file
@@ -22,12 +22,20 @@ def likeliest(probabilities_BTV: Tensor, row_length: int) -> dict[str, npt.NDArr
     """The `TOP` tokens of each position with their log-probabilities, [B, row_length, K]."""
     width, vocab_size = probabilities_BTV.shape[1:]
     top = probabilities_BTV.topk(min(TOP, vocab_size))
-    padding = ((0, 0), (0, row_length - width), (0, 0))
     types = {IDS: np.min_scalar_type(vocab_size), LOG_PROBABILITIES: np.dtype(np.float16)}
     found = {}
     for (name, dtype), tensor in zip(types.items(), (top.indices, top.values.log()), strict=True):
-        found[name] = np.pad(tensor.cpu().numpy().astype(dtype), padding)
+        found[name] = np.pad(
+            tensor.cpu().numpy().astype(dtype), ((0, 0), (0, row_length - width), (0, 0))
+        )
     return found
+
+
+@dataclass(frozen=True)
+class TaughtBatch(Batch):
+    """Rows, a teacher's likeliest next tokens, and their shares of the targets, [B, T, K]."""
+
+    taught: tuple[Array, npt.NDArray[np.float32]]
 
 
 @final
@@ -54,7 +62,7 @@ class TaughtRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, rows: Collection[int]) -> Batch:
+    def batch(self, rows: Collection[int]) -> TaughtBatch:
         """A batch of the rows with these numbers."""
         batch = self._rows.batch(rows)
         shape = (*batch.input_ids_BT.shape, self._tokens)
@@ -65,4 +73,4 @@ class TaughtRows:
                 block, place = divmod(int(row), BLOCK_ROWS)
                 ids_BTK[line] = self._blocks[IDS][block][place][: shape[1]]
                 log_probs_BTK[line] = self._blocks[LOG_PROBABILITIES][block][place][: shape[1]]
-        return replace(batch, taught=(ids_BTK, np.exp(log_probs_BTK) * self._weight))
+        return TaughtBatch(**vars(batch), taught=(ids_BTK, np.exp(log_probs_BTK) * self._weight))
