@@ -155,7 +155,7 @@ def compare_recipes(options: argparse.Namespace, directory: Path, table: Table) 
 
 
 def compare_passes(options: argparse.Namespace, directory: Path, table: Table) -> None:
-    """Bits per byte at four times the seconds of today's run: plain, and taught by it."""
+    """Bits per byte at four times the seconds of today's runs: plain, and taught by these."""
     source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
     heldout = Path(source) / "pretrain_heldout.jsonl"
     runs = defaultdict[str, list[tuple[float, float]]](list)  # bits and seconds

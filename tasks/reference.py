@@ -5,6 +5,7 @@ Letters in names: A answers, of the shards or of a batch.
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -49,24 +50,23 @@ def run(settings: Settings, job: StageContext) -> Figures:
     computed_in = precision.resolve_precision(settings.dpo.precision, ranks.device)
     model.to(ranks.device).eval()
 
+    def score(rows: Rows, numbers: range) -> Scores:
+        batch = rows.batch(numbers)
+        assert isinstance(batch, PairBatch)
+        with torch.no_grad(), computed_in.autocast():
+            log_probs_A, tokens_A = score_answers(model, batch, ranks.device)
+        return {
+            ANSWERS: batch.answer_ids_A,
+            LOG_PROBABILITIES: log_probs_A.cpu().numpy().astype(np.float64),
+            TOKENS: tokens_A.cpu().numpy().astype(np.int64),
+        }
+
     blocks = job.output / "blocks"
     for part in PARTS:
         rows = open_rows(
             job.inputs["shards"] / part, encoder, settings.dpo, heldout=part == "heldout"
         )
-
-        def scored(numbers: range, rows: Rows = rows) -> Scores:
-            batch = rows.batch(numbers)
-            assert isinstance(batch, PairBatch)
-            with torch.no_grad(), computed_in.autocast():
-                log_probs_A, tokens_A = score_answers(model, batch, ranks.device)
-            return {
-                ANSWERS: batch.answer_ids_A,
-                LOG_PROBABILITIES: log_probs_A.cpu().numpy().astype(np.float64),
-                TOKENS: tokens_A.cpu().numpy().astype(np.int64),
-            }
-
-        write_scores(blocks / part, range(len(rows)), BLOCK_ROWS, scored, job, ranks)
+        write_scores(blocks / part, range(len(rows)), BLOCK_ROWS, partial(score, rows), job, ranks)
     ranks.barrier()
     if not ranks.first:
         return {}

@@ -26,7 +26,7 @@ def run(settings: Settings, job: StageContext) -> Figures:
     """Write the likeliest tokens of all rows, or of the replayed ones, which a champion learnt."""
     config = settings.pretrain
     ranks = start(job.runtime)
-    encoder = Encoder(job.inputs["tokenizer"], fast=False)  # its ids are asked for, none encoded
+    encoder = Encoder(job.inputs["tokenizer"], fast=False)  # no text is encoded
     bases = [
         path / new_model.DIRECTORY
         for name, path in job.inputs.items()
@@ -38,9 +38,8 @@ def run(settings: Settings, job: StageContext) -> Figures:
             f"are not those of the rows; name models of this tokenizer, or leave it out"
         )
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
-    first = 0
+    first = len(rows) if "replay" in job.inputs else 0
     if "replay" in job.inputs:
-        first = len(rows)
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
     else:
         check_passes(config, rows)

@@ -93,15 +93,11 @@ def layers(
         for variable in sorted(environment)
     ]
     if isinstance(overrides, Mapping):
-        trees.append(
-            (
-                "overrides",
-                {
-                    key: str(value) if isinstance(value, Path) else value
-                    for key, value in overrides.items()
-                },
-            )
-        )
+        paths_as_texts = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in overrides.items()
+        }
+        trees.append(("overrides", paths_as_texts))
     else:
         trees += [(COMMAND_LINE, _assignment(text)) for text in overrides]
     flat = [

@@ -73,7 +73,6 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
     kind = values[f"{OPTIM}kind"]
     alone = f"since optim.kind is {kind}"
-    passes = values["pretrain.epochs"] or 0
     rules = {
         TIED: Rule(
             share > LARGEST_HEAD,
@@ -89,8 +88,10 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             "a power of two, in whole rows",
         ),
         f"{OPTIM}weight_decay": Rule(
-            float(f"{max(DECAY, DECAY_A_PASS * passes):.3g}") if kind == "muon" else DECAY,
-            f"{DECAY_A_PASS} x {passes:g} passes of pretrain.epochs with Muon, at least {DECAY}",
+            max(DECAY, round(DECAY_A_PASS * (values["pretrain.epochs"] or 0), 3))
+            if kind == "muon"
+            else DECAY,
+            f"{DECAY_A_PASS} x pretrain.epochs with Muon, at least {DECAY}",
         ),
         BETAS_KEY: Rule(BETAS, "beside Muon") if kind == "muon" else Rule(USUAL_BETAS, alone),
     }

@@ -23,7 +23,7 @@ from ttrain.core.files import (
 )
 from ttrain.core.text import first_of
 from ttrain.errors import UsageError
-from ttrain.export import gguf_adapter, gguf_file, ollama
+from ttrain.export import ollama
 from ttrain.export.weights import write, write_tensors
 from ttrain.reports.model_card import Exported, History, card
 from ttrain.store.artifacts import ArtifactStore
@@ -176,6 +176,8 @@ def _check_request(reference: Reference, request: Request) -> None:
             f"--license is '{request.licence}' but must be one word that names it, for example mit"
         )
     if request.gguf is not None:
+        from ttrain.export import gguf_adapter, gguf_file  # 0.4 s, which other exports need not
+
         types = gguf_file.check_types(request.gguf)
         if reference.adapter and not request.merge:
             gguf_adapter.check(reference.adapter, types)
@@ -323,7 +325,7 @@ def _write_gguf(
 ) -> list[Scored]:
     # Write STEM-TYPE.gguf of each type, scored, and the Modelfile of the first one. `model`: the
     # one that is exported; None: the files hold the adapter.
-    from ttrain.export import gguf_export
+    from ttrain.export import gguf_export, gguf_file
     from ttrain.inference import loading
     from ttrain.model import factory
     from ttrain.tasks.shards import heldout_records, scored_documents
@@ -345,8 +347,9 @@ def _write_gguf(
             shard_size=request.shard_size,
         )
         _copy(reference.tokenizer, whole, TOKENIZER_FILES)
-        adapter = reference.adapter if model is None else None
-        scores = gguf_export.write_checked(loaded, whole, files, texts, say, adapter)
+        scores = gguf_export.write_checked(
+            loaded, whole, files, texts, say, reference.adapter if model is None else None
+        )
         if model is not None:
             render = ollama.renderer(whole) if loaded.can_chat else None
             text = ollama.modelfile(files[0].name, loaded, render)

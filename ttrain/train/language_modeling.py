@@ -253,8 +253,9 @@ class NextTokenLoss(nn.Module):
         are the balance terms, unweighted (see `balance_of`), where each row counts `weights_B`
         times. `taught`: ids and shares of a `Lesson`, whose term is a part.
         """
-        zero = torch.zeros((), device=labels_BT.device)
-        lesson = None if taught is None else Lesson(*taught, zero)
+        lesson = (
+            None if taught is None else Lesson(*taught, torch.zeros((), device=labels_BT.device))
+        )
         rows = PackedTensors(
             input_ids_BT, positions_BT, segments_BT, labels_BT, spans, branches_BT, lesson
         )
