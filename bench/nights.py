@@ -10,7 +10,7 @@ other, and each night's model becomes champion. The sides:
 
 ours: the profile `continual`, averaged weights with replay. rewarm: the default schedule with the
 same replay. new: new documents alone, at the full rate. all: each night continues on all documents,
-at the full rate.
+at the full rate. taught: ours, whose champion teaches what is replayed.
 
 All are compared with a new model that learns everything at once, in bits per byte of the held-out
 text of all nights. Its tokens are those of retraining so every night: of the first night, of the
@@ -90,6 +90,7 @@ SIDES = {
     "rewarm": REWARM,
     "new": ["nightly.replay=0", "nightly.rate=1"],
     "all": ["nightly.data=all", "nightly.rate=1"],
+    "taught": ["pretrain.teacher=champion"],
 }
 Night = Mapping[str, Sequence[float]]  # (nats, bytes) of the held-out text of each domain
 Runs = Sequence[Mapping[str, Any]]  # of a side, one of each seed
@@ -107,7 +108,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", default="60k", help="of a night, about; Python's own source has up to 170k"
     )
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--sides", default="ours,rewarm,new,all", help=f"of {', '.join(SIDES)}")
     parser.add_argument("--threads", type=int, help="of each training; default: all cores")
     parser.add_argument(
         "--set",
@@ -294,7 +295,7 @@ def learn(directory: str, names: str, settings: str, side: str) -> dict[str, Any
 
     root = Path(directory)
     domains = json.loads(names)
-    profiles = [PROFILE] if side in ("ours", "rewarm") else []
+    profiles = [PROFILE] if side in ("ours", "rewarm", "taught") else []
     config = load(
         [*json.loads(settings), "pretrain.tokens=null", "pretrain.epochs=1"], profiles=profiles
     ).settings
@@ -374,7 +375,7 @@ class Learner:
         """Train on these domains, from a champion if any; the model's artifact and metrics."""
         from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.store.model_files import PLATEAU
-        from ttrain.tasks import pretrain, replay
+        from ttrain.tasks import pretrain, replay, teacher
 
         documents = self.shards(domains)
         inputs = {"tokenizer": self.root / "tokenizer", "shards": documents}
@@ -394,6 +395,11 @@ class Learner:
                 f"learnt-{number:04}": self.shards([name]) for number, name in enumerate(learnt)
             }
             replay.run(tonight, self.job(inputs["replay"], {"documents": documents, **earlier}))
+            if tonight.pretrain.teacher:
+                inputs["teacher"] = output.with_name(f"{output.name}-teacher")
+                read = {name: inputs[name] for name in ("tokenizer", "shards", "replay")}
+                job = self.job(inputs["teacher"], {**read, "by-0": champion})
+                teacher.run(tonight, job)
         figures = pretrain.run(tonight, self.job(output, inputs))
         return output, figures
 

@@ -4,7 +4,7 @@
     python bench/train_target.py --only target --rounds 1 --steps 20  a quick try, 3 minutes
     python bench/train_target.py --only recipe --first CHECKOUT       10 minutes; commit 50dc1ba
     python bench/train_target.py --only recipe --preset 5m --tokens 400000 --seeds 1
-    python bench/train_target.py --only passes        two hours on two cores; three seeds
+    python bench/train_target.py --only passes        an hour on two cores; three seeds
 
 target: time until the validation loss reaches a target on a small corpus. A model of hidden size
 128 with 4 layers, vocabulary 2048, rows of 256 tokens, 16 of them a step on both sides.
@@ -23,8 +23,9 @@ take turns, one seed after the other.
 
 passes: bits per byte of the same documents for at most four times the seconds of the quickstart's
 pretraining: the best plain run of those that were tried (docs/recipe.md), and one with the
-quickstart's runs of all seeds as its teachers, whose passes over the rows count. The interval of
-the difference is that of the seeds, by Student's t.
+quickstart's runs of all seeds as its teachers, whose passes over the rows count. Two runs train
+side by side with one thread each, a plain one beside a taught one. The interval of the difference
+is that of the seeds, by Student's t.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ import json
 import shutil
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import common
@@ -67,15 +71,17 @@ MOST_BITS = 1.78
 MOST_AT_EQUAL_TOKENS = 0.95
 SHARE = 0.55  # of the tokens of equal seconds
 MOST_TO_LOSS = 0.6  # of the first version's seconds to its loss
-PASSES = ["pretrain.tokens=null", "pretrain.tokens_per_step=4096"]
-PLAIN = [*PASSES, "pretrain.epochs=10"]
+ONE_THREAD = "runtime.threads=1"  # two runs side by side, as many tokens a second as each alone
+PLAIN = ["pretrain.tokens=null", "pretrain.epochs=10"]
 TAUGHT = [
-    *PASSES,
-    "pretrain.epochs=8.5",
+    "pretrain.tokens=null",
+    "pretrain.epochs=8.2",
+    "pretrain.tokens_per_step=4096",
     "pretrain.teacher_weight=0.7",
     "pretrain.optim.weight_decay=0.3",
 ]
-MOST_SECONDS, MOST_TAUGHT_BITS, LEAST_GAIN = 4.1, 1.58, 0.03
+FAR = 100  # from the teachers' seeds
+MOST_SECONDS, MOST_TAUGHT_BITS, LEAST_GAIN = 4.0, 1.58, 0.03
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -158,31 +164,36 @@ def compare_passes(options: argparse.Namespace, directory: Path, table: Table) -
     """Bits per byte at four times the seconds of today's runs: plain, and taught by these."""
     source, *_ = train_common.artifacts(directory, [], "source", "tokenizer", "shards-pretrain")
     heldout = Path(source) / "pretrain_heldout.jsonl"
-    runs = defaultdict[str, list[tuple[float, float]]](list)  # bits and seconds
+    runs = defaultdict[str, dict[int, tuple[float, float]]](dict)  # bits and seconds, by seed
 
-    def train(name: str, settings: list[str], more: float = 0.0) -> str:
+    def train(name: str, seed: int, changes: Sequence[str] = (), more: float = 0.0) -> str:
+        settings = [ONE_THREAD, f"pretrain.seed={seed}", *changes]
         cost = train_common.stage("pretrain", directory, settings, keep=True)
-        run = bits_per_byte(cost, heldout, directory), seconds(cost) + more
-        runs[name].append(run)
-        print(f"  {name}: {run[0]:.4f} in {run[1]:.0f} s, {' '.join(settings)}", flush=True)
+        bits = bits_per_byte(cost, heldout, directory)
+        runs[name][seed] = bits, seconds(cost) + more
+        print(f"  {name}, seed {seed}: {bits:.4f} in {runs[name][seed][1]:.0f} s", flush=True)
         return str(cost.result["artifact"])
 
     seeds = range(1, options.seeds + 1)
-    teachers = ",".join(train("today", [f"pretrain.seed={seed}"]) for seed in seeds)
-    for seed in seeds:
-        train("plain", [f"pretrain.seed={seed}", *PLAIN])
-        taught = [f"pretrain.seed={seed + 100}", f"pretrain.teacher={teachers}", *TAUGHT]
-        (path,) = train_common.artifacts(directory, taught, "teacher")
-        manifest = json.loads((Path(path) / "manifest.json").read_text())
-        train("taught", taught, manifest["seconds"])
-    bits = {name: [run[0] for run in runs[name]] for name in runs}
-    times = {name: statistics.mean(run[1] for run in runs[name]) for name in runs}
+    with ThreadPoolExecutor(max_workers=2) as pair:
+        teachers = ",".join(pair.map(train, repeat("today"), seeds))
+        taught = [*TAUGHT, f"pretrain.teacher={teachers}"]
+        (path,) = train_common.artifacts(directory, [ONE_THREAD, *taught], "teacher")
+        teaching = json.loads((Path(path) / "manifest.json").read_text())["seconds"]
+        print(f"  the teachers' passes: {teaching:.0f} s", flush=True)
+        work: list[Future[str]] = []
+        for seed in seeds:
+            work.append(pair.submit(train, "plain", seed, PLAIN))
+            work.append(pair.submit(train, "taught", seed + FAR, taught, teaching))
+        for job in work:
+            job.result()
+    times = {name: statistics.mean(run[1] for run in runs[name].values()) for name in runs}
+    bits = {name: [run[0] for _, run in sorted(runs[name].items())] for name in runs}
     for name in ("plain", "taught"):
         label = f"s of training, {name}; today's"
         table.ratio(label, times[name], times["today"], most=MOST_SECONDS)
-    table.value("bits per byte, today", statistics.mean(bits["today"]))
-    table.value("bits per byte, plain", statistics.mean(bits["plain"]))
-    table.value("bits per byte, taught", statistics.mean(bits["taught"]), most=MOST_TAUGHT_BITS)
+    for name, most in (("today", 0), ("plain", 0), ("taught", MOST_TAUGHT_BITS)):
+        table.value(f"bits per byte, {name}", statistics.mean(bits[name]), most=most)
     gains = [plain - own for plain, own in zip(bits["plain"], bits["taught"], strict=True)]
     table.value("gain over plain", statistics.mean(gains), least=LEAST_GAIN)
     if reach := t_interval(gains):

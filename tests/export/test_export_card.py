@@ -82,7 +82,8 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
     own = shards("pretrain", "docs.jsonl", ingredients=ingredients)
     shipped = shards("sft", "sft.jsonl", inputs={"source": {"stage": "source", "key": "k" * 64}})
     source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
-    artifacts = (source, own, shipped, artifact("sft"))
+    tokens = replace(own, stage="tokenizer")
+    artifacts = (tokens, source, own, shipped, artifact("sft"))
     history = History(artifacts, None, {"pretrain": ("hf://owner/name",)})
     text = card(EXPORTED, history)
     parts = (
@@ -90,6 +91,7 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
         "| sft | train | sft.jsonl | 7 | 70 | 700 | `fedcbafedcba` |",
         "sft: PSF-2.0",
         "pretrain: not recorded",
+        "- tokenizer: the files of the other data",
         "(`hf://owner/name`)",
     )
     assert [part for part in parts if part not in text] == []
