@@ -11,15 +11,26 @@ from ttrain.store.registry import CHAMPION
 from ttrain.tasks import PRETRAIN, TAUGHT_BY, TEACHER
 
 PREVIOUS = "previous"
+FEWEST_PASSES = 3
 
 
 def name_teachers(settings: Settings, store: ArtifactStore) -> Settings:
-    """The settings with the keys of the teachers, by which a rerun has the same ones."""
-    if not settings.pretrain.teacher or PRETRAIN.name not in settings.trainings:
+    """The settings with the keys of the teachers, by which a rerun has the same ones.
+
+    Raises UsageError where the rows are read too rarely for a teacher to help.
+    """
+    config = settings.pretrain
+    if not config.teacher or PRETRAIN.name not in settings.trainings:
         return settings
-    teachers = [_teacher(name, settings, store) for name in settings.pretrain.teacher]
-    keys = tuple(f"{teacher.stage}/{teacher.key}" for teacher in teachers)
-    return settings.replaced({"pretrain": {"teacher": keys}})
+    if (config.passes or 0) < FEWEST_PASSES:
+        raise UsageError(
+            f"pretrain.teacher is {', '.join(config.teacher)}, but pretrain.epochs is "
+            f"{config.epochs or 'empty'}: a teacher helps from {FEWEST_PASSES} passes on; set "
+            f"pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} or more, or leave it out"
+        )
+    teachers = [_teacher(name, settings, store) for name in config.teacher]
+    keys = sorted(f"{teacher.stage}/{teacher.key}" for teacher in teachers)
+    return settings.replaced({"pretrain": {"teacher": tuple(keys)}})
 
 
 def with_teachers(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:

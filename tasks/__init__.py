@@ -138,13 +138,9 @@ TAUGHT_BY = "by-"  # before the number of a teacher, among the inputs
 TEACHER = Stage(
     "teacher",
     "ttrain.tasks.teacher",
-    # The budget, since few passes are refused.
     tuple(
         f"pretrain.{name}"
-        for name in (
-            *("teacher", "tokens", "epochs", "row_length", "packing", "stride"),
-            *("mask_intervals", "precision"),
-        )
+        for name in ("row_length", "packing", "stride", "mask_intervals", "precision")
     ),
     {
         "tokenizer": (),

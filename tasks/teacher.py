@@ -6,9 +6,8 @@ Pretraining then learns a mixture of the labels and of these (arXiv:1503.02531).
 
 import torch
 
-from ttrain.config import Pretrain, Settings, rules
+from ttrain.config import Settings
 from ttrain.data.encoder import Encoder
-from ttrain.data.packing import Rows
 from ttrain.errors import UsageError
 from ttrain.tasks import TAUGHT_BY, new_model
 from ttrain.tasks.common.job import Figures, StageContext
@@ -18,8 +17,6 @@ from ttrain.tasks.common.training import start
 from ttrain.train import precision
 from ttrain.train.language_modeling import NextTokenLoss
 from ttrain.train.teacher import BLOCK_ROWS, likeliest
-
-FEWEST_PASSES = 3
 
 
 def run(settings: Settings, job: StageContext) -> Figures:
@@ -34,15 +31,14 @@ def run(settings: Settings, job: StageContext) -> Figures:
     ]
     if any(Encoder(base, fast=False).digest != encoder.digest for base in bases):
         raise UsageError(
-            f"pretrain.teacher is {', '.join(config.teacher)}, of another tokenizer, whose tokens "
-            f"are not those of the rows; name models of this tokenizer, or leave it out"
+            "pretrain.teacher names a model of another tokenizer, whose tokens are not those of "
+            "the rows; name models of this tokenizer, or leave it out"
         )
     rows = open_rows(job.inputs["shards"] / "train", encoder, config)
-    first = len(rows) if "replay" in job.inputs else 0
+    first = 0
     if "replay" in job.inputs:
+        first = len(rows)
         rows = with_replay(rows, job.inputs["replay"] / "train", encoder, config)
-    else:
-        check_passes(config, rows)
     computed_in = precision.resolve_precision(config.precision, ranks.device)
     models = [
         NextTokenLoss(new_model.load(base), job.runtime.loss_chunk_tokens, job.runtime.attention)
@@ -63,16 +59,3 @@ def run(settings: Settings, job: StageContext) -> Figures:
     write_scores(job.output, range(first, len(rows)), BLOCK_ROWS, score, job, ranks)
     ranks.barrier()
     return {"taught_rows": len(rows) - first, "precision": computed_in.word}
-
-
-def check_passes(config: Pretrain, rows: Rows) -> None:
-    """Raise UsageError where the rows are read too rarely for a teacher to help."""
-    tokens = rows.epoch * rows.row_length
-    budget = rules.budget(tokens) if config.tokens == rules.AUTO else config.token_budget
-    passes = config.passes or (budget or 0) / max(1, tokens)
-    if passes < FEWEST_PASSES:
-        raise UsageError(
-            f"pretrain.teacher is {', '.join(config.teacher)}, but the rows are read "
-            f"{passes:.2g} times: a teacher helps from {FEWEST_PASSES} passes on; set "
-            f"pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} or more, or leave it out"
-        )

@@ -14,11 +14,12 @@ from ttrain.store.registry import Registry
 from ttrain.tasks import PRETRAIN
 
 PREVIOUS = "pretrain.teacher=previous"
+PASSES = "pretrain.tokens=null", "pretrain.epochs=3"
 MODEL = {"model/config.json": "{}", "model/model.safetensors": ""}
 
 
 def planned_teacher(house: House, *overrides: str) -> Artifact:
-    plan = api.plan("full", house.settings(*overrides), home=house.store.root)
+    plan = api.plan("full", house.settings(*PASSES, *overrides), home=house.store.root)
     assert [stage.name for stage in plan][4:6] == ["teacher", "pretrain"]
     teacher = plan.graph["teacher"].sources["by-0"]
     assert isinstance(teacher, Artifact)
@@ -28,7 +29,7 @@ def planned_teacher(house: House, *overrides: str) -> Artifact:
 
 def trained(house: House, key: str, age: float, **inputs: str) -> None:
     """A finished run whose pretraining had the present settings."""
-    settings = dict(flatten(PRETRAIN.part_of(house.settings())))
+    settings = dict(flatten(PRETRAIN.part_of(house.settings(*PASSES))))
     ingredients = {
         "files": {},
         "settings": {k: v for k, v in settings.items() if k not in COUNTED_BY_BYTES},
@@ -46,6 +47,11 @@ def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
     trained(house, "b" * 64, 0, teacher="k")
     assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
     assert planned_teacher(house, PREVIOUS, "pretrain.seed=2").key == "b" * 64
+
+
+def test_few_passes_are_refused(house: House) -> None:
+    with pytest.raises(UsageError, match=r"epochs is 2\.5: a teacher helps from 3 passes on"):
+        planned_teacher(house, PREVIOUS, "pretrain.epochs=2.5")
 
 
 def test_a_teacher_has_a_name_or_is_the_champion(house: House) -> None:
