@@ -138,11 +138,14 @@ def _learnt_before(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
 def check(settings: Settings) -> None:
     """Raise UsageError for settings that a night cannot have."""
     promotion.check_metric(settings)
-    if settings.pretrain.teacher not in ((), (CHAMPION,)):
+    nightly = settings.nightly
+    replays = nightly.replay > 0 and nightly.data == "new"
+    if settings.pretrain.teacher not in ((), (CHAMPION,) if replays else ()):
         raise UsageError(
-            f"pretrain.teacher is {', '.join(settings.pretrain.teacher)}, but the teacher of a "
-            f"night is the champion, on what is replayed; set pretrain.teacher={CHAMPION}, or "
-            f"leave it out"
+            f"pretrain.teacher is {', '.join(settings.pretrain.teacher)}, nightly.replay is "
+            f"{nightly.replay:g} and nightly.data is {nightly.data}, but the teacher of a night "
+            f"is the champion, on what is replayed; set pretrain.teacher={CHAMPION} with a "
+            f"replay of new data, or leave it out"
         )
     if settings.runtime.nodes > 1:
         raise UsageError(

@@ -17,29 +17,39 @@ FEWEST_PASSES = 3
 def name_teachers(settings: Settings, store: ArtifactStore) -> Settings:
     """The settings with the keys of the teachers, by which a rerun has the same ones.
 
-    Raises UsageError where the rows are read too rarely for a teacher to help.
+    Raises UsageError where one is missing.
     """
-    config = settings.pretrain
-    if not config.teacher or PRETRAIN.name not in settings.trainings:
+    if not settings.pretrain.teacher or PRETRAIN.name not in settings.trainings:
         return settings
-    if (config.passes or 0) < FEWEST_PASSES:
-        raise UsageError(
-            f"pretrain.teacher is {', '.join(config.teacher)}, but pretrain.epochs is "
-            f"{config.epochs or 'empty'}: a teacher helps from {FEWEST_PASSES} passes on; set "
-            f"pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} or more, or leave it out"
-        )
-    teachers = [_teacher(name, settings, store) for name in config.teacher]
+    teachers = [_teacher(name, settings, store) for name in settings.pretrain.teacher]
     keys = sorted(f"{teacher.stage}/{teacher.key}" for teacher in teachers)
     return settings.replaced({"pretrain": {"teacher": tuple(keys)}})
 
 
 def with_teachers(graph: Graph, settings: Settings, store: ArtifactStore) -> Graph:
-    """The graph, whose stage `teacher` reads its models. Raises UsageError where one is missing."""
+    """The graph, whose stage `teacher` reads its models.
+
+    Raises UsageError where one is missing or may change between the trials of a sweep, and where
+    the rows are read too rarely for a teacher to help.
+    """
     if TEACHER.name not in graph:
         return graph
+    config = settings.pretrain
+    named = f"pretrain.teacher is {', '.join(config.teacher)}"
+    if (config.passes or 0) < FEWEST_PASSES:
+        raise UsageError(
+            f"{named}, but pretrain.epochs is {config.epochs or 'empty'}: a teacher helps from "
+            f"{FEWEST_PASSES} passes on; set pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} "
+            f"or more, or leave it out"
+        )
+    if not {PREVIOUS, CHAMPION}.isdisjoint(config.teacher):
+        raise UsageError(
+            f"{named}, which may be another model in each trial of a sweep; name a run, or a key "
+            f"as `ttrain artifacts list` shows it"
+        )
     teachers = {
         f"{TAUGHT_BY}{number}": _teacher(name, settings, store)
-        for number, name in enumerate(settings.pretrain.teacher)
+        for number, name in enumerate(config.teacher)
     }
     complete = Graph()
     for node in graph.values():
@@ -69,13 +79,13 @@ def _previous(settings: Settings, store: ArtifactStore) -> Artifact:
     for run in filter(runs.is_own, runs.newest_first(store.root)):
         key = runs.keys_of(run).get(PRETRAIN.name)
         artifact = store.find(PRETRAIN.name, key) if key else None
-        if artifact is None:
+        if artifact is None or run["settings"].get("name") != settings.name:
             continue
         made_with = artifact.manifest["ingredients"]["settings"]
         is_taught = TEACHER.name in artifact.manifest["inputs"]
         if not is_taught or any(own.get(each) != value for each, value in made_with.items()):
             return artifact
     raise UsageError(
-        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no other finished pretraining; "
-        f"run once without it first, or name a model"
+        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no other finished pretraining of "
+        f"the name {settings.name}; run once without it first, or name a model"
     )

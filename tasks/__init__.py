@@ -43,6 +43,7 @@ class Stage:
     reuses_parts: bool = (
         False  # what unfinished work and earlier artifacts hold is taken where it fits
     )
+    keeps_output: bool = False  # continues after the files that a killed attempt left
     job: type[config.Section] = config.Settings  # what its process gets
 
     def part_of(self, settings: config.Settings) -> JsonDict:
@@ -132,16 +133,14 @@ REFERENCE = Stage(
     uses_model=True,
     spreads=True,
     memory=("runtime.rows_per_device",),
+    keeps_output=True,
     about="Score the answers of the pairs with the model that preference tuning starts from",
 )
 TAUGHT_BY = "by-"  # before the number of a teacher, among the inputs
 TEACHER = Stage(
     "teacher",
     "ttrain.tasks.teacher",
-    tuple(
-        f"pretrain.{name}"
-        for name in ("row_length", "packing", "stride", "mask_intervals", "precision")
-    ),
+    tuple(f"pretrain.{name}" for name in ("row_length", "packing", "stride", "precision")),
     {
         "tokenizer": (),
         "shards": (),
@@ -151,6 +150,7 @@ TEACHER = Stage(
     uses_model=True,
     spreads=True,
     memory=("runtime.rows_per_device",),
+    keeps_output=True,
     about="Note the likeliest next tokens of an earlier model at every position of the rows",
 )
 # What a training stage reads besides the model that it starts from and its shards.

@@ -52,7 +52,8 @@ def run(settings: Settings, job: StageContext) -> Figures:
         mean_BTV = torch.zeros(())
         with torch.no_grad(), computed_in.autocast():
             for model in models:
-                logits_BTV = model.logits(batch, ranks.device)
+                # A model of the Hub may have more columns than its tokenizer has tokens.
+                logits_BTV = model.logits(batch, ranks.device)[..., : len(encoder)]
                 mean_BTV = mean_BTV + logits_BTV.float().softmax(-1) / len(models)
         return likeliest(mean_BTV, rows.row_length)
 

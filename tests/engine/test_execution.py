@@ -6,8 +6,10 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -18,13 +20,14 @@ from support.tiny_stages import Home, planned, run_of
 from ttrain.config import Settings
 from ttrain.config.loading import load
 from ttrain.engine import display as displays
-from ttrain.engine import stage_worker
+from ttrain.engine import launch, stage_worker
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
 from ttrain.engine.graph import Graph, Plan
 from ttrain.engine.planner import plan
+from ttrain.engine.stop_request import StopRequest
 from ttrain.engine.system_metrics import SystemMetrics, file_name
-from ttrain.errors import Interrupted, NothingNew, UsageError
+from ttrain.errors import Interrupted, NothingNew, StageFailed, UsageError
 from ttrain.flows.engine import RunOptions, run_pipeline
 from ttrain.store import runs
 from ttrain.store.artifacts import ArtifactStore
@@ -85,6 +88,22 @@ def test_a_stage_is_sampled_and_never_fails_by_it(tmp_path: Path, caplog: Any) -
             pass
         assert len(caplog.records) == warnings
     assert [*tmp_path.rglob("system*")] == [tmp_path / "on" / "run" / "system.jsonl"]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("teacher", True), ("evaluate", False)])
+def test_a_killed_scoring_of_rows_keeps_its_files(
+    name: str, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ArtifactStore(tmp_path)
+    block = store.work(name, "k" * 64) / "output" / "000000.safetensors"
+    block.parent.mkdir(parents=True)
+    block.touch()
+    killed = Mock(side_effect=StageFailed("killed"))
+    monkeypatch.setattr(launch.processes, "run", killed)
+    stage = replace(planned(name)[0], key="k" * 64)
+    with pytest.raises(StageFailed, match="killed"):
+        launch.build(stage, Settings(), store, Mock(), StopRequest())
+    assert block.exists() == kept
 
 
 def test_a_deadline_stops_only_a_run_that_has_not_ended(tmp_path: Path) -> None:

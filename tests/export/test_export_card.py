@@ -69,7 +69,7 @@ def test_the_card_names_the_sources_of_a_pipeline_in_public_places_only(
         inputs[stage] = {"stage": stage, "key": stage}
     history = History.of(published, store)
     assert [each.stage for each in history.artifacts] == stages
-    assert history.locations == {"sft": public}
+    assert history.locations == {"shards-sft": public}
     assert history.base == base
 
 
@@ -84,7 +84,7 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
     source = artifact("source", files={"sft.jsonl": {"bytes": 700, "sha256": "fedcba" * 10}})
     tokens = replace(own, stage="tokenizer")
     artifacts = (tokens, source, own, shipped, artifact("sft"))
-    history = History(artifacts, None, {"pretrain": ("hf://owner/name",)})
+    history = History(artifacts, None, {own.key: ("hf://owner/name",)})
     text = card(EXPORTED, history)
     parts = (
         "| pretrain | train | docs.jsonl | 7 | 70 | 700 | `abcdefabcdef` |",
@@ -95,7 +95,7 @@ def test_the_card_has_the_data_its_digests_and_the_licence_that_is_known() -> No
         "(`hf://owner/name`)",
     )
     assert [part for part in parts if part not in text] == []
-    named = replace(EXPORTED, row_licences={"pretrain": "mit (75%), cc0-1.0 (25%)"})
+    named = replace(EXPORTED, row_licences={own.key: "mit (75%), cc0-1.0 (25%)"})
     assert "- pretrain: mit (75%), cc0-1.0 (25%), by the rows" in card(named, history)
 
 

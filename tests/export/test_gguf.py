@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from ttrain.errors import TTrainError, UsageError
 from ttrain.export import gguf_export, gguf_file
 from ttrain.export.export import Request, export
 from ttrain.export.gguf_file import Entry
-from ttrain.export.gguf_tokenizer import LLAMA3, QWEN2, pre_tokenizer
+from ttrain.export.gguf_tokenizer import LLAMA3, QWEN2, fields, pre_tokenizer
 from ttrain.lineage.lookup import resolve
 from ttrain.model import factory
 from ttrain.store.model_files import ADAPTER_CONFIG
@@ -147,7 +148,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_known_ways_to_split_text_have_llama_cpp_names() -> None:
+def test_known_ways_to_split_text_have_llama_cpp_names(tmp_path: Path) -> None:
     tokenizer = json.loads((resolve("sft").model / "tokenizer.json").read_bytes())
 
     def split_by(pattern: str) -> dict[str, object]:
@@ -158,6 +159,8 @@ def test_known_ways_to_split_text_have_llama_cpp_names() -> None:
     assert pre_tokenizer(tokenizer) == "gpt-2"
     assert pre_tokenizer(tokenizer | split_by(QWEN2) | {"normalizer": {"type": "NFC"}}) == "qwen2"
     assert pre_tokenizer(tokenizer | split_by(LLAMA3)) == "llama-bpe"
-    for other in (split_by("x+"), {"normalizer": {"type": "Lowercase"}}):
-        with pytest.raises(UsageError):
-            pre_tokenizer(tokenizer | other)
+    unigram = {"model": {"type": "Unigram", "vocab": [["a", -1.0]]}}
+    for other in (split_by("x+"), {"normalizer": {"type": "Lowercase"}}, unigram):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | other))
+        with pytest.raises(UsageError, match=r"how llama\.cpp names the way"):
+            fields(Mock(), tmp_path)

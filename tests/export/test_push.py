@@ -43,7 +43,7 @@ def test_a_refused_upload_has_a_fix(tmp_path: Path, hub: Mock, error: Exception)
     assert not hub.upload_folder.called
 
 
-@pytest.mark.parametrize("name", ["mine", "a/b/c", "", "me/mine!"])
+@pytest.mark.parametrize("name", ["mine", "a/b/c", "", "me/mine!", "me/my--model"])
 def test_a_name_of_no_repository_is_refused_first(name: str) -> None:
     with pytest.raises(UsageError, match=r"--push .*OWNER/NAME"):
         uploads.check_repository(name)

@@ -9,6 +9,8 @@ from ttrain import api
 from ttrain.config import flatten
 from ttrain.engine.planner import COUNTED_BY_BYTES
 from ttrain.errors import UsageError
+from ttrain.flows.full import full
+from ttrain.flows.teacher import with_teachers
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
 from ttrain.tasks import PRETRAIN
@@ -36,20 +38,25 @@ def trained(house: House, key: str, age: float, **inputs: str) -> None:
     }
     read = {name: {"stage": name, "key": of, "content": ""} for name, of in inputs.items()}
     made = artifact(house.store, "pretrain", key, MODEL, ingredients=ingredients, inputs=read)
-    Home(house.store.root).run(made, age=age)
+    Home(house.store.root).run(made, age=age, name=house.settings().name)
 
 
 def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
-    with pytest.raises(UsageError, match="no other finished pretraining; run once without it"):
+    with pytest.raises(UsageError, match="pretraining of the name quickstart; run once"):
         planned_teacher(house, PREVIOUS)
     trained(house, "a" * 64, 60)
     assert planned_teacher(house, PREVIOUS).key == "a" * 64
     trained(house, "b" * 64, 0, teacher="k")
+    Home(house.store.root).run(artifact(house.store, "pretrain", "c" * 64, MODEL), name="other")
     assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
     assert planned_teacher(house, PREVIOUS, "pretrain.seed=2").key == "b" * 64
 
 
-def test_few_passes_are_refused(house: House) -> None:
+def test_what_a_sweep_would_mix_and_few_passes_are_refused(house: House) -> None:
+    trained(house, "a" * 64, 0)
+    settings = house.settings(*PASSES, PREVIOUS)
+    with pytest.raises(UsageError, match="another model in each trial"):
+        with_teachers(full(settings), settings, house.store)
     with pytest.raises(UsageError, match=r"epochs is 2\.5: a teacher helps from 3 passes on"):
         planned_teacher(house, PREVIOUS, "pretrain.epochs=2.5")
 

@@ -314,9 +314,10 @@ def test_the_champion_teaches_what_a_night_replays(night: Night) -> None:
     assert stages["teacher"]["replay"] == "replay" and stages["teacher"]["by-0"].key == "p"
     stages = stages_of(night.inputs(taught))  # nothing to replay
     assert "teacher" not in stages and "teacher" not in stages["pretrain"]
-    previous = Settings.model_validate({"pretrain": {"teacher": "previous"}})
-    with pytest.raises(UsageError, match="the teacher of a night is the champion"):
-        night_plan.check(previous)
+    for teacher, replay in (("previous", 0.05), ("champion", 0)):
+        tree = {"pretrain": {"teacher": teacher}, "nightly": {"replay": replay}}
+        with pytest.raises(UsageError, match="the teacher of a night is the champion"):
+            night_plan.check(Settings.model_validate(tree))
 
 
 def test_without_near_duplicates_a_night_holds_out_the_least_share(night: Night) -> None:

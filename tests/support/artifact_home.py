@@ -48,7 +48,12 @@ class Home:
         return artifact
 
     def run(
-        self, *artifacts: Artifact, age: float = 0.0, outcome: str = "completed", **pending: str
+        self,
+        *artifacts: Artifact,
+        age: float = 0.0,
+        outcome: str = "completed",
+        name: str | None = None,
+        **pending: str,
     ) -> SimpleNamespace:
         began = datetime.fromtimestamp(time.time() - age, UTC)
         run = f"full-{began:%Y%m%d-%H%M%S}-{uuid4().hex[:4]}"
@@ -58,7 +63,7 @@ class Home:
         stages += [{"name": stage, "outcome": state} for stage, state in pending.items()]
         record = {"run": run, "pipeline": "full", "outcome": outcome, "stages": stages}
         record |= {"started": began.isoformat(), "started_unix": began.timestamp()}
-        record |= {"process": runs.this_process(), "settings": {}, "metrics": {}}
+        record |= {"process": runs.this_process(), "settings": {"name": name}, "metrics": {}}
         path = self.store.root / "runs" / f"{run}.json"
         path.parent.mkdir(exist_ok=True)
         write_json(path, record)

@@ -198,7 +198,7 @@ def _prepare(planned: Planned, settings: Settings, store: ArtifactStore, work: P
     # What an earlier attempt of the same key left is kept: training continues from it.
     stage = planned.stage
     output = work / "output"
-    if not (stage.uses_ranks or stage.reuses_parts):
+    if not (stage.uses_ranks or stage.reuses_parts or stage.keeps_output):
         remove_tree(output)
     (output / "run").mkdir(parents=True, exist_ok=True)
     files = data_files(stage, settings)

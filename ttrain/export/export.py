@@ -187,6 +187,13 @@ def _check_request(reference: Reference, request: Request) -> None:
                 f"--gguf is given, but {reference.tokenizer} holds no tokenizer.json, without "
                 "which such a file cannot be used; leave --gguf out"
             )
+    if request.keep_head and not (
+        reference.second_head and (request.merge or not reference.adapter)
+    ):
+        raise UsageError(
+            f"--keep-head is given, but no model with {SECOND_HEAD} is written; "
+            "leave --keep-head out"
+        )
     if request.merge and reference.adapter is None:
         raise UsageError(
             f"--merge is given, but '{reference.text}' is a full model, not an adapter; "
@@ -263,11 +270,6 @@ def _fill(
             write_tensors(head, work / SECOND_HEAD, dtype=request.dtype)
         elif head:
             remarks.append("its second head is left out; --keep-head writes it beside the model")
-        elif request.keep_head:
-            raise UsageError(
-                f"--keep-head is given, but {reference.model} holds no {SECOND_HEAD}; "
-                "leave --keep-head out"
-            )
         if auto_map:  # the Python files of the architecture, which these fields name
             _copy(reference.model, work, tuple(path.name for path in reference.model.glob("*.py")))
             written = {**read_object(work / "config.json"), "auto_map": auto_map}
@@ -304,15 +306,13 @@ def _row_licences(history: History) -> dict[str, str]:
 
     licences = {}
     for artifact in history.artifacts:
-        _, mark, data = artifact.stage.partition("shards-")
-        if not mark or not (artifact.path / "heldout").is_dir():
+        if not artifact.stage.startswith("shards-") or not (artifact.path / "heldout").is_dir():
             continue
         counts = Counter(record.get("license") for record in heldout_records(artifact.path))
         named = [(licence, number) for licence, number in counts.most_common() if licence]
         if named:
-            total = counts.total()
-            parts = [f"{licence} ({number / total:.0%})" for licence, number in named]
-            licences[data] = first_of(parts, SHOWN_LICENCES)
+            parts = [f"{licence} ({number / counts.total():.0%})" for licence, number in named]
+            licences[artifact.key] = first_of(parts, SHOWN_LICENCES)
     return licences
 
 

@@ -26,6 +26,7 @@ def fields(model: Any, directory: Path) -> JsonDict:
     """
     encoder = model.encoder
     tokenizer = read_object(directory / "tokenizer.json")
+    split = pre_tokenizer(tokenizer)  # known for byte-level BPE alone, whose fields follow
     size = model.causal.config.vocab_size
     tokens = [f"[PAD{number}]" for number in range(size)]
     types = [gguf.TokenType.UNUSED] * size
@@ -36,16 +37,18 @@ def fields(model: Any, directory: Path) -> JsonDict:
         tokens[added["id"]] = added["content"]
         # A control token is never found in a user's text.
         types[added["id"]] = gguf.TokenType["CONTROL" if added["special"] else "USER_DEFINED"]
-    merges = tokenizer["model"]["merges"]
     # eot ends an answer.
     ids = {"bos": encoder.bos_id, "eos": encoder.eos_id, "eot": encoder.end_id}
     ids |= {"pad": encoder.pad_id, "unk": encoder.unk_id}
     return {
         "tokenizer_model": "gpt2",  # byte-level BPE
-        "tokenizer_pre": pre_tokenizer(tokenizer),
+        "tokenizer_pre": split,
         "token_list": tokens,
         "token_types": types,
-        "token_merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges],
+        "token_merges": [
+            pair if isinstance(pair, str) else " ".join(pair)
+            for pair in tokenizer["model"]["merges"]
+        ],
         **{f"{name}_token_id": number for name, number in ids.items() if 0 <= number < size},
         "add_bos_token": model.begin_ids == (encoder.bos_id,),
         "add_space_prefix": False,

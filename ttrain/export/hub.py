@@ -1,21 +1,22 @@
 """Upload an export to the Hugging Face Hub."""
 
-import re
-
 from ttrain.core.machine import VERSION
 from ttrain.core.text import first_line
 from ttrain.errors import TTrainError, UsageError
 from ttrain.export.export import Export
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 def check_repository(name: str) -> None:
     """Raise UsageError unless the name is OWNER/NAME, as of a repository on the Hub."""
-    if not REPOSITORY.fullmatch(name):
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        _, _ = name.split("/")
+        validate_repo_id(name)
+    except ValueError:
         raise UsageError(
             f"--push is {name!r} but must be OWNER/NAME of a repository on the Hugging Face Hub"
-        )
+        ) from None
 
 
 def push(exported: Export, repository: str, *, public: bool = False) -> str:
@@ -35,6 +36,8 @@ def push(exported: Export, repository: str, *, public: bool = False) -> str:
             repo_id=repository,
             folder_path=exported.directory,
             allow_patterns=list(exported.files),
+            # Of an earlier upload in other parts or types, which loaders would read.
+            delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.gguf"],
             commit_message=f"Upload a model of ttrain {VERSION}",
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:

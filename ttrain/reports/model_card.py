@@ -38,7 +38,7 @@ class Exported:
     has_code: bool = False  # the directory brings Python files of its own
     # Of GGUF files: name, bits per byte, the model's, and the change.
     scores: tuple[tuple[str, str, str, str], ...] = ()
-    # Of each data set: the licences that its held-out rows name, with their share.
+    # By the key of their shards: the licences that held-out rows name, with their share.
     row_licences: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class History:
 
     artifacts: tuple[Artifact, ...] = ()
     evaluation: Artifact | None = None
-    # Public sources (URLs, the Hub) of each data set.
+    # Public sources (URLs, the Hub) by the key of their shards.
     locations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str | None = None  # the Hub's name of the model that it started from
 
@@ -70,7 +70,7 @@ class History:
                     entry["path"] if isinstance(entry, dict) else entry
                     for entry in settings.get("data", {}).get(dataset) or ()
                 )
-                locations[dataset] = tuple(
+                locations[made.key] = tuple(
                     path for path in paths if "://" in path and not path.startswith("file:")
                 )
             elif made.stage == BASE_MODEL:
