@@ -199,7 +199,7 @@ class Pretrain(Training):
     teacher: Names = setting(
         (),
         "earlier models whose likeliest next tokens are learnt too, of three passes and more "
-        "(docs/recipe.md): previous, champion, or names as for `ttrain eval`, by their mean",
+        "(docs/recipe.md): previous, champion, or runs, stages and keys of the home, by their mean",
         max_length=MOST_TEACHERS,
     )
     teacher_weight: float = setting(
