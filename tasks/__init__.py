@@ -140,7 +140,10 @@ TAUGHT_BY = "by-"  # before the number of a teacher, among the inputs
 TEACHER = Stage(
     "teacher",
     "ttrain.tasks.teacher",
-    tuple(f"pretrain.{name}" for name in ("row_length", "packing", "stride", "precision")),
+    tuple(
+        f"pretrain.{name}"
+        for name in ("row_length", "packing", "stride", "mask_intervals", "precision")
+    ),
     {
         "tokenizer": (),
         "shards": (),
