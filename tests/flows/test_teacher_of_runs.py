@@ -42,7 +42,7 @@ def trained(house: House, key: str, age: float, **inputs: str) -> None:
 
 
 def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
-    with pytest.raises(UsageError, match="pretraining of the name quickstart; run once"):
+    with pytest.raises(UsageError, match="name quickstart"):
         planned_teacher(house, PREVIOUS)
     trained(house, "a" * 64, 60)
     assert planned_teacher(house, PREVIOUS).key == "a" * 64
@@ -55,9 +55,9 @@ def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
 def test_what_a_sweep_would_mix_and_few_passes_are_refused(house: House) -> None:
     trained(house, "a" * 64, 0)
     settings = house.settings(*PASSES, PREVIOUS)
-    with pytest.raises(UsageError, match="another model in each trial"):
+    with pytest.raises(UsageError, match="each trial"):
         with_teachers(full(settings), settings, house.store)
-    with pytest.raises(UsageError, match=r"epochs is 2\.5: a teacher helps from 3 passes on"):
+    with pytest.raises(UsageError, match=r"2\.5: a"):
         planned_teacher(house, PREVIOUS, "pretrain.epochs=2.5")
 
 
