@@ -1,6 +1,6 @@
 """The models that `pretrain.teacher` names."""
 
-from ttrain.config import Settings, flatten
+from ttrain.config import Settings
 from ttrain.engine.graph import Graph
 from ttrain.errors import UsageError
 from ttrain.lineage import lookup
@@ -74,18 +74,16 @@ def _teacher(name: str, settings: Settings, store: ArtifactStore) -> Artifact:
 
 
 def _previous(settings: Settings, store: ArtifactStore) -> Artifact:
-    # What these settings make is not its own teacher: the same command finds it finished.
-    own = dict(flatten(PRETRAIN.part_of(settings)))
+    # None that was taught itself: the same command finds its own run finished, and a mean of taught
+    # models taught no better (docs/log.md).
     for run in filter(runs.is_own, runs.newest_first(store.root)):
         key = runs.keys_of(run).get(PRETRAIN.name)
         artifact = store.find(PRETRAIN.name, key) if key else None
         if artifact is None or run["settings"].get("name") != settings.name:
             continue
-        made_with = artifact.manifest["ingredients"]["settings"]
-        is_taught = TEACHER.name in artifact.manifest["inputs"]
-        if not is_taught or any(own.get(each) != value for each, value in made_with.items()):
+        if TEACHER.name not in artifact.manifest["inputs"]:
             return artifact
     raise UsageError(
-        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no other finished pretraining of "
-        f"the name {settings.name}; run once without it first, or name a model"
+        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no finished pretraining without "
+        f"a teacher of the name {settings.name}; run once without it first, or name a model"
     )

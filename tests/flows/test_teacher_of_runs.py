@@ -6,14 +6,11 @@ from support.night_files import artifact
 from support.planned_homes import House
 
 from ttrain import api
-from ttrain.config import flatten
-from ttrain.engine.planner import COUNTED_BY_BYTES
 from ttrain.errors import UsageError
 from ttrain.flows.full import full
 from ttrain.flows.teacher import with_teachers
 from ttrain.store.layout import Artifact
 from ttrain.store.registry import Registry
-from ttrain.tasks import PRETRAIN
 
 PREVIOUS = "pretrain.teacher=previous"
 PASSES = "pretrain.tokens=null", "pretrain.epochs=3"
@@ -29,31 +26,25 @@ def planned_teacher(house: House, *overrides: str) -> Artifact:
     return teacher
 
 
-def trained(house: House, key: str, age: float, **inputs: str) -> None:
-    """A finished run whose pretraining had the present settings."""
-    settings = dict(flatten(PRETRAIN.part_of(house.settings(*PASSES))))
-    ingredients = {
-        "files": {},
-        "settings": {k: v for k, v in settings.items() if k not in COUNTED_BY_BYTES},
-    }
-    read = {name: {"stage": name, "key": of, "content": ""} for name, of in inputs.items()}
-    made = artifact(house.store, "pretrain", key, MODEL, ingredients=ingredients, inputs=read)
-    Home(house.store.root).run(made, age=age, name=house.settings().name)
+def trained(house: House, key: str, name: str = "quickstart", **inputs: str) -> None:
+    """A finished run that is newer than all before."""
+    read = {stage: {"stage": stage, "key": of, "content": ""} for stage, of in inputs.items()}
+    made = artifact(house.store, "pretrain", key, MODEL, inputs=read)
+    Home(house.store.root).run(made, age=-int(key[0], 16), name=name)
 
 
 def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
     with pytest.raises(UsageError, match="name quickstart"):
         planned_teacher(house, PREVIOUS)
-    trained(house, "a" * 64, 60)
+    trained(house, "a" * 64)
     assert planned_teacher(house, PREVIOUS).key == "a" * 64
-    trained(house, "b" * 64, 0, teacher="k")
-    Home(house.store.root).run(artifact(house.store, "pretrain", "c" * 64, MODEL), name="other")
+    trained(house, "b" * 64, teacher="k")
+    trained(house, "c" * 64, name="other")
     assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
-    assert planned_teacher(house, PREVIOUS, "pretrain.seed=2").key == "b" * 64
 
 
 def test_what_a_sweep_would_mix_and_few_passes_are_refused(house: House) -> None:
-    trained(house, "a" * 64, 0)
+    trained(house, "a" * 64)
     settings = house.settings(*PASSES, PREVIOUS)
     with pytest.raises(UsageError, match="each trial"):
         with_teachers(full(settings), settings, house.store)
