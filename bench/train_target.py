@@ -75,7 +75,7 @@ ONE_THREAD = "runtime.threads=1"  # two runs side by side, as many tokens a seco
 PLAIN = ["pretrain.tokens=null", "pretrain.epochs=10"]
 TAUGHT = [
     "pretrain.tokens=null",
-    "pretrain.epochs=10",
+    "pretrain.epochs=8.2",
     "pretrain.tokens_per_step=4096",
     "pretrain.teacher_weight=0.7",
     "pretrain.optim.weight_decay=0.3",
