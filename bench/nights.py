@@ -375,7 +375,7 @@ class Learner:
         """Train on these domains, from a champion if any; the model's artifact and metrics."""
         from ttrain.nightly.inputs import budget_and_schedule
         from ttrain.store.model_files import PLATEAU
-        from ttrain.tasks import pretrain, replay, teacher
+        from ttrain.tasks import TAUGHT_BY, pretrain, replay, teacher
 
         documents = self.shards(domains)
         inputs = {"tokenizer": self.root / "tokenizer", "shards": documents}
@@ -398,7 +398,7 @@ class Learner:
             if tonight.pretrain.teacher:
                 inputs["teacher"] = output.with_name(f"{output.name}-teacher")
                 read = {name: inputs[name] for name in ("tokenizer", "shards", "replay")}
-                job = self.job(inputs["teacher"], {**read, "by-0": champion})
+                job = self.job(inputs["teacher"], {**read, f"{TAUGHT_BY}0": champion})
                 teacher.run(tonight, job)
         figures = pretrain.run(tonight, self.job(output, inputs))
         return output, figures

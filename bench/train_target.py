@@ -71,7 +71,7 @@ MOST_BITS = 1.78
 MOST_AT_EQUAL_TOKENS = 0.95
 SHARE = 0.55  # of the tokens of equal seconds
 MOST_TO_LOSS = 0.6  # of the first version's seconds to its loss
-ONE_THREAD = "runtime.threads=1"  # two runs side by side, as many tokens a second as each alone
+ONE_THREAD = "runtime.threads=1"  # of each of two runs side by side
 PLAIN = ["pretrain.tokens=null", "pretrain.epochs=10"]
 TAUGHT = [
     "pretrain.tokens=null",

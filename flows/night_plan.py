@@ -140,12 +140,13 @@ def check(settings: Settings) -> None:
     promotion.check_metric(settings)
     nightly = settings.nightly
     replays = nightly.replay > 0 and nightly.data == "new"
-    if settings.pretrain.teacher not in ((), (CHAMPION,) if replays else ()):
+    teacher = settings.pretrain.teacher
+    if teacher and not (teacher == (CHAMPION,) and replays):
         raise UsageError(
-            f"pretrain.teacher is {', '.join(settings.pretrain.teacher)}, nightly.replay is "
+            f"pretrain.teacher is {', '.join(teacher)}, nightly.replay is "
             f"{nightly.replay:g} and nightly.data is {nightly.data}, but the teacher of a night "
-            f"is the champion, on what is replayed; set pretrain.teacher={CHAMPION} with a "
-            f"replay of new data, or leave it out"
+            f"is the champion, on what is replayed; set pretrain.teacher={CHAMPION}, "
+            f"nightly.data=new and a nightly.replay above 0, or leave it out"
         )
     if settings.runtime.nodes > 1:
         raise UsageError(

@@ -84,6 +84,6 @@ def _previous(settings: Settings, store: ArtifactStore) -> Artifact:
         if TEACHER.name not in artifact.manifest["inputs"]:
             return artifact
     raise UsageError(
-        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no finished pretraining without "
-        f"a teacher of the name {settings.name}; run once without it first, or name a model"
+        f"pretrain.teacher is {PREVIOUS}, but {store.root} has no finished pretraining named "
+        f"{settings.name} that had no teacher; run once without it first, or name a model"
     )

@@ -33,6 +33,7 @@ def test_an_upload_has_the_files_of_the_export_and_a_new_repository_is_private(
     hub.create_repo.assert_called_once_with("me/mine", private=True, exist_ok=True)
     sent = hub.upload_folder.call_args.kwargs
     assert (sent["folder_path"], sent["allow_patterns"]) == (tmp_path, [*FILES])
+    assert sent["delete_patterns"] == ["model*.safetensors*"]  # none of subdirectories
 
 
 @pytest.mark.parametrize("error", [LocalTokenNotFoundError("token"), ConnectionError("route")])

@@ -34,7 +34,7 @@ def trained(house: House, key: str, name: str = "quickstart", **inputs: str) -> 
 
 
 def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
-    with pytest.raises(UsageError, match="name quickstart"):
+    with pytest.raises(UsageError, match="named quickstart"):
         planned_teacher(house, PREVIOUS)
     trained(house, "a" * 64)
     assert planned_teacher(house, PREVIOUS).key == "a" * 64

@@ -367,7 +367,9 @@ def result_of(
         )
     if sent_signal and outcome is None:
         saved = (
-            "its last checkpoint is kept" if stage.uses_ranks else "its next run begins it again"
+            "what it saved is kept"
+            if stage.uses_ranks or stage.keeps_output
+            else "its next run begins it again"
         )
         raise Interrupted(
             f"stage {stage.name} did not stop by itself and was ended; {saved}", sent_signal

@@ -37,7 +37,7 @@ class Scored:
     def check(self) -> None:
         """Raise TTrainError if the file needs more bits than its type may."""
         bound = gguf_file.BOUNDS[self.file.removesuffix(".gguf").rpartition("-")[2]]
-        if not self.change <= bound:  # NaN is none
+        if not self.change <= bound:  # also where it is NaN
             raise TTrainError(
                 f"{self.file} has {self.bits_per_byte:.4f} bits per byte, which is "
                 f"{self.change:.2%} above the {self.original:.4f} of the model, on "

@@ -20,8 +20,9 @@ def check_repository(name: str) -> None:
 
 
 def push(exported: Export, repository: str, *, public: bool = False) -> str:
-    """Upload the files of an export in one commit; returns the commit's address.
+    """Upload the files of an export in one commit, in place of a model's earlier weights.
 
+    Returns the commit's address.
     Raises TTrainError where the Hub refuses or does not answer.
     """
     # A new repository is private unless `public`. The token is that of HF_TOKEN or `hf auth login`.
@@ -36,8 +37,8 @@ def push(exported: Export, repository: str, *, public: bool = False) -> str:
             repo_id=repository,
             folder_path=exported.directory,
             allow_patterns=list(exported.files),
-            # Of an earlier upload in other parts or types, which loaders would read.
-            delete_patterns=["*.safetensors", "*.safetensors.index.json", "*.gguf"],
+            # Of an earlier upload in other parts: loaders would read them. An adapter has none.
+            delete_patterns=["model*.safetensors*"] if exported.kind == "model" else None,
             commit_message=f"Upload a model of ttrain {VERSION}",
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, httpx2.HTTPError, OSError) as error:
