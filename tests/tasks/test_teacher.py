@@ -12,6 +12,7 @@ from support.comparing import curve
 from support.kill_points import killed_at
 from support.tiny_data import make_shards
 from support.tiny_stages import Home, run_here, stage_settings
+from support.tiny_trainers import in_ranks
 
 from ttrain.config import Settings
 from ttrain.core.files import write_json
@@ -23,6 +24,7 @@ from ttrain.errors import UsageError
 from ttrain.tasks import TEACHER, new_model, teacher
 from ttrain.tasks.common.rows import open_rows, with_replay
 from ttrain.train import losses
+from ttrain.train.distributed import Ranks
 from ttrain.train.language_modeling import LanguageModeling
 from ttrain.train.losses import Lesson
 from ttrain.train.teacher import IDS, TOP, TaughtRows
@@ -69,7 +71,7 @@ def test_rows_bring_the_mean_shares_of_the_teachers(inputs: dict[str, Path], tau
         assert torch.allclose(shares_BTK[line, first:end], 0.25 * top.values[0], rtol=1e-2)
 
 
-def test_a_killed_pass_leaves_the_same_files(
+def test_a_killed_pass_and_two_ranks_leave_the_same_files(
     inputs: dict[str, Path], taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher, "BLOCK_ROWS", 8)
@@ -77,10 +79,19 @@ def test_a_killed_pass_leaves_the_same_files(
     assert killed_at(4, ("replace",), lambda: teach(inputs, tmp_path / "killed"))
     left = list((tmp_path / "killed").glob("*.safetensors"))
     teach(inputs, tmp_path / "killed")
-    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "killed")]
-    assert 0 < len(left) < len(files[0])
-    assert [sha256_file(path) for path in files[0]] == [sha256_file(path) for path in files[1]]
-    blocks = [load_file(path)[IDS] for path in files[0]]
+
+    def work(ranks: Ranks) -> Any:
+        monkeypatch.setattr(teacher, "start", lambda runtime: ranks)  # in a fork of this process
+        return teach(inputs, tmp_path / "ranks")
+
+    first, second = in_ranks(2, tmp_path / "store", work)
+    assert first == second
+    names = ("whole", "killed", "ranks")
+    files, *others = [sorted((tmp_path / name).glob("*.safetensors")) for name in names]
+    assert 0 < len(left) < len(files)
+    for other in others:
+        assert [sha256_file(path) for path in other] == [sha256_file(path) for path in files]
+    blocks = [load_file(path)[IDS] for path in files]
     assert (np.concatenate(blocks) == load_file(taught / "000000.safetensors")[IDS]).all()
 
 
