@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +11,7 @@ import pytest
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.evaluate import GenerationTask
+from ttrain.core.files import finite
 from ttrain.errors import ArtifactError, UsageError
 from ttrain.evaluate import choices
 from ttrain.evaluate.promotion import FIGURES, check_metric, decide
@@ -116,14 +117,14 @@ def test_a_decision_has_its_inputs_and_the_difference_that_its_records_would_sho
     assert far.difference is not None
     assert far.difference == pytest.approx(champion.value - far.challenger)
     assert far.interval[0] < far.difference < far.interval[1]
-    assert json.loads(json.dumps(far.to_json()))["interval"] == list(far.interval)
+    assert json.loads(json.dumps(finite(asdict(far))))["interval"] == list(far.interval)
     assert decide(scores(0.1, spread=0.05), champion, rules) == far, "the same draws each time"
     not_finite = decide(values(math.nan, 0)[0], champion, rules)
-    assert json.dumps(not_finite.to_json(), allow_nan=False)
+    assert json.dumps(finite(asdict(not_finite)), allow_nan=False)
     assert near.word == "kept"
     assert f"about {near.smallest_difference or 0:.5f}" in near.reason
     assert far.difference > (far.smallest_difference or math.inf)
-    assert far.to_json()["smallest_difference"] == far.smallest_difference
+    assert finite(asdict(far))["smallest_difference"] == far.smallest_difference
 
 
 def evaluation(directory: Path, *absent: str) -> Evaluation:

@@ -1,7 +1,6 @@
 """The commands `ttrain train` for a user's task, and `ttrain doctor`."""
 
 import os
-import shlex
 import time
 import warnings
 from contextlib import closing
@@ -78,11 +77,6 @@ def train(
         raise UsageError(
             "`ttrain train` needs the name of a task, and got none; the tasks are "
             f"{task.describe_tasks()}"
-        )
-    if Path(name).suffix in (".yaml", ".yml"):
-        raise UsageError(
-            f"'{name}' is a file of settings, not a task; write `ttrain pipeline run full "
-            f"-c {shlex.quote(name)}`"
         )
     runtime, task_overrides = split_runtime(task_settings(overrides, config))
     point = task.find_task(name)

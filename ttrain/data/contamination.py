@@ -168,8 +168,7 @@ def read_item_shares(directory: Path) -> dict[str, float]:
 
 
 def write_item_shares(directory: Path, items: Mapping[str, float]) -> None:
-    """Write what `read_item_shares` reads; remove the file if there are no items."""
-    (directory / ITEM_SHARES).unlink(missing_ok=True)
+    """Write what `read_item_shares` reads; no file if there are no items."""
     if items:
         write_json(directory / ITEM_SHARES, dict(sorted(items.items())))
 

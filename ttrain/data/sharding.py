@@ -315,8 +315,6 @@ def _keep_blocks(output: Path, built_blocks: Sequence[BuiltBlock]) -> None:
             directory.mkdir()
             for name in (*block.manifest["files"], blocks.MANIFEST):  # the last one makes it exist
                 link_or_copy(block.directory / name, directory / name)
-    for path in folder.glob("*/.*.tmp"):
-        path.unlink()
     current = {block.directory.name for block in built_blocks}
     for directory in folder.iterdir():
         if directory.name not in current:

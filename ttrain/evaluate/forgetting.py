@@ -5,11 +5,10 @@ Pure functions.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ttrain.config import Promotion
-from ttrain.core.files import JsonDict, finite
 from ttrain.evaluate import statistics
 from ttrain.evaluate.statistics import Interval, PairedComparison, Rule
 from ttrain.evaluate.task_result import Metric
@@ -60,10 +59,6 @@ class TextScore:
     lost: bool = False
     best: float | None = None
     best_champion: str | None = None
-
-    def to_json(self) -> JsonDict:
-        """All fields as JSON; numbers that are not finite become null."""
-        return finite(asdict(self))
 
     def describe(self) -> str:
         """Describe the loss in a line."""

@@ -3,13 +3,12 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ttrain.config import Promotion, Settings
 from ttrain.config.training import BITS_PER_BYTE, TRAINING_STAGES, TRAININGS
-from ttrain.core.files import JsonDict, finite
 from ttrain.errors import UsageError
 from ttrain.evaluate import forgetting, suites
 from ttrain.evaluate.forgetting import BestScore, Digests, TextScore
@@ -64,10 +63,6 @@ class Decision:
     def word(self) -> str:
         """One word for titles and tags."""
         return "promoted" if self.promote else "kept"
-
-    def to_json(self) -> JsonDict:
-        """All fields as JSON; numbers that are not finite become null."""
-        return finite(asdict(self))
 
 
 def check_metric(settings: Settings) -> None:

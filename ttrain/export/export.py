@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -139,7 +138,6 @@ def export(
     reference.verify()
     target.parent.mkdir(parents=True, exist_ok=True)
     work = temporary_path(target)
-    replaced = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     try:
         work.mkdir()
         exported, remarks, scores = _fill(reference, work, request, target.name, say)
@@ -147,11 +145,9 @@ def export(
             path.chmod(0o644)  # libraries leave some files readable by their owner only
             fsync(path)
         sizes = {path.name: path.stat().st_size for path in sorted(work.iterdir())}
-        if target.exists():
-            target.rename(replaced)
+        remove_tree(target)
         work.rename(target)
         fsync(target.parent)
-        remove_tree(replaced)
     finally:
         remove_tree(work)
     return Export(

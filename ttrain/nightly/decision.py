@@ -1,10 +1,11 @@
 """The decision of a night: challenger against champion, recorded, then promoted or kept."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ttrain.config import Promotion
 from ttrain.config.training import BITS_PER_BYTE, DOMAIN_LOSS, TRAINING_STAGES
+from ttrain.core.files import finite
 from ttrain.engine.execution import REGISTERED, PipelineRun
 from ttrain.evaluate import promotion
 from ttrain.evaluate.forgetting import BestScore, TextScore
@@ -38,7 +39,7 @@ def decide(
             f"version {champion.version} became champion during the night, so nothing is promoted"
         )
         decision = replace(decision, promote=False, reason=f"{other}; {decision.reason}")
-    decided = decision.to_json()
+    decided = finite(asdict(decision))
     evaluation = made[EVALUATE.name]
     shards = made.get(SHARDS_PRETRAIN.name)
     chats = None if "sft" in inputs.replacements else made.get(SHARDS["sft"].name)
@@ -46,7 +47,7 @@ def decide(
         version=version,
         keys={stage: artifact.key for stage, artifact in made.items() if stage in REGISTERED},
         decision=decided,
-        texts=[figure.to_json() for figure in texts],
+        texts=[finite(asdict(figure)) for figure in texts],
         heldout=heldout_of(evaluation),
         heldout_nights=list(heldout_nights(night, evaluation)),
         documents=f"{shards.stage}/{shards.key}" if shards else None,

@@ -80,11 +80,6 @@ class _Records(ctypes.Structure):
 log = logging.getLogger("ttrain")
 
 
-def suits_machine() -> bool:
-    """Whether the CPU has instructions for any of them, as Linux says."""
-    return {"avx2", "fma"} <= cpu_flags()
-
-
 @functools.cache
 def kernels() -> dict[torch.dtype, dict[str, Any]]:
     """The kernels that this CPU can run, by number format.
@@ -115,7 +110,7 @@ def kernels() -> dict[torch.dtype, dict[str, Any]]:
 @functools.cache
 def warn_if_missing() -> None:
     """Warn once per process if they could be used and are not compiled."""
-    if not kernels() and suits_machine():
+    if not kernels() and {"avx2", "fma"} <= cpu_flags():
         log.warning(
             "native kernels are not compiled, so training takes up to twice as long: %s", ADVICE
         )
