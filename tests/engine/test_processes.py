@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.tiny_stages import Home, Watcher, build_stage, stage_settings
+from support.tiny_stages import Home, build_stage, stage_settings
 from support.waiting import wait_until
 
 from ttrain.core.signals import PARENT
@@ -159,7 +159,7 @@ class TwoRanks:
     def run(self, steps: int, act: Callable[[str], Any] = print, **runtime: Any) -> Artifact:
         settings = stage_settings(steps, self.training, devices=2, **runtime)
         inputs = self.home.pretrain_inputs()
-        return build_stage(PRETRAIN, settings, self.home.store, inputs, Watcher(act)).artifact
+        return build_stage(PRETRAIN, settings, self.home.store, inputs, act).artifact
 
     def fail(self, act: Callable[[], Any], steps: int = 400, **runtime: Any) -> tuple[str, float]:
         """The stage's message, and the seconds from `act` to the end."""
@@ -198,7 +198,6 @@ def test_a_stopped_rank_ends_all_after_the_timeout(ranks: TwoRanks) -> None:
 
 
 def test_a_rank_that_raises_ends_the_others(ranks: TwoRanks, monkeypatch: Any) -> None:
-    monkeypatch.setenv("SABOTAGE", "raise")
     monkeypatch.setattr(processes, "WORKER", "support.saboteur")
     message, seconds = ranks.fail(lambda: None)
     assert "rank 1: ZeroDivisionError: of rank 1;" in message and seconds < 20

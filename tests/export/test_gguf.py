@@ -20,7 +20,6 @@ from ttrain.model import factory
 from ttrain.store.model_files import ADAPTER_CONFIG
 
 pytestmark = pytest.mark.usefixtures("use_trained_home")
-TEXTS = ("The man said 12345,  twice.", "你好，世界 🙂", "  a\n\n b\t<|user|> x")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from support.data_commands import in_process
 from support.planned_homes import remember_modules
-from support.tiny_stages import Watcher, build_stage
+from support.tiny_stages import build_stage
 
 from ttrain.config.loading import load
 from ttrain.core.files import read_json
@@ -40,8 +40,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     remember_modules(root / "home")
     processes.warm_up(settings)  # so that most of the stages are forked
     store = ArtifactStore(root / "home")
-    tokenizer = build_stage(TOKENIZER, settings, store, {}, Watcher()).artifact
-    build_stage(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer}, Watcher())
+    tokenizer = build_stage(TOKENIZER, settings, store, {}).artifact
+    build_stage(SHARDS_PRETRAIN, settings, store, {"tokenizer": tokenizer})
     return root
 
 

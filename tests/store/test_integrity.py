@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.comparing import flip_bit
-from support.tiny_stages import Home, Watcher, build_stage, run_of, stage_settings
+from support.tiny_stages import Home, build_stage, run_of, stage_settings
 
 from ttrain.data.shards import ShardSet
 from ttrain.engine import artifact_commands
@@ -26,7 +26,7 @@ SETTINGS = stage_settings(1)
 
 def build(home: Home, stage: Stage = PRETRAIN, **inputs: Artifact) -> Artifact:
     named = inputs or home.pretrain_inputs()
-    return build_stage(stage, SETTINGS, home.store, named, Watcher()).artifact
+    return build_stage(stage, SETTINGS, home.store, named).artifact
 
 
 @pytest.fixture

@@ -79,10 +79,8 @@ def write_shards(
     return write_index(directory, kind=kind, vocab_size=vocab_size, shards=entries, **more)
 
 
-def make_shards(
-    directory: Path, encoder: Encoder, kind: str, train: int, heldout: int = 12
-) -> None:
-    for seed, (part, count) in enumerate((("train", train), ("heldout", heldout))):
+def make_shards(directory: Path, encoder: Encoder, kind: str, train: int) -> None:
+    for seed, (part, count) in enumerate((("train", train), ("heldout", 12))):
         if kind == "documents":
             texts = documents(count, seed)
             rows = [([encoder.bos_id, *ids, encoder.eos_id], ()) for ids in encoder.encode(texts)]
@@ -102,10 +100,7 @@ def make_shards(
 
 
 class NumberedRows(Rows):
-    """Row n is random tokens under the seed n, in two segments, some labels masked.
-
-    `asked` lists the rows that were read.
-    """
+    """Row n is random tokens under the seed n, in two segments, some labels masked."""
 
     pad_id = 0
 
@@ -116,7 +111,6 @@ class NumberedRows(Rows):
         self.row_length = row_length
         self.vocab = vocab
         self._live = live  # live tokens of each row; without them about two thirds
-        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return self.count
@@ -124,7 +118,6 @@ class NumberedRows(Rows):
     def fill(self, rows: Array, batch: Batch, lines: Array) -> None:
         T = self.row_length
         for row, line in zip(rows.tolist(), lines.tolist(), strict=True):
-            self.asked.append(row)
             generator = np.random.default_rng(row)
             ids = generator.integers(9, self.vocab, T + 1)
             border = int(generator.integers(1, T))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.tiny_adapters import disturb, save_adapter, save_base
+from support.tiny_adapters import save_base
 from support.tiny_data import make_tokenizer
 from support.tiny_trainers import tiny_model
 from torch import nn
 
-from ttrain.config import Lora, Model
+from ttrain.config import Model
 from ttrain.data.encoder import Encoder
 from ttrain.inference import gate_router
 from ttrain.inference.chat import Chat
@@ -25,14 +24,13 @@ from ttrain.lineage.lookup import resolve
 from ttrain.model import adapters, factory
 from ttrain.store.model_files import Reference, weights_digest
 from ttrain.tasks import new_model
-from ttrain.tracking.tracked_runs import ADAPTER, MODEL
+from ttrain.tracking.tracked_runs import MODEL
 
 NEVER = 10**6  # an id that no model here says
 SHORT = Sampling(max_tokens=6)
 # With small tied weights a model repeats its last token for ever
 TALKATIVE = {"tie_embeddings": False, "init_std": 0.3}
 SIZES = {"hidden_size": 32, "layers": 2, "heads": 2, "max_length": 64}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def chat_with(model: LoadedModel, sampling: Sampling = SHORT, **options: Any) -> Chat:
@@ -71,15 +69,6 @@ def fresh(directory: Path, **settings: Any) -> Path:
     config = Model.model_validate({**SIZES, **TALKATIVE, **settings})
     new_model.write(new_model.new(config, encoder, seed=3), tokenizer, directory / MODEL)
     return directory / MODEL
-
-
-def adapted(directory: Path, base: Path, **settings: Any) -> Path:
-    config = Lora.model_validate({"rank": 2, "virtual_tokens": 4, "row_length": 32, **settings})
-    model = disturb(adapters.attach(factory.load(base), config), seed=5, by=0.2)
-    save_adapter(model, directory / ADAPTER, base)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(base / name, directory / ADAPTER / name)
-    return directory / ADAPTER
 
 
 def said_with_ttrain(

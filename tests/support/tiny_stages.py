@@ -4,10 +4,9 @@ import atexit
 import functools
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from ttrain.data.encoder import Encoder
 from ttrain.engine import launch
 from ttrain.engine.display import Display
 from ttrain.engine.execution import PipelineRun
-from ttrain.engine.graph import Graph, Plan, Planned, Rerun
+from ttrain.engine.graph import Graph, Plan, Planned
 from ttrain.engine.planner import plan_stage
 from ttrain.engine.stop_request import StopRequest
 from ttrain.store.artifacts import ArtifactStore
@@ -75,10 +74,10 @@ class Home:
         return {name: artifact.path for name, artifact in self.pretrain_inputs().items()}
 
     def pretrain(
-        self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None, **job: Any
+        self, settings: Settings, output: Path, more: Mapping[str, Path] | None = None
     ) -> Any:
         inputs = {**self.paths, **(more or {})}
-        return run_here(pretrain, settings, output, inputs, settings.runtime, **job)
+        return run_here(pretrain, settings, output, inputs, settings.runtime)
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +104,10 @@ def stage_settings(
     return Settings.model_validate({**tree, "runtime": {**SPEED, **runtime}})
 
 
-def run_here(
-    module: Any, settings: Settings, output: Path, inputs: Any, runtime: Runtime, **job: Any
-) -> Any:
+def run_here(module: Any, settings: Settings, output: Path, inputs: Any, runtime: Runtime) -> Any:
     """The results of a stage that runs here, under other random numbers each time."""
     progress = ProgressWriter(None)
-    context = StageContext(inputs, {}, {}, output, runtime, progress, lambda: False, **job)
+    context = StageContext(inputs, {}, {}, output, runtime, progress, lambda: False)
     torch.seed()
     try:
         return module.run(settings, context)
@@ -131,37 +128,18 @@ def run_of(
     return run
 
 
-@dataclass
-class Watcher(StopRequest):
-    """What a launched stage reports; `act(line)` sees every line of its log.
-
-    Setting `signum` asks for a stop; `at_once` says that it was asked for twice.
-    """
-
-    act: Callable[[str], None] = lambda line: None
-    signum: int = 0
-    at_once: bool = False
-    lines: list[str] = field(default_factory=list)
-
-    def __call__(self, event: str, data: Mapping[str, Any]) -> None:
-        if event == "message":
-            self.lines.append(data["text"])
-        if event == "logged":
-            self.lines.append(data["line"])
-            self.act(data["line"])
-
-    def stop(self) -> None:
-        self.signum = signal.SIGTERM
-
-
 def build_stage(
     stage: Stage,
     settings: Settings,
     store: ArtifactStore,
     inputs: Any,
-    watcher: Watcher,
-    *rerun: Rerun,
-    **forced: bool,
+    act: Callable[[str], object] = lambda line: None,
 ) -> launch.StageOutcome:
-    planned = plan_stage(stage, settings, store, inputs, *rerun, **forced)
-    return launch.build(planned, settings, store, watcher, watcher)
+    """Build the stage in its own process; `act(line)` sees every line of its log."""
+
+    def report(event: str, data: Mapping[str, Any]) -> None:
+        if event == "logged":
+            act(data["line"])
+
+    planned = plan_stage(stage, settings, store, inputs)
+    return launch.build(planned, settings, store, report, StopRequest())

@@ -105,15 +105,11 @@ class _HubHandler(_Handler):
         is_api = parts[0] == "api"
         repo = "/".join(parts[2:4] if is_api else parts[1:3])
         action, *rest = parts[4 if is_api else 3 :] or ["revision", "main"]
-        if repo.endswith("/gated"):
-            return self._refuse(403, "GatedRepo")
         commits = self.hub.repos.get(repo)
         if commits is None:
             return self._refuse(401, "RepoNotFound")
         revision = "/".join(rest) if action == "revision" else rest[0]
-        commit = revision if revision in commits.values() else commits.get(revision)
-        if commit is None:
-            return self._refuse(404, "RevisionNotFound")
+        commit = revision if revision in commits.values() else commits[revision]
         files = self.hub.commits[commit]
         if not is_api:
             data = files.get("/".join(rest[1:]))
