@@ -112,10 +112,7 @@ def add_database(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], N
 
 
 @pytest.fixture
-def tracked_home(
-    tmp_path: Path, add_database: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def tracked_home(tmp_path: Path, add_database: Callable[[Path], None]) -> Path:
     """A home with such a database."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     add_database(tmp_path / "home")
     return tmp_path / "home"

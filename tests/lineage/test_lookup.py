@@ -90,7 +90,6 @@ class Home:
 @pytest.fixture
 def runs_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return Home(tmp_path)
 
 

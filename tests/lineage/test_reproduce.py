@@ -136,7 +136,6 @@ def test_the_command_makes_the_same_bytes_or_ends_with_1_and_reports_what_differ
         manifest["provenance"]["machine"] = {"cores": 99}
 
     monkeypatch.setenv("TTRAIN_HOME", str(root / "home"))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, store = in_process(capsys), root / "home" / "store"
     alter(root, "tokenizer", older)
     before = sorted(store.rglob("*"))

@@ -141,7 +141,6 @@ def test_the_commands_print_tables_and_json_and_write_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTRAIN_HOME", str(tmp_path))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     for number, (name, bits) in enumerate({A: 2.5, B: 2.25}.items()):
         made = [shards(295 - number), scored({"bits_per_byte": [bits] * 40})]

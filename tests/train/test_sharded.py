@@ -33,7 +33,6 @@ CONFIG = tiny_trainers.settings_of_training(schedule=SCHEDULE, **SIZES)
 
 def fit(ranks: Ranks, how: Speed = FSDP, **options: Any) -> dict[str, Any]:
     """13 rows, 7 a step, one a micro-batch; the sixth and last step has 5."""
-    torch.set_num_threads(1)
     seed = 1 if how == FSDP else 1 + ranks.rank  # rank 0's weights count where all are whole
     model = tiny_model(seed=seed, dropout=0.1)
     task, recorder, rows = WatchedTask(CONFIG, model), Recorder(), NumberedRows(13, live=LIVE)
