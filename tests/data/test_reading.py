@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import hostile_rows
-from support.hostile_rows import BOM, FIRST, LAST, MARK, bad, build, json_error, outcome, text
+from support.hostile_rows import BOM, FIRST, LAST, MARK, bad, build, outcome, text
 from support.shard_sets import write_lines
 from support.streamed_files import SMALL, TABLE, TEXT, read, table_bytes, written
 from support.web import Site
@@ -171,7 +171,7 @@ def test_first_rows_of_another_kind_or_mostly_bad_are_refused(tmp_path: Path) ->
         first_rows.check("data.sft", "chats", files, Reading(rejected_fraction=fraction))
 
 
-END = json_error("unexpected end of data")
+END = "not valid JSON: unexpected end of data"
 NO_OBJECTS = [f"not a JSON object but {kind}" for kind in ("a list", "text", "a number", "null")]
 KEPT: hostile_rows.Outcome = {"kept": 2}
 KEPT_3: hostile_rows.Outcome = {"kept": 3, "skipped": {"duplicate": 2}}

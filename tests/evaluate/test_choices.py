@@ -1,6 +1,5 @@
 """Multiple choice and last words: shared rows score as separate rows do, bad rows never count."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.evaluated_models import quiet, subject_of
+from support.shard_sets import write_lines
 from support.tiny_data import LINES
 from support.tiny_trainers import tiny_model
 
@@ -118,10 +118,6 @@ def test_a_row_that_is_too_long_loses_its_context_first_and_then_its_end() -> No
     assert fit(before, after, 4) == (before[-1:], after[:4])
 
 
-def write(path: Path, rows: Sequence[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def question(number: int, **changes: Any) -> dict[str, Any]:
     row = {"question": f"Question {number}?", "choices": ["yes", "no", f"{number}"]}
     return {**row, "answer": number % 3, **changes}
@@ -134,7 +130,7 @@ def quiz(directory: Path, **settings: Any) -> Any:
 def test_bad_rows_are_named_and_never_count(tmp_path: Path, subject: LoadedModel) -> None:
     bad = [question(0, **changes) for changes in BAD.values()]
     path = tmp_path / "a.jsonl"
-    write(path, [question(0), *bad, [1], question(1)])
+    write_lines(path, [question(0), *bad, [1], question(1)])
     items = quiz(tmp_path)
     assert [item.choice.answer for item in items.items] == [0, 1]
     assert [row["reason"] for row in items.left_out] == [*BAD, "not a JSON object but a list"]
@@ -154,7 +150,7 @@ def test_an_answer_is_an_integer_a_letter_or_a_text() -> None:
 
 def test_metrics_are_those_of_a_naive_loop(tmp_path: Path, subject: LoadedModel) -> None:
     rows = [question(number, source="odd" if number % 2 else "even") for number in range(12)]
-    write(tmp_path / "a.jsonl", rows)
+    write_lines(tmp_path / "a.jsonl", rows)
     items = quiz(tmp_path, normalise="bytes", by=("source",))
     result = choices.score_choices(items, subject, quiet)
     right, by_byte, losses = [], [], []
@@ -176,7 +172,7 @@ def test_metrics_are_those_of_a_naive_loop(tmp_path: Path, subject: LoadedModel)
 
 def test_no_item_is_its_own_example(tmp_path: Path) -> None:
     rows = [question(number) for number in range(5)]
-    write(tmp_path / "a.jsonl", [rows[0], *rows])  # the first one twice
+    write_lines(tmp_path / "a.jsonl", [rows[0], *rows])  # the first one twice
     of_the_first = "Question 1? no\n\nQuestion 2? 2\n\nQuestion 0?"
     twice = "Question 0? yes\n\nQuestion 0? yes\n\nQuestion"
     expected = [of_the_first, of_the_first, *(f"{twice} {number}?" for number in range(1, 5))]
@@ -184,8 +180,8 @@ def test_no_item_is_its_own_example(tmp_path: Path) -> None:
 
 
 def test_examples_of_another_file_and_its_bad_rows(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [question(0), question(1)])
-    write(tmp_path / "b.jsonl", [question(1, answer=None), question(0), question(7)])
+    write_lines(tmp_path / "a.jsonl", [question(0), question(1)])
+    write_lines(tmp_path / "b.jsonl", [question(1, answer=None), question(0), question(7)])
     settings = {"shots_file": "b.jsonl", "template": "Q: {question}\nA:", "shots_separator": "\n"}
     items = quiz(tmp_path, shots=1, **settings)
     assert [item.context for item in items.items] == [
@@ -203,7 +199,7 @@ def test_last_words(tmp_path: Path, subject: LoadedModel) -> None:
     logits = [subject.model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in prompts]
     words = [subject.encoder.decode([int(row.argmax())]) for row in logits]
     pairs = [*zip(contexts, words, strict=True), (contexts[0], "fox"), ("", "fox"), ("a", 5)]
-    write(tmp_path / "a.jsonl", [{"context": text, "target": word} for text, word in pairs])
+    write_lines(tmp_path / "a.jsonl", [{"context": text, "target": word} for text, word in pairs])
     items = choices.read("words", LastWordTask(file="a.jsonl"), SuiteFiles(tmp_path))
     assert items.reasons == {"context is empty": 1, "target is not a string": 1}
     result = choices.score_passages(items, subject, quiet)

@@ -56,13 +56,8 @@ def copy_of(finished: Cli, tmp_path: Path) -> Callable[..., Cli]:
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Cli:
+def fresh(tmp_path: Path) -> Cli:
     """A home that holds no more than the digests of the modules, and the corpus."""
     write_corpus(tmp_path / "data")
     remember_modules(tmp_path / "home")
     return Cli(tmp_path / "home", tmp_path / "data")
-
-
-@pytest.fixture
-def fresh(empty: Cli) -> Cli:
-    return empty

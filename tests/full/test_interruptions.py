@@ -83,7 +83,7 @@ def test_a_process_that_does_not_listen_is_ended_when_its_time_is_up(fresh: Any)
     wait_until(lambda: not processes_of(fresh.home), 20)
 
 
-def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(empty: Any) -> None:
+def test_a_worker_whose_parent_is_gone_before_it_looks_ends_at_once(fresh: Any) -> None:
     command = [sys.executable, "-P", "-m", "ttrain.engine.stage_worker", "nowhere"]
-    environment = {**empty.environment, "TTRAIN_PARENT": "1"}
+    environment = {**fresh.environment, "TTRAIN_PARENT": "1"}
     assert subprocess.run(command, env=environment).returncode == 1

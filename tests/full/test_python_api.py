@@ -62,14 +62,14 @@ def test_a_cached_run_has_what_was_made(finished: Any, capfd: pytest.CaptureFixt
     assert first.name in list(table["name"]) and table["eval/bits_per_byte"].notna().any()
 
 
-def test_a_failure_is_an_exception_and_is_recorded(empty: Any) -> None:
-    (empty.data / "docs-1.jsonl").write_text('{"text": 1}\n' * 30, encoding="utf-8")
-    settings = settings_of(empty, **{"tracking.enabled": False})
+def test_a_failure_is_an_exception_and_is_recorded(fresh: Any) -> None:
+    (fresh.data / "docs-1.jsonl").write_text('{"text": 1}\n' * 30, encoding="utf-8")
+    settings = settings_of(fresh, **{"tracking.enabled": False})
     with pytest.raises(ttrain.TTrainError, match=r"docs-1\.jsonl"):
-        ttrain.run("full", settings, home=empty.home, only=["tokenizer"])
-    assert ttrain.runs(home=empty.home)[0].outcome == "failed"
+        ttrain.run("full", settings, home=fresh.home, only=["tokenizer"])
+    assert ttrain.runs(home=fresh.home)[0].outcome == "failed"
     with pytest.raises(ttrain.TTrainError, match="airflow"):
-        ttrain.run(engine="airflow", home=empty.home)
+        ttrain.run(engine="airflow", home=fresh.home)
 
 
 def test_a_model_is_a_plain_object_of_transformers_or_peft(finished: Any) -> None:

@@ -19,8 +19,8 @@ ALONE = ("--engine", "none")
 
 
 @pytest.fixture
-def site(empty: Cli) -> Iterator[Site]:
-    files = {f"/data/{path.name}": path.read_bytes() for path in empty.data.glob("*.jsonl")}
+def site(fresh: Cli) -> Iterator[Site]:
+    files = {f"/data/{path.name}": path.read_bytes() for path in fresh.data.glob("*.jsonl")}
     with served(Site(files)) as opened:
         yield opened
 
@@ -49,16 +49,16 @@ def open_to_others(directory: Path) -> list[str]:
     return [str(path) for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
-def test_no_file_and_no_line_of_a_run_holds_its_secrets(empty: Cli, site: Site) -> None:
-    own = [*sources(empty, site), "tracking.enabled=false"]
-    said = empty.here(*FULL, "--until", "tokenizer", *ALONE, *own)
-    said += empty.here("config", "show", *own)
+def test_no_file_and_no_line_of_a_run_holds_its_secrets(fresh: Cli, site: Site) -> None:
+    own = [*sources(fresh, site), "tracking.enabled=false"]
+    said = fresh.here(*FULL, "--until", "tokenizer", *ALONE, *own)
+    said += fresh.here("config", "show", *own)
     assert shown(site, "chats.jsonl") in said
-    [record] = [json.loads(path.read_bytes()) for path in empty.home.glob("runs/*.json")]
+    [record] = [json.loads(path.read_bytes()) for path in fresh.home.glob("runs/*.json")]
     assert record["outcome"] == "completed"
     assert record["settings"]["data"]["sft"] == [shown(site, "chats.jsonl")]
     assert PASSWORD not in said and SIGNATURE not in said
-    assert files_with_secrets(empty.home) == [] == open_to_others(empty.home / "runs")
+    assert files_with_secrets(fresh.home) == [] == open_to_others(fresh.home / "runs")
 
 
 @pytest.mark.soak

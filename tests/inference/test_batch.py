@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.data_commands import Run
+from support.shard_sets import write_lines
 from support.tiny_models import chat_with
 
 from ttrain.data.chat_templates import Message
@@ -25,11 +26,6 @@ SHAPES: list[tuple[dict[str, Any], tuple[Message, ...], str | None]] = [  # row,
     ({"conversations": [OWN.to_json(), *TURNS]}, (OWN, QUESTION), "A"),
     ({"prompt": TURNS[:1], "completion": "C"}, (BRIEF, QUESTION), "C"),
 ]
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def write_prompts(path: Path, count: int) -> Path:

@@ -172,7 +172,7 @@ def test_the_command_ends_within_an_answer(tmp_path: Path, signum: int, code: in
 
 @in_a_browser
 def test_the_page_compares_two_models_and_saves_the_verdict_by_the_keyboard(served: Served) -> None:
-    with Browser(width=1600, height=900) as page:
+    with Browser() as page:
         open_page(page, served)
         for name, value in {"second": "dpo", "max_tokens": 9, "temperature": 0}.items():
             page.evaluate(f"document.getElementById('{name}').value = '{value}'")
@@ -199,7 +199,7 @@ def test_the_page_compares_two_models_and_saves_the_verdict_by_the_keyboard(serv
 @in_a_browser
 def test_the_page_stops_an_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "listed", ["endless", "dpo"])
-    with Browser(width=1600, height=900) as page:
+    with Browser() as page:
         open_page(page, served)
         ask(page, "Who?")
         page.wait_for("document.querySelector('.stats')?.textContent.includes('a second')")

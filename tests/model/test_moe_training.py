@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.comparing import copies, distance, same, with_gradients
 from support.tiny_data import NumberedRows
-from support.tiny_mixtures import BIASED, KINDS, blocks, padded_rows, spread_routers, tiny_moe
+from support.tiny_mixtures import KINDS, blocks, padded_rows, spread_routers, tiny_moe
 from support.tiny_trainers import ALONE, CPU, PLAIN, Recorder, in_ranks, make_trainer, tiny_model
 from support.tiny_trainers import settings_of_training as settings_of
 from torch import Tensor, nn
@@ -217,7 +217,7 @@ def test_a_sharded_step_of_muon_orthogonalises_whole_matrices_and_moves_the_bias
         assert distance({name: alone[name]}, {name: sharded[name]}) < 1e-4, name
 
 
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "glm4_moe"])
 def test_a_step_moves_each_bias_by_the_rate_away_from_the_load(kind: str) -> None:
     model, recorder = spread_routers(tiny_moe(kind, bias_rate=0.05)), Recorder()
     before = [bias.clone() for bias in Routers(model).biases if bias is not None]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.night_files import artifact, completed, frozen, inbox, list_of, sources_in
+from support.night_files import artifact, completed, frozen, inbox, list_of
 
 from ttrain.config import Nightly, Settings
 from ttrain.config.training import TRAINING_STAGES
@@ -277,7 +277,7 @@ def night(tmp_path: Path, store: ArtifactStore) -> Night:
 
 
 def stages_of(inputs: NightInputs) -> dict[str, dict[str, Any]]:
-    return sources_in(night_graph(inputs))
+    return {name: dict(node.sources) for name, node in night_graph(inputs).items()}
 
 
 def test_a_night_continues_the_plateau_of_the_champion_without_a_warm_up(night: Night) -> None:

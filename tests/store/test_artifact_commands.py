@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.artifact_home import DAY, Home, keys, older, printed
+from support.artifact_home import DAY, Home, keys, printed
 from support.comparing import flip_bit
 from support.kill_points import number_printed_by
 from support.planned_homes import House
 
 from ttrain import api
 from ttrain.core.files import read_json, write_json
+from ttrain.core.hashing import digest_of
 from ttrain.engine import artifact_commands
 from ttrain.engine.graph import Planned
 from ttrain.engine.planner import key_of
@@ -208,7 +209,8 @@ def pipeline(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
 
 def published(house: House, planned: Planned, seconds: float = 1.0, **changed: Any) -> Artifact:
     """What the plan would build, but of older code, and of the changed ingredients."""
-    ingredients = {**planned.ingredients, "code": older(planned), **changed}
+    code = {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}
+    ingredients = {**planned.ingredients, "code": code, **changed}
     provenance = {"libraries": {"torch": "2.12"}}
     planned = replace(planned, key=key_of(ingredients), ingredients=ingredients)
     return house.publish(planned, "text", inputs={}, seconds=seconds, provenance=provenance)

@@ -14,8 +14,6 @@ from support.night_files import artifact as publish
 
 from ttrain.cli.main import main
 from ttrain.core.files import write_json
-from ttrain.core.hashing import digest_of
-from ttrain.engine.graph import Planned
 from ttrain.engine.planner import key_of
 from ttrain.nightly import records
 from ttrain.store import garbage_collection, runs
@@ -110,10 +108,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     output = capsys.readouterr()
     assert (end.value.code or 0) == code, output
     return output.out
-
-
-def older(planned: Planned) -> dict[str, str]:
-    return {**planned.ingredients["code"], "ttrain.data.tokenizer": digest_of("old")}
 
 
 def register(home: Path, number: int, name: str = "mine", **metrics: float) -> ModelSet:

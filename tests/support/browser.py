@@ -12,6 +12,7 @@ from support.waiting import wait_until
 from websockets.sync.client import connect
 
 SECONDS = 60.0
+SIZE = {"width": 1600, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
@@ -26,10 +27,9 @@ def executable() -> str | None:
 class Browser:
     """A page with a profile of its own, gone when the `with` block ends."""
 
-    def __init__(self, *, width: int = 1400, height: int = 900) -> None:
+    def __init__(self) -> None:
         self.errors: list[str] = []  # exceptions of the page, and what it logged as an error
         self.requests: list[str] = []  # addresses that the page sent a request to
-        self._size = (width, height)
         self._profile = Path(tempfile.mkdtemp(prefix="ttrain-browser-"))
         self._number = 0
 
@@ -51,9 +51,7 @@ class Browser:
         self._socket = connect(wait_until(page, SECONDS), max_size=None, open_timeout=SECONDS)
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        width, height = self._size
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.send("Emulation.setDeviceMetricsOverride", **SIZE)
         return self
 
     def __exit__(self, *_: object) -> None:

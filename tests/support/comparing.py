@@ -51,6 +51,12 @@ def distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float
     return float((ours - theirs).norm() / ours.norm())
 
 
+def worst(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The largest distance of two tensors of the same name."""
+    assert {*first} == {*second}
+    return max(distance({name: first[name]}, {name: second[name]}) for name in first)
+
+
 def curve(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl without what differs between two runs."""
     lines = []

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.shard_sets import write_lines
 
 from ttrain.cli.main import main
 from ttrain.config import Settings
@@ -65,20 +64,10 @@ def trains_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "run", run)
 
 
-def text(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(words))
-
-
 def texts(count: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
-    return [f"{seed}.{number} {text(rng, rng.randint(3, 40))}" for number in range(count)]
-
-
-write = write_lines
-
-
-def documents(path: Path, count: int, seed: int = 0) -> Path:
-    return write_lines(path, [{"text": text} for text in texts(count, seed)])
+    said = [[rng.choice(WORDS) for _ in range(rng.randint(3, 40))] for _ in range(count)]
+    return [f"{seed}.{number} {' '.join(words)}" for number, words in enumerate(said)]
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:

@@ -22,11 +22,11 @@ Outcome = dict[str, Any]
 
 
 def build(
-    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20, pool: Any = None
+    path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20
 ) -> tuple[ShardSetResult, Path]:
     output = path.parent / f"shards-{path.name}-{block_bytes}"
-    options = {"block_bytes": block_bytes, "pool": pool}
-    return shard_sets.build(output, [path], recipe, READING, **options), output
+    built = shard_sets.build(output, [path], recipe, READING, block_bytes=block_bytes)
+    return built, output
 
 
 def outcome(path: Path, recipe: BlockRecipe, block_bytes: int = 1 << 20) -> tuple[Outcome, Any]:
@@ -57,7 +57,3 @@ def text(value: str) -> bytes:
 def bad(*reasons: str, kept: int = 2, **more: Any) -> Outcome:
     """Rejected for these reasons, between a first and a last good line."""
     return {**({"kept": kept} if kept else {}), "rejected": dict(Counter(reasons)), **more}
-
-
-def json_error(error: str) -> str:
-    return f"not valid JSON: {error}"

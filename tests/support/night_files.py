@@ -6,7 +6,6 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from ttrain.config import Settings
-from ttrain.engine.graph import Graph
 from ttrain.nightly import inputs as night_inputs
 from ttrain.nightly.records import Champion, InputSnapshot, NightRecord, Nights
 from ttrain.store.artifacts import ArtifactStore
@@ -67,7 +66,3 @@ def list_of(
 ) -> InputSnapshot:
     files = night_inputs.watched_files(settings, store, may_be_gone=True)
     return InputSnapshot(files, settings.model_dump(mode="json"), champion)
-
-
-def sources_in(graph: Graph) -> dict[str, dict[str, Any]]:
-    return {name: dict(node.sources) for name, node in graph.items()}

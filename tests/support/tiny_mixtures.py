@@ -18,7 +18,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"kind": "llama", "moe": SHARED},
     "glm4_moe": {"kind": "qwen3", "moe": SHARED},
 }
-BIASED = ("ernie4_5_moe", "glm4_moe")
 
 
 def tiny_moe(kind: str, **more: Any) -> Any:

@@ -28,9 +28,6 @@ class Site:
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
     url: str = ""
 
-    def requests(self, method: str) -> list[str]:
-        return [path for asked, path, _ in self.asked if asked == method]
-
 
 @dataclass
 class FakeHub:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import bytes_kept, copies, distance, same, with_gradients
+from support.comparing import bytes_kept, copies, distance, same, with_gradients, worst
 from support.tiny_adapters import disturb
 from support.tiny_data import VOCAB, NumberedRows
 from support.tiny_mixtures import tiny_moe
@@ -56,11 +56,6 @@ def chunked(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = 7
 ) -> dict[str, Tensor]:
     return results(linear_token_loss_sum(hidden, weight, labels, chunk), hidden, weight)
-
-
-def worst(expected: dict[str, Tensor], tensors: dict[str, Tensor]) -> float:
-    assert {*expected} == {*tensors}
-    return max(distance({name: expected[name]}, {name: tensors[name]}) for name in expected)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])

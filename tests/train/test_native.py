@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import copies, distance, same, with_gradients
+from support.comparing import copies, distance, same, with_gradients, worst
 from support.tiny_adapters import disturb
 from support.tiny_data import VOCAB
 from support.tiny_trainers import tiny_model
@@ -200,11 +200,6 @@ def test_a_model_has_the_loss_and_the_gradients_that_it_has_without_kernels(
 
 
 MOE = {"Qwen3Moe": "qwen3_moe", "Ernie4_5_Moe": "ernie4_5_moe", "Glm4Moe": "glm4_moe"}
-
-
-def worst(expected: Results, results: Results) -> float:
-    assert {*expected} == {*results}
-    return max(distance({name: expected[name]}, {name: results[name]}) for name in expected)
 
 
 def layer(name: str) -> Any:
