@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             write_corpus(shared / "data")
             text = Cli(shared / "home", shared / "data")("pipeline", "run", "full")
             output.write_text(text, encoding="utf-8")
+            for _ in range(100):  # its Prefect server ends, and removes a file of its database
+                if (shared / "home/prefect/prefect.db-wal").exists():
+                    time.sleep(0.1)
         home = shutil.copytree(shared / "home", tmp_path_factory.mktemp("finished") / "home")
     cli = Cli(home, shared / "data")
     cli.first_output = output.read_text(encoding="utf-8")
