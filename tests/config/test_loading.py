@@ -336,6 +336,9 @@ FOLLOWING = {  # {overrides: what of the settings that follow changes}
     "pretrain.tokens=20M": {rules.BATCH_KEY: 8192},
     "pretrain.tokens=1B": {rules.BATCH_KEY: 65536},
     "pretrain.tokens=null pretrain.epochs=10": {"pretrain.optim.weight_decay": 0.5},
+    "pretrain.tokens=null pretrain.epochs=10 pretrain.teacher=x": {
+        "pretrain.optim.weight_decay": 0.3
+    },
     "pretrain.optim.kind=adamw": ONE_RATE,
     "pretrain.start_from=./model": ONE_RATE,
     "pretrain.optim.head_lr=0.1 pretrain.optim.head_lr=auto": {},

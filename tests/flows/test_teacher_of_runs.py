@@ -26,10 +26,16 @@ def planned_teacher(house: House, *overrides: str) -> Artifact:
     return teacher
 
 
-def trained(house: House, key: str, name: str = "quickstart", **inputs: str) -> None:
-    """A finished run that is newer than all before."""
-    read = {stage: {"stage": stage, "key": of, "content": ""} for stage, of in inputs.items()}
-    made = artifact(house.store, "pretrain", key, MODEL, inputs=read)
+def trained(
+    house: House, key: str, name: str = "quickstart", *, taught: bool = False, **given: float
+) -> None:
+    """A finished run that is newer than all before. `given`: its settings, and its loss."""
+    inputs = {"teacher": {"stage": "teacher", "key": "k", "content": ""}} if taught else {}
+    result = {"validation_loss": given.pop("loss", 1.0)}
+    settings = {f"pretrain.{setting}": value for setting, value in given.items()}
+    ingredients = {"files": {}, "settings": settings}
+    facts = {"inputs": inputs, "ingredients": ingredients, "result": result}
+    made = artifact(house.store, "pretrain", key, MODEL, **facts)
     Home(house.store.root).run(made, age=-int(key[0], 16), name=name)
 
 
@@ -38,9 +44,17 @@ def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
         planned_teacher(house, PREVIOUS)
     trained(house, "a" * 64)
     assert planned_teacher(house, PREVIOUS).key == "a" * 64
-    trained(house, "b" * 64, teacher="k")
+    trained(house, "b" * 64, taught=True)
     trained(house, "c" * 64, name="other")
     assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
+
+
+def test_the_best_seeds_of_the_newest_pretraining_teach_together(house: House) -> None:
+    trained(house, "1" * 64, tokens=2, seed=9, loss=0.1)  # of other settings
+    for seed, (key, loss) in enumerate(zip("abcdef", [3.7, 3.5, 3.4, 3.8, 3.6, 3.9], strict=True)):
+        trained(house, key * 64, tokens=1, seed=seed, loss=loss)
+    plan = api.plan("full", house.settings(*PASSES, PREVIOUS), home=house.store.root)
+    assert plan.settings.pretrain.teacher == tuple(f"pretrain/{key * 64}" for key in "abce")
 
 
 def test_what_a_sweep_would_mix_and_few_passes_are_refused(house: House) -> None:

@@ -23,7 +23,8 @@ OWN_HEAD_LR = 8e-3  # of a head that is not the embedding
 RATES_BY_WIDTH = frozenset({"embedding_lr", "head_lr"})
 BETAS = (0.5, 0.95)  # of AdamW next to Muon
 USUAL_BETAS = (0.9, 0.95)  # of AdamW alone
-DECAY, DECAY_A_PASS = 0.1, 0.05  # of the weights; it grows with a budget in passes
+# Of the weights; it grows with a budget in passes, less with a teacher
+DECAY, DECAY_A_PASS, DECAY_TAUGHT = 0.1, 0.05, 0.03
 LARGEST_HEAD = (
     0.25  # of the parameters of the layers; a larger output head is tied to the embedding
 )
@@ -68,6 +69,7 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
     parameters = layer_parameters(sizes)
     width = sizes["hidden_size"]
     share = values["tokenizer.vocab_size"] * width / parameters
+    a_pass = DECAY_TAUGHT if values.get("pretrain.teacher") else DECAY_A_PASS
     tokens = TOKENS if values["pretrain.tokens"] == AUTO else values["pretrain.tokens"]
     budget = tokens or TOKENS_PER_PARAMETER * parameters
     tied = share > LARGEST_HEAD if values[TIED] == AUTO else values[TIED]
@@ -88,10 +90,10 @@ def by_rule(values: Mapping[str, Any]) -> dict[str, Rule]:
             "a power of two, in whole rows",
         ),
         f"{OPTIM}weight_decay": Rule(
-            max(DECAY, round(DECAY_A_PASS * (values["pretrain.epochs"] or 0), 3))
+            max(DECAY, round(a_pass * (values["pretrain.epochs"] or 0), 3))
             if kind == "muon"
             else DECAY,
-            f"{DECAY_A_PASS} x pretrain.epochs with Muon, at least {DECAY}",
+            f"{a_pass} x pretrain.epochs with Muon, at least {DECAY}",
         ),
         BETAS_KEY: Rule(BETAS, "beside Muon") if kind == "muon" else Rule(USUAL_BETAS, alone),
     }
@@ -143,8 +145,10 @@ class FineTuning:
 
         It does not depend on the passes, so that a run with more passes can continue this one.
         """
-        most_rows = max(1, self.tokens_per_step // row_length)
-        return min(most_rows, max(1, int(rows * self.epochs) // FEWEST_STEPS)) * row_length
+        return row_length * min(
+            max(1, self.tokens_per_step // row_length),
+            max(1, int(rows * self.epochs) // FEWEST_STEPS),
+        )
 
     def passes(self, rows: int, rows_per_step: int) -> float:
         """`epochs`, or the complete passes in ENOUGH_STEPS steps, at most MOST_PASSES."""
