@@ -37,7 +37,7 @@ FEWEST_STEPS, ENOUGH_STEPS, MOST_PASSES = 20, 60, 10
 
 # Pretraining on little text: `tokens` is USEFUL_PASSES passes over the rows where that is less
 # than TOKENS. The loss on held-out documents was the lowest after 4 to 6 passes on eight small
-# sets (docs/recipe.md): of 300 English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10
+# sets (docs/log.md): of 300 English ones it ended at 4.60, 4.58, 5.25 and 7.20 after 4, 6, 10
 # and 17.6 passes.
 TOKENS, USEFUL_PASSES = 1_800_000, 5
 
