@@ -2,6 +2,7 @@
 
 import pytest
 from support.artifact_home import Home
+from support.data_commands import in_process
 from support.night_files import artifact
 from support.planned_homes import House
 
@@ -49,12 +50,18 @@ def test_the_teacher_is_the_newest_other_pretraining(house: House) -> None:
     assert planned_teacher(house, PREVIOUS).key == "a" * 64  # it does not teach itself
 
 
-def test_the_best_seeds_of_the_newest_pretraining_teach_together(house: House) -> None:
+def test_the_best_seeds_of_the_newest_pretraining_teach_together(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(house, "1" * 64, tokens=2, seed=9, loss=0.1)  # of other settings
     for seed, (key, loss) in enumerate(zip("abcdef", [3.7, 3.5, 3.4, 3.8, 3.6, 3.9], strict=True)):
         trained(house, key * 64, tokens=1, seed=seed, loss=loss)
     plan = api.plan("full", house.settings(*PASSES, PREVIOUS), home=house.store.root)
     assert plan.settings.pretrain.teacher == tuple(f"pretrain/{key * 64}" for key in "abce")
+    monkeypatch.setenv("TTRAIN_HOME", str(house.store.root))
+    said = in_process(capsys)("plan", *house.files, *PASSES, PREVIOUS).out
+    names = ", ".join(f"{key * 12}:pretrain" for key in "abce")
+    assert f"teachers of pretrain: {names}" in said
 
 
 def test_what_a_sweep_would_mix_and_few_passes_are_refused(house: House) -> None:

@@ -41,7 +41,7 @@ from ttrain.engine.progress import progress_of
 from ttrain.errors import UsageError
 from ttrain.reports import summary
 from ttrain.store import name_syntax, runs
-from ttrain.store.layout import home, usable_home
+from ttrain.store.layout import Artifact, home, usable_home
 
 if TYPE_CHECKING:
     from ttrain.api import Plan, Run
@@ -462,12 +462,20 @@ def plan_and_run(
 def _plan_parts(planned: Plan, estimated: Estimate) -> list[str | Table]:
     """The table of a plan, its training data, the run that it is compared with, its time."""
     from ttrain.engine.planner import trained_on, without_data
+    from ttrain.tasks import TAUGHT_BY, TEACHER
 
     lines = [
         f"training data of {name}: {sources}"
         for name, sources in trained_on(planned.settings, planned.stages).items()
     ]
     lines.append(without_data(planned.settings))
+    if TEACHER.name in planned.graph:
+        teachers = [
+            f"{source.provenance.get('run', source.key[:12])}:{source.stage}"
+            for name, source in planned.graph[TEACHER.name].sources.items()
+            if isinstance(source, Artifact) and name.startswith(TAUGHT_BY)
+        ]
+        lines.append(f"teachers of pretrain: {', '.join(teachers)}")
     if planned.left_out:
         lines.append(f"left out by {planned.selection}: {', '.join(planned.left_out)}")
     if planned.compared_with and not planned.is_cached:
