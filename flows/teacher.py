@@ -44,17 +44,16 @@ def with_teachers(graph: Graph, settings: Settings, store: ArtifactStore) -> Gra
     if TEACHER.name not in graph:
         return graph
     config = settings.pretrain
-    named = f"pretrain.teacher is {', '.join(config.teacher)}"
     if (config.passes or 0) < FEWEST_PASSES:
         raise UsageError(
-            f"{named}, but pretrain.epochs is {config.epochs or 'empty'}: a teacher helps from "
-            f"{FEWEST_PASSES} passes on; set pretrain.tokens=null pretrain.epochs={FEWEST_PASSES} "
-            f"or more, or leave it out"
+            f"pretrain.epochs is {config.epochs or 'empty'}, but pretrain.teacher is set: a "
+            f"teacher helps from {FEWEST_PASSES} passes on; set pretrain.tokens=null "
+            f"pretrain.epochs={FEWEST_PASSES} or more, or leave pretrain.teacher out"
         )
     if not {PREVIOUS, CHAMPION}.isdisjoint(config.teacher):
         raise UsageError(
-            f"{named}, which may be another model in each trial of a sweep; name a run, or a key "
-            f"as `ttrain artifacts list` shows it"
+            f"pretrain.teacher is {', '.join(config.teacher)}, which may be another model in each "
+            f"trial of a sweep; name a run, or a key as `ttrain artifacts list` shows it"
         )
     teachers = {
         f"{TAUGHT_BY}{number}": _teacher(name, settings, store)
