@@ -80,7 +80,7 @@ def _teacher(name: str, settings: Settings, store: ArtifactStore) -> Artifact:
 
 
 def _previous(settings: Settings, store: ArtifactStore) -> list[Artifact]:
-    """The newest pretraining of this name, with its other seeds: of all, the best by validation."""
+    """The newest pretraining of this name and its other seeds: the best by validation loss."""
     # None that was taught itself: the same command finds its own run finished, and a mean of taught
     # models taught no better. Four of six seeds, without the two that did not learn to copy from
     # their context, were 0.019 bits per byte better than five (docs/log.md).

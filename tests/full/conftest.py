@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from filelock import FileLock
 from support.paths import ROOT, TESTS
 from support.pipeline_home import Cli, write_corpus
 from support.planned_homes import remember_modules
+from support.waiting import wait_until
 
 
 def digest_of_the_code() -> str:
@@ -41,9 +41,8 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             write_corpus(shared / "data")
             text = Cli(shared / "home", shared / "data")("pipeline", "run", "full")
             output.write_text(text, encoding="utf-8")
-            for _ in range(100):  # its Prefect server ends, and removes a file of its database
-                if (shared / "home/prefect/prefect.db-wal").exists():
-                    time.sleep(0.1)
+            # Its Prefect server ends, and removes a file of its database.
+            wait_until(lambda: not (shared / "home/prefect/prefect.db-wal").exists())
         home = shutil.copytree(shared / "home", tmp_path_factory.mktemp("finished") / "home")
     cli = Cli(home, shared / "data")
     cli.first_output = output.read_text(encoding="utf-8")
